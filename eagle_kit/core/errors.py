@@ -1,0 +1,17 @@
+"""The one exception that reaches a user: a sentence of cause and a sentence of remedy."""
+
+
+class UserError(ValueError):
+    """A mistake the user can repair.
+
+    The command line prints it without a traceback and exits with code 2; the server answers HTTP 400.
+
+    Args:
+        cause: what was given and why it cannot be used, one sentence.
+        remedy: what to do about it, one sentence.
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(f"{cause} {remedy}")
+        self.cause = cause
+        self.remedy = remedy

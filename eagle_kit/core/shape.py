@@ -1,0 +1,87 @@
+"""Speculation shapes, written ``steps,topk,tokens``."""
+
+from typing import NamedTuple
+
+from eagle_kit.core.errors import UserError
+
+MAX_WINDOW = 64
+"""Most nodes a window may hold: ancestors are the bits of one 64-bit word."""
+
+
+class SpecShape(NamedTuple):
+    """How a draft is grown and how much of it is verified.
+
+    Attributes:
+        steps: depth of the draft, S. 0 is ordinary decoding.
+        topk: candidates kept per depth, K. 1 is a chain.
+        tokens: nodes verified in one target forward, N, *root included*.
+    """
+
+    steps: int
+    topk: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.steps},{self.topk},{self.tokens}"
+
+    @property
+    def num_draft_forwards(self) -> int:
+        """Draft forwards per cycle besides draft-extend, which already yields depth one."""
+        return max(self.steps - 1, 0)
+
+    @property
+    def max_tokens_per_cycle(self) -> int:
+        """Most tokens one cycle can emit, the bonus token included."""
+        return self.steps + 1
+
+    @classmethod
+    def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
+        """Read ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""
+        if isinstance(text, cls):
+            return text
+        if text is None or text == "none":
+            return NO_SPECULATION
+        try:
+            steps, topk, tokens = (int(part) for part in str(text).split(","))
+        except ValueError:
+            raise UserError(
+                f"The speculation shape {text!r} is not of the form steps,topk,tokens.",
+                "Give three whole numbers such as 4,1,5 (a chain) or 5,4,16 (a tree).",
+            ) from None
+        shape = cls(steps, topk, tokens)
+        shape._check()
+        return shape
+
+    def _check(self) -> None:
+        steps, topk, tokens = self
+        if self == NO_SPECULATION:
+            return
+        if steps < 1 or topk < 1 or not 2 <= tokens <= MAX_WINDOW:
+            raise UserError(
+                f"The speculation shape {self} has a number out of range.",
+                f"Use steps >= 1, topk >= 1 and 2 to {MAX_WINDOW} tokens, or none for ordinary decoding.",
+            )
+        if topk == 1 and tokens != steps + 1:
+            raise UserError(
+                f"The chain {self} cannot verify {tokens} tokens: a chain of {steps} has a root and {steps} drafts.",
+                f"Write {steps},1,{steps + 1}.",
+            )
+        if tokens - 1 > topk + (steps - 1) * topk * topk:
+            raise UserError(
+                f"The shape {self} asks for {tokens} tokens, more than the draft grows "
+                f"({1 + topk + (steps - 1) * topk * topk} with the root).",
+                "Lower tokens, or raise steps or topk.",
+            )
+        if tokens <= steps:
+            raise UserError(
+                f"The shape {self} verifies {tokens} tokens, too few to reach its depth of {steps}.",
+                f"Use at least {steps + 1} tokens, or fewer steps.",
+            )
+        if topk * max(steps - 1, 0) > MAX_WINDOW:
+            raise UserError(
+                f"The shape {self} drafts {topk * (steps - 1)} nodes, more than the {MAX_WINDOW} of a window.",
+                "Lower steps or topk.",
+            )
+
+
+NO_SPECULATION = SpecShape(0, 1, 1)

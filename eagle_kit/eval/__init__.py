@@ -1,0 +1,1 @@
+"""Measure drafts: tasks, runner, summary, table and plots. Reaches the engine through ``LLM`` only."""

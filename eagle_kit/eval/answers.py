@@ -1,0 +1,227 @@
+"""One answer as a record, and the folder that keeps them so that a run can be broken off and resumed."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.stats import SpecStats
+
+ANSWERS_FILE, SETTINGS_FILE, SUMMARY_FILE = "answers.jsonl", "settings.json", "summary.json"
+
+
+class Setting(NamedTuple):
+    """What decodes: plain decoding (no draft), or a draft with a shape."""
+
+    draft: str | None
+    shape: str
+
+    @property
+    def label(self) -> str:
+        return "plain" if self.draft is None else f"{self.draft} {self.shape}"
+
+
+PLAIN = Setting(None, "none")
+
+
+@dataclass
+class Answer:
+    """One reply of one setting.
+
+    Attributes:
+        task, id, category: of the prompt.
+        turn: 0 for the first user turn.
+        draft, shape: the setting; draft None is plain decoding.
+        num_prompt_tokens: length of the prompt with template and earlier turns.
+        token_ids, text, finish_reason, stats: as in RequestOutput.
+        prefill_s: seconds to the first token.
+        decode_s: seconds from the first token to the last, shared by the batch.
+        decode_share_s: this answer's part of the batch's decoding seconds; equals decode_s in a batch of one.
+        identical: whether the tokens equal the plain ones; None for plain itself.
+        difference: the first difference, see identity.Difference.
+    """
+
+    task: str
+    id: str
+    category: str
+    turn: int
+    draft: str | None
+    shape: str
+    num_prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    stats: SpecStats = field(default_factory=SpecStats)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_share_s: float = 0.0
+    identical: bool | None = None
+    difference: dict[str, Any] | None = None
+    text: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.draft, self.shape)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Names the prompt and turn, the same for every setting."""
+        return self.task, self.id, self.turn
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that decoding produced: all but the first, which comes from prefill."""
+        return max(len(self.token_ids) - 1, 0)
+
+    def to_record(self) -> dict[str, Any]:
+        """As written to the file: the counts flat, rates beside them for people."""
+        record = asdict(self)
+        stats = record.pop("stats")
+        token_ids, text = record.pop("token_ids"), record.pop("text")
+        rate = self.num_decode_tokens / self.decode_s if self.decode_s > 0 else None
+        return {
+            **record,
+            "num_tokens": len(token_ids),
+            **stats,
+            "accept_length": round(self.stats.accept_length, 4),
+            "decode_tokens_per_s": rate and round(rate, 2),
+            "token_ids": token_ids,
+            "text": text,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Answer":
+        """The inverse of :meth:`to_record`; raises KeyError when a field is missing."""
+        stats = SpecStats(**{name: record[name] for name in SpecStats.__dataclass_fields__})
+        names = [name for name in cls.__dataclass_fields__ if name != "stats"]
+        return cls(stats=stats, **{name: record[name] for name in names})
+
+
+class AnswerStore:
+    """The answers of one run in ``folder``; the only writer of answers.jsonl and settings.json.
+
+    Opening reads what an earlier, broken-off run left; nothing is written before the first :meth:`add`.
+
+    Args:
+        folder: where the files are.
+        settings: everything that decides the answers and their speed. A folder with others raises UserError.
+        runs: the settings every prompt is decoded with; a prompt that lacks one of them counts as not done.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], runs: Sequence[Setting]) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.about: dict[str, Any] = {}
+        self._path = folder / ANSWERS_FILE
+        self._by_key: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
+        self._started = False
+        if self._path.exists() or (folder / SETTINGS_FILE).exists():
+            self._check_settings()
+            self._read(frozenset(runs))
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All answers kept so far."""
+        return [answer for group in self._by_key.values() for answer in group.values()]
+
+    def get(self, key: tuple[str, str, int]) -> dict[Setting, Answer] | None:
+        """Every setting's answer to a prompt and turn, or None when they are not all there."""
+        return self._by_key.get(key)
+
+    def start(self, about: dict[str, Any]) -> None:
+        """Write the settings, with ``about`` (machine, versions, command) of the first start beside them."""
+        self.about = self.about or about
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / SETTINGS_FILE, {"settings": self.settings, "about": self.about})
+        kept = [json.dumps(answer.to_record(), ensure_ascii=False) + "\n" for answer in self.answers]
+        write_text(self._path, "".join(kept))
+        self._started = True
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Append the answers of all settings to one batch of prompts, and flush them to the disk."""
+        assert self._started, "start() comes first"
+        answers = list(answers)
+        text = "".join(json.dumps(answer.to_record(), ensure_ascii=False) + "\n" for answer in answers)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        for answer in answers:
+            self._by_key.setdefault(answer.key, {})[answer.setting] = answer
+
+    def _check_settings(self) -> None:
+        path = self.folder / SETTINGS_FILE
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            old, self.about = saved["settings"], saved["about"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self.folder} holds answers, but its {SETTINGS_FILE} is missing or unreadable.",
+                "Give another --out, or delete the folder.",
+            ) from None
+        # through JSON, so that tuples compare equal to the lists they were saved as
+        new = json.loads(json.dumps(self.settings))
+        changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+        if changed:
+            raise UserError(
+                f"{self.folder} holds an evaluation with other settings ({', '.join(changed)} differ).",
+                "Give another --out, delete the folder, or resume with the settings it was started with.",
+            )
+
+    def _read(self, runs: frozenset[Setting]) -> None:
+        """Read complete prompts; a line that a crash cut off is dropped together with its prompt."""
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        lines = text.removesuffix("\n").split("\n") if text else []
+        groups: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                answer = Answer.from_record(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                if number == len(lines):
+                    break
+                raise UserError(
+                    f"Line {number} of {self._path} is not an answer.",
+                    "Give another --out, or delete the folder.",
+                ) from None
+            groups.setdefault(answer.key, {})[answer.setting] = answer
+        self._by_key = {key: group for key, group in groups.items() if runs <= group.keys()}
+
+
+def fingerprint(path: str | Path) -> str | None:
+    """Short hash of a local checkpoint folder's files, None for a name that is no folder.
+
+    Small files and names count with their content, files over 256 MB with size and both ends.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            if size <= 256 << 20:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+            else:
+                digest.update(stream.read(1 << 20))
+                stream.seek(-(1 << 20), os.SEEK_END)
+                digest.update(stream.read())
+    return digest.hexdigest()[:16]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that the file is either the old one or the whole new one."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file beside its place, then rename it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

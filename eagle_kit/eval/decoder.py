@@ -1,0 +1,164 @@
+"""Decode every prompt plainly and with every draft and shape, side by side in one run.
+
+Speed drifts with the machine (clock, neighbours), so the settings take turns on each batch of prompts, and
+which one goes first rotates: drift then hits all of them alike, and their ratio survives it.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
+from eagle_kit.eval.engines import EvalEngine
+from eagle_kit.eval.identity import compare
+from eagle_kit.eval.tasks import EvalPrompt, Task
+
+WARM_UP_TOKENS = 16
+Engines = dict[str | None, EvalEngine]
+"""By draft name; None is the plain one."""
+
+
+class Decoder:
+    """Goes through the prompts of ``tasks`` and fills ``store`` with the answers of all ``runs``."""
+
+    def __init__(
+        self,
+        tasks: list[Task],
+        runs: list[Setting],
+        params: SamplingParams,
+        batch_size: int,
+        store: AnswerStore,
+        *,
+        show_progress: bool,
+    ) -> None:
+        self.tasks, self.runs, self.params = tasks, runs, params
+        self.batch_size, self.store = batch_size, store
+        self.show_progress = show_progress
+
+    @property
+    def num_pending(self) -> int:
+        """User turns that lack an answer of some setting."""
+        return sum(
+            self.store.get((task.name, prompt.id, turn)) is None
+            for task in self.tasks
+            for prompt in task.prompts
+            for turn in range(len(prompt.turns))
+        )
+
+    def run(self, engines: Engines) -> None:
+        """Decode all prompts that are not done. Ctrl-C says how to go on and is passed on."""
+        from tqdm import tqdm
+
+        total = self.num_pending * len(self.runs)
+        bar = tqdm(total=total, unit="answer", dynamic_ncols=True, disable=not self.show_progress)
+        try:
+            self._warm_up(engines)
+            for number, (task, prompts, turn) in enumerate(self._batches()):
+                todo = [p for p in prompts if self.store.get((task.name, p.id, turn)) is None]
+                if todo:
+                    bar.set_description(task.name)
+                    outputs = self._decode(engines, task, todo, turn, number % len(self.runs), bar)
+                    self.store.add(self._answers(engines[None], task, todo, turn, outputs))
+        except KeyboardInterrupt:
+            bar.close()
+            print(
+                f"Stopped: {len(self.store.answers)} answers are kept in {self.store.folder}; "
+                "the same command goes on from there.",
+                file=sys.stderr,
+            )
+            raise
+        finally:
+            bar.close()
+
+    def _batches(self) -> Iterator[tuple[Task, list[EvalPrompt], int]]:
+        """(task, prompts, turn), the same sequence on every resume."""
+        for task in self.tasks:
+            for start in range(0, len(task.prompts), self.batch_size):
+                prompts = task.prompts[start : start + self.batch_size]
+                for turn in range(max(len(prompt.turns) for prompt in prompts)):
+                    yield task, [prompt for prompt in prompts if turn < len(prompt.turns)], turn
+
+    def _warm_up(self, engines: Engines) -> None:
+        """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""
+        prompts = [prompt.messages([]) for prompt in self.tasks[0].prompts[: self.batch_size]]
+        params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
+        for run in self.runs:
+            engines[run.draft].generate(prompts, params, shape=run.shape)
+
+    def _decode(
+        self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
+    ) -> dict[Setting, list[RequestOutput]]:
+        """One turn of a batch of prompts with every setting, beginning with setting ``first``."""
+        messages = [
+            p.messages([self._plain_reply(task, p, earlier) for earlier in range(turn)]) for p in prompts
+        ]
+        outputs = {}
+        for run in self.runs[first:] + self.runs[:first]:
+            try:
+                outputs[run] = engines[run.draft].generate(messages, self.params, shape=run.shape)
+            except UserError as error:
+                ids = ", ".join(prompt.id for prompt in prompts)
+                raise UserError(f"{task.name} {ids}, turn {turn + 1}: {error.cause}", error.remedy) from None
+            bar.update(len(prompts))
+        return outputs
+
+    def _answers(
+        self,
+        engine: EvalEngine,
+        task: Task,
+        prompts: list[EvalPrompt],
+        turn: int,
+        outputs: dict[Setting, list[RequestOutput]],
+    ) -> list[Answer]:
+        """Outputs as records, each compared with the plain one."""
+        answers = []
+        for run in self.runs:
+            seconds = batch_decode_seconds(outputs[run])
+            num_tokens = sum(max(len(output.token_ids) - 1, 0) for output in outputs[run])
+            for prompt, output, plain in zip(prompts, outputs[run], outputs[PLAIN], strict=True):
+                answer = _answer(task, prompt, turn, run, output)
+                answer.decode_share_s = seconds * answer.num_decode_tokens / num_tokens if num_tokens else 0.0
+                if run != PLAIN:
+                    difference = compare(engine, plain, output)
+                    answer.identical = difference is None
+                    answer.difference = None if difference is None else difference.to_record()
+                answers.append(answer)
+        return answers
+
+    def _plain_reply(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
+        group = self.store.get((task.name, prompt.id, turn))
+        assert group is not None, "turns are decoded in order"
+        return group[PLAIN].text
+
+
+def batch_decode_seconds(outputs: Sequence[RequestOutput]) -> float:
+    """Seconds that a batch spent decoding, from its last prefill to its last token.
+
+    The engine prefills the requests of a batch one after another before it decodes them together, so the own
+    ``decode_s`` of an early request holds the prefill of the later ones, which is not decoding.
+    """
+    clock = last_token = 0.0
+    for output in outputs:
+        clock += output.prefill_s
+        last_token = max(last_token, clock + output.decode_s)
+    return max(last_token - clock, 0.0)
+
+
+def _answer(task: Task, prompt: EvalPrompt, turn: int, run: Setting, output: RequestOutput) -> Answer:
+    return Answer(
+        task=task.name,
+        id=prompt.id,
+        category=prompt.category,
+        turn=turn,
+        draft=run.draft,
+        shape=run.shape,
+        num_prompt_tokens=len(output.prompt_ids),
+        token_ids=list(output.token_ids),
+        finish_reason=output.finish_reason,
+        stats=output.stats,
+        prefill_s=output.prefill_s,
+        decode_s=output.decode_s,
+        text=output.text,
+    )

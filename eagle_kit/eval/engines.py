@@ -1,0 +1,72 @@
+"""The engines of a run: one for plain decoding and one for each draft, around one copy of the target."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.eval.tasks import Task
+
+Messages = list[dict[str, str]]
+
+
+class EvalEngine(Protocol):
+    """The part of ``LLM`` that evaluation uses."""
+
+    tokenizer: Any
+    target: Any
+    max_context: int
+
+    def tokenize(self, prompt: Any) -> list[int]: ...
+
+    def logits(self, ids: list[int]) -> Any: ...
+
+    def generate(
+        self, prompts: Sequence[Any], params: SamplingParams | None = None, *, shape: str | None = None
+    ) -> list[RequestOutput]: ...
+
+
+MakeEngines = Callable[[str, Sequence[str]], list[EvalEngine]]
+"""(target, drafts) -> engines: the plain one, then one per draft."""
+
+
+def make_engines(
+    target: str,
+    drafts: Sequence[str],
+    *,
+    batch_size: int,
+    max_context: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> list[EvalEngine]:
+    """Load the target once and every draft; one that does not fit is refused before the target is loaded."""
+    from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
+    from eagle_kit.models.source import resolve_target
+    from eagle_kit.serve.llm import LLM
+
+    folder: Path = resolve_target(target)
+    for draft in drafts:
+        raise_on_errors(validate_draft(draft, folder))
+    options: dict[str, Any] = {"max_batch_size": batch_size, "max_context": max_context}
+    plain = LLM(folder, dtype=dtype, device=device, **options)
+    return [plain, *(LLM(plain.target, draft, tokenizer=plain.tokenizer, **options) for draft in drafts)]
+
+
+def place(engine: EvalEngine) -> tuple[str, str]:
+    """(device, dtype) of the target, such as ``("cpu", "float32")``."""
+    weight = engine.target.embed_tokens.weight
+    return str(weight.device), str(weight.dtype).removeprefix("torch.")
+
+
+def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:
+    """Refuse a first turn that leaves no room for a reply, before anything is decoded. Raises UserError."""
+    for task in tasks:
+        for prompt in task.prompts:
+            length = len(engine.tokenize(prompt.messages([])))
+            if length >= engine.max_context:
+                raise UserError(
+                    f"The prompt {prompt.id} of {task.name} has {length} tokens, and the context holds "
+                    f"{engine.max_context}.",
+                    "Take it out of the task, or give a larger --max-context if the target allows it.",
+                )

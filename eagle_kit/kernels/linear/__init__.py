@@ -1,0 +1,57 @@
+"""Linear layers: torch anywhere, oneDNN for fp32 on a CPU."""
+
+import torch
+from torch import nn
+
+from eagle_kit.kernels.linear import onednn, reference
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
+
+    Args:
+        backend: ``"auto"`` takes oneDNN for fp32 on a CPU and torch otherwise; ``"torch"`` or ``"onednn"`` force one.
+    """
+    if backend == "torch" or (backend == "auto" and not _fits_onednn(x, weight)):
+        return reference.linear(x, weight, bias)
+    return onednn.linear(x, weight, bias)
+
+
+def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.ndim == 2
+        and x.shape[0] > 0
+        and not isinstance(x, torch._subclasses.FakeTensor)
+        and not torch.is_autocast_enabled("cpu")
+        and onednn.available()
+    )
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for inference."""
+
+    _packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Keep a copy of the weight in oneDNN's layout for few rows; the module must not be trained afterwards."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and onednn.available():
+            self._packed = onednn.pack(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in_features]`` -> ``[T, out_features]``."""
+        if self._packed is not None and x.shape[0] <= onednn.PACKED_MAX_ROWS and not torch.is_grad_enabled():
+            if isinstance(x, torch._subclasses.FakeTensor):
+                return reference.linear(x, self.weight, self.bias)
+            return onednn.matmul(x, self._packed, self.bias)
+        return linear(x, self.weight, self.bias)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Call :meth:`Linear.pack` on every linear layer of ``module``."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.pack()

@@ -1,0 +1,50 @@
+"""``y = x w^T + b`` in fp32 on a CPU through oneDNN.
+
+Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight once per
+row at small T. oneDNN also adds up K in the same order whatever T is (tested), so a token's logits do not depend on
+how many others share its window: greedy decoding is then the same with and without speculation, bit for bit.
+
+The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with ``x^T``);
+oneDNN takes the transposed views as they are.
+"""
+
+import torch
+
+PACKED_MAX_ROWS = 256
+"""Above this many rows the blocked weight layout, chosen for small T, is slower than the plain one."""
+
+
+def available() -> bool:
+    """Whether this torch has the oneDNN operators."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Copy ``weight [N, K]`` into oneDNN's blocked layout, an opaque tensor for :func:`matmul`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x [T, K]``, ``weight [N, K]`` (dense, a transposed view, or packed) -> ``[T, N]``, no gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return matmul(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        dy, (x, weight) = grads[0], ctx.saved_tensors
+        dx = matmul(dy, weight.t()) if ctx.needs_input_grad[0] else None
+        dw = matmul(dy.t(), x.t()) if ctx.needs_input_grad[1] else None
+        db = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx, dw, db
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x [T, K]``, ``weight [N, K]``, ``bias [N]``, all fp32 on the CPU -> ``[T, N]``; differentiable."""
+    return _Linear.apply(x, weight, bias)

@@ -1,0 +1,168 @@
+"""A small check of every operation on this machine, against the same thing written out in fp64.
+
+The tests go further (hostile shapes, gradients of everything); this tells within a second whether the
+libraries of this machine compute what they should, and which forms of each operation there are.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import accept_greedy
+from eagle_kit.kernels.linear import linear, onednn
+from eagle_kit.kernels.packed_attention import packed_attention
+from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.tree_build import tree_build
+from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+from eagle_kit.kernels.window_attention import ancestor_bits, plan_window, window_attention
+
+TOLERANCE = 2e-5
+"""Largest error allowed, relative to the largest value: fp32 sums of a few hundred terms of order one."""
+
+
+class Check(NamedTuple):
+    """One form of one operation: ``error`` is the largest difference over the largest value."""
+
+    kernel: str
+    form: str
+    error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is a rounding error."""
+        return self.error <= TOLERANCE
+
+
+def run_checks() -> list[Check]:
+    """Check every operation on the CPU in fp32."""
+    return [Check(kernel, form, error()) for kernel, form, error in _checks()]
+
+
+def _checks() -> list[tuple[str, str, Callable[[], float]]]:
+    checks: list[tuple[str, str, Callable[[], float]]] = [("linear", "torch", lambda: _linear("torch"))]
+    if onednn.available():
+        checks += [
+            ("linear", "oneDNN", lambda: _linear("onednn")),
+            ("linear", "oneDNN, packed", _packed_linear),
+        ]
+    return [
+        *checks,
+        ("prefill_attention", "torch", _prefill),
+        ("window_attention", "torch", _window),
+        ("tree_build", "torch", _tree),
+        ("accept", "torch", _accept),
+        ("packed_attention", "torch", _packed_attention),
+        ("ttt_attention", "torch", lambda: _ttt("reference")),
+        ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
+        ("soft_cross_entropy", "torch", _soft_cross_entropy),
+    ]
+
+
+def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """q ``[T, Hq, D]``, k and v ``[C, Hkv, D]``, seen bool ``[T, C]`` -> ``[T, Hq, D]`` in fp64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thd,chd->htc", q.double(), k) / q.shape[2] ** 0.5
+    return torch.einsum("htc,chd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def _linear(backend: str) -> float:
+    x, weight = _randn(37, 96), _randn(65, 96, seed=1)
+    return _error(linear(x, weight, backend=backend), x.double() @ weight.double().t())
+
+
+def _packed_linear() -> float:
+    x, weight = _randn(5, 96), _randn(65, 96, seed=1)
+    return _error(onednn.matmul(x, onednn.pack(weight)), x.double() @ weight.double().t())
+
+
+def _prefill() -> float:
+    q, k, v = _randn(19, 6, 16), _randn(30, 2, 16, seed=1), _randn(30, 2, 16, seed=2)
+    seen = torch.ones(19, 30, dtype=torch.bool).tril(11)
+    return _error(prefill_attention(q, k, v, 16**-0.5), _dense(q, k, v, seen))
+
+
+def _window() -> float:
+    """Five nodes, two of them siblings, behind a prefix of seven slots on three shuffled pages of four."""
+    pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
+    k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
+    scratch = torch.arange(12, 17)[None]
+    plan = plan_window(
+        pages, 4, torch.tensor([7]), 0, scratch, ancestor_bits(parents, 3), 16, 19, dtype=torch.float32
+    )
+    rows = torch.cat((torch.tensor([8, 9, 10, 11, 0, 1, 2]), scratch[0]))
+    nodes = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
+    seen = torch.zeros(5, 12, dtype=torch.bool)
+    for node, ancestors in enumerate(nodes):
+        seen[node, [*range(7), *(7 + ancestor for ancestor in ancestors)]] = True
+    expected = _dense(q[0], k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1), seen)
+    return _error(window_attention(q, k, v, plan, 16**-0.5)[0], expected)
+
+
+def _tree() -> float:
+    """Two steps of two candidates: the window of four keeps the three best, in the order of drafting."""
+    tokens, parents = torch.tensor([[10, 11, 12, 13, 14, 15]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    scores = torch.tensor([[-0.1, -2.0, -0.5, -3.0, -2.5, -4.0]])
+    tree = tree_build(torch.tensor([9]), tokens, scores, parents, SpecShape(2, 2, 4))
+    got = torch.cat((tree.tokens, tree.parents, tree.depths, tree.ancestors))
+    return _error(got, torch.tensor([[9, 10, 11, 12], [0, 0, 0, 1], [0, 1, 1, 2], [1, 3, 5, 11]]))
+
+
+def _accept() -> float:
+    """The target agrees with the second child of the root and then with nothing."""
+    tokens, parents = torch.tensor([[9, 10, 11, 12]]), torch.tensor([[0, 0, 0, 2]])
+    accepted = accept_greedy(torch.tensor([[11, 1, 13, 2]]), tokens, parents, 2)
+    got = torch.cat((accepted.num_accepted, accepted.tokens[0, :2], accepted.path[0, :2]))
+    return _error(got, torch.tensor([1, 11, 13, 0, 2]))
+
+
+def _packed_attention() -> float:
+    q, k, v = _randn(23, 6, 16), _randn(23, 2, 16, seed=1), _randn(23, 2, 16, seed=2)
+    document = torch.tensor([0] * 9 + [1] * 14)
+    seen = torch.ones(23, 23, dtype=torch.bool).tril() & (document[:, None] == document)
+    return _error(packed_attention(q, k, v, [(0, 9), (9, 23)], 16**-0.5), _dense(q, k, v, seen))
+
+
+def _ttt(backend: str) -> float:
+    """Rows 3..8 of one document of nine, each with two own keys besides its prefix."""
+    rows = torch.arange(3, 9)
+    q, k, v = _randn(6, 6, 16), _randn(9, 2, 16, seed=1), _randn(9, 2, 16, seed=2)
+    own_k, own_v = _randn(6, 2, 2, 16, seed=3), _randn(6, 2, 2, 16, seed=4)
+    blocks = plan_rows(rows, torch.zeros(9, dtype=torch.int64))
+    got = ttt_attention(q, k, v, own_k, own_v, blocks, 16**-0.5, backend=backend)
+    each = [
+        _dense(
+            q[i : i + 1],
+            torch.cat((k[: row + 1], own_k[i].transpose(0, 1))),
+            torch.cat((v[: row + 1], own_v[i].transpose(0, 1))),
+            torch.ones(1, row + 3, dtype=torch.bool),
+        )
+        for i, row in enumerate(rows.tolist())
+    ]
+    return _error(got, torch.cat(each))
+
+
+def _soft_cross_entropy() -> float:
+    """Loss and both gradients, in chunks that do not divide the rows."""
+    h, weight = _randn(11, 24).requires_grad_(), _randn(33, 24, seed=1).requires_grad_()
+    probs, index = _randn(7, 33, seed=2).softmax(-1), torch.arange(11) % 7
+    c = torch.linspace(0.1, 1.0, 11)
+    fused = linear_soft_cross_entropy(h, weight, probs, index, c, chunk_rows=4, group_rows=8).loss
+    fused.backward()
+    exact = [x.detach().double().requires_grad_() for x in (h, weight)]
+    log_p = (exact[0] @ exact[1].t()).log_softmax(-1)
+    loss = -(c.double() * (probs.double()[index] * log_p).sum(-1)).sum()
+    loss.backward()
+    pairs = [(fused, loss), (h.grad, exact[0].grad), (weight.grad, exact[1].grad)]
+    return max(_error(a.detach(), b.detach()) for a, b in pairs if a is not None and b is not None)

@@ -1,0 +1,89 @@
+"""Linear layer and soft cross-entropy in one, so that logits of all rows never exist together.
+
+For a row with feature h, teacher p (sum 1), weight c and z = W h:
+
+    loss = c (logsumexp(z) - p . z),     dz = c (softmax(z) - p),     dh = dz W,     dW = sum over rows of dz h^T.
+
+The forward computes loss and gradients chunk by chunk (the idea of Liger's fused linear cross-entropy,
+arXiv 2410.10989): three matmuls, nothing recomputed, one chunk of logits alive.
+
+Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kernels.linear import linear
+
+CHUNK_ROWS = 128
+"""Rows whose logits are worked on while they are in cache."""
+GROUP_ROWS = 1024
+"""Rows that share one weight-gradient matmul."""
+
+
+class SoftCrossEntropy(NamedTuple):
+    """``loss``, a differentiable scalar, the weighted sum; ``row_losses [M]``, unweighted; ``best`` int64 ``[M]``, the
+    most likely draft id of each row."""
+
+    loss: torch.Tensor
+    row_losses: torch.Tensor
+    best: torch.Tensor
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weight, probs, index, row_weights, chunk_rows, group_rows):
+        m, vd = h.shape[0], weight.shape[0]
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+        row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
+        best = torch.empty(m, dtype=torch.int64, device=h.device)
+        group = torch.empty(min(group_rows, m), vd, dtype=h.dtype, device=h.device)
+        for base in range(0, m, group_rows):
+            end = min(base + group_rows, m)
+            for start in range(base, end, chunk_rows):
+                rows = slice(start, min(start + chunk_rows, end))
+                z, p = linear(h[rows], weight).float(), probs[index[rows]]
+                top, best[rows] = z.max(-1)
+                dot = torch.linalg.vecdot(p, z)
+                z = z.sub_(top[:, None]).exp_()
+                total = z.sum(-1)
+                row_losses[rows] = top + total.log() - dot
+                c = row_weights[rows]
+                z = z.mul_((c / total)[:, None])
+                dz = group[rows.start - base : rows.stop - base]
+                dz.copy_(torch.addcmul(z, p, c[:, None], value=-1.0))
+                dh[rows] = linear(dz, weight.t())
+            dw += linear(group[: end - base].t(), h[base:end].t())
+        ctx.save_for_backward(dh, dw)
+        ctx.mark_non_differentiable(row_losses, best)
+        return (row_losses * row_weights).sum(), row_losses, best
+
+    @staticmethod
+    def backward(ctx, *grads):
+        dh, dw = ctx.saved_tensors
+        return dh * grads[0], dw * grads[0], None, None, None, None, None
+
+
+def linear_soft_cross_entropy(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    row_weights: torch.Tensor,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
+    group_rows: int = GROUP_ROWS,
+) -> SoftCrossEntropy:
+    """Weighted sum over rows of the cross-entropy between a teacher and ``softmax(h weight^T)``.
+
+    Args:
+        h: ``[M, H]``.
+        weight: ``[Vd, H]``.
+        probs: fp32 ``[P, Vd]``, teacher distributions.
+        index: int64 ``[M]``, the teacher row of each row.
+        row_weights: fp32 ``[M]``.
+        chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
+            depends on them, its value does not.
+    """
+    return SoftCrossEntropy(*_Fused.apply(h, weight, probs, index, row_weights, chunk_rows, group_rows))

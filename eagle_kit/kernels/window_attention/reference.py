@@ -1,0 +1,42 @@
+"""Window attention in torch: what every faster form is held to.
+
+Legend: B requests, N query nodes, C columns (prefix then window keys), Hq / Hkv heads, G = Hq / Hkv, D head size,
+R rows of the store (head-major, so that a gathered store is a batch of matrices without another copy).
+"""
+
+import torch
+
+from eagle_kit.kernels.window_attention.plan import WindowPlan
+
+
+def window_attention(
+    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, scale: float
+) -> torch.Tensor:
+    """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node.
+
+    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at least
+    are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number, but a lone row in
+    another order, and plain decoding is to equal speculation bit for bit.
+
+    Args:
+        q: ``[B, N, Hq, D]``.
+        k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; this window's keys are already in it.
+        plan: which rows are columns, and who sees them.
+
+    Returns:
+        ``[B, N, Hq, D]``.
+    """
+    b, n, hq, d = q.shape
+    hkv, c = k_rows.shape[0], plan.columns.shape[1]
+    g = hq // hkv
+    mask = plan.mask
+    if n == 1:
+        q, mask = q.expand(b, 2, hq, d), mask.expand(b, 2, c)
+    m = q.shape[1]
+    columns = plan.columns.view(-1)
+    k = k_rows.index_select(1, columns).view(hkv * b, c, d)
+    v = v_rows.index_select(1, columns).view(hkv * b, c, d)
+    rows = (q * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
+    scores = torch.bmm(rows, k.transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
+    out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1), v)
+    return out.view(hkv, b, m, g, d).permute(1, 2, 0, 3, 4).reshape(b, m, hq, d)[:, :n]

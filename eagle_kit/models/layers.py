@@ -1,0 +1,144 @@
+"""Pieces shared by targets and draft heads.
+
+Legend: T packed tokens, H hidden, Hq / Hkv query / key-value heads, D head size.
+"""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.linear import Linear
+
+
+class Attend(Protocol):
+    """Attention, given to a model's forward as an argument: it knows the KV layout, the model does not.
+
+    ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may store
+    ``k`` and ``v`` and must let every query see itself.
+    """
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last dimension, computed in fp32 for half types."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., size]`` -> the same shape and dtype."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+class Rope(nn.Module):
+    """Rotary positions in the half-split layout: pairs are (d, d + D/2)."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", rope_frequencies(head_dim, theta, scaling), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rope":
+        """Move the frequencies but never round them: in a half type, late positions would turn by wrong angles."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != exact.dtype:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    def table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``positions [T]`` -> cosines and signed sines ``[T, 1, D]`` in fp32, for :func:`rotate`."""
+        angle = positions.to(torch.float32)[:, None] * self.inv_freq
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply RoPE: ``x [T, heads, D]`` -> the same shape and dtype."""
+    cos, sin = table
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
+    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation) or ``llama3`` (Llama 3.1).
+
+    Llama 3.1 divides low frequencies by ``factor``, keeps high ones, and blends between the two thresholds.
+    """
+    freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return freq
+    if scaling["rope_type"] == "linear":
+        return freq / scaling["factor"]
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / freq
+    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * freq / factor + smooth * freq
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around an :class:`Attend`; q, k and v are one matmul, in that order."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.qkv_proj = Linear(input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * head_dim, output_size, bias=out_bias)
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+
+    def qkv(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated."""
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rotated.split((self.num_heads, self.num_kv_heads), 1)
+            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        q, k = rotate(rotated, table).split((self.num_heads, self.num_kv_heads), 1)
+        return q, k, v
+
+    def forward(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, input]`` -> ``[T, output]``."""
+        q, k, v = self.qkv(x, table)
+        return self.o_proj(attend(layer, q, k, v).reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU; gate and up are one matmul, in that order."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, H]`` -> ``[T, H]``."""
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)

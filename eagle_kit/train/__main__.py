@@ -1,0 +1,82 @@
+"""The command `eagle-kit train CONFIG`, `accelerate launch train CONFIG` or `-m eagle_kit.train CONFIG`."""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from eagle_kit.config.load import load_config
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.launch import cpu_processes_to_start, parent_command, start_cpu_processes
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 interrupted and saved."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        stop_after_s = None if args.stop_after is None else parse_duration(args.stop_after)
+        if args.max_steps is not None and args.max_steps < 1:
+            raise UserError(f"--max-steps is {args.max_steps}.", "Give at least one step.")
+        config = load_config(TrainConfig, args.config, args.overrides)
+        num_processes = cpu_processes_to_start(os.environ, parent_command())
+        if num_processes > 1:
+            return start_cpu_processes(num_processes, argv)
+        from eagle_kit.train.loop import RunOptions, train
+
+        options = RunOptions(
+            resume=args.resume,
+            max_steps=args.max_steps,
+            stop_after_s=stop_after_s,
+            dry_run=args.dry_run,
+            arguments=shlex.join(argv),
+        )
+        return train(config, options)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error.cause} {error.remedy}", file=sys.stderr)
+        return 2
+
+
+def parse_duration(text: str) -> float:
+    """``"9m"``, ``"90s"``, ``"1h30m"`` or plain seconds -> seconds. Raises UserError."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        seconds = float(text)
+    else:
+        parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
+        seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if seconds <= 0:
+        raise UserError(f"The duration {text!r} is not above zero.", "Write for example 9m, 90s or 1h30m.")
+    return seconds
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle-kit train", description="Train a draft head from a YAML config."
+    )
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of output_dir")
+    parser.add_argument(
+        "--max-steps", type=int, metavar="N", help="stop at step N; the schedule stays as configured"
+    )
+    parser.add_argument(
+        "--stop-after", metavar="TIME", help="stop and save after this long, e.g. 9m or 1h30m"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the estimate of memory, disk and time, then stop"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""Who learns what: the one place that knows the alignment of rows, tokens, positions and teachers.
+
+At row i and step k of training-time test
+
+    feature    the fused target state f_i (k = 0), else the head's own output at row i of step k - 1
+    token      x[i + 1 + k]
+    position   i + k (RoPE, within the document)
+    teacher    the target's distribution at position i + 1 + k, its prediction of x[i + 2 + k]
+
+A row carries loss at step k when serving would draft there: a round starts after a token that was sampled, so
+x[i + 1] is a token of a reply, and the predicted token x[i + 2 + k] belongs to the same reply. Rows whose target would
+run past the sequence do not exist.
+
+Legend: T packed tokens, K steps, R_k rows of step k.
+"""
+
+import torch
+
+
+def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
+    """Rows that carry loss at each step.
+
+    Args:
+        reply: int64 ``[T]``, the reply each token must be produced in, different for every reply of the packed row;
+            -1 elsewhere.
+        ttt_length: K.
+
+    Returns:
+        K ascending int64 tensors ``[R_k]``; replies are contiguous, so each is a subset of the one before.
+    """
+    length = reply.shape[0]
+    rows = []
+    for k in range(ttt_length):
+        count = max(length - 2 - k, 0)
+        started, predicted = reply[1 : 1 + count], reply[2 + k : 2 + k + count]
+        rows.append(torch.nonzero((started >= 0) & (started == predicted))[:, 0])
+    return rows
+
+
+def token_of(rows: torch.Tensor, step: int) -> torch.Tensor:
+    """Index of the token that each row embeds at ``step``."""
+    return rows + 1 + step
+
+
+def teacher_of(rows: torch.Tensor, step: int) -> torch.Tensor:
+    """Index of the position whose target distribution each row learns at ``step``."""
+    return rows + 1 + step

@@ -1,0 +1,225 @@
+"""What a run will need, before step one: arithmetic, memory, disk, time.
+
+Legend: T tokens of a forward, R rows with loss at step 0, K steps, H hidden, V / Vd target / draft
+vocabulary.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.kernels.linear import linear
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.train.progress import format_seconds
+
+EXPECTED_EFFICIENCY = 0.55
+"""Share of the measured matmul rate that a training step is expected to reach."""
+
+BASE_BYTES = 700e6
+"""Python, torch and the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one forward of the trainer holds.
+
+    Attributes:
+        tokens: T, tokens of its packed rows.
+        rows: R, rows that carry loss at step 0.
+        steps: K.
+        mean_context: mean number of keys a token attends to.
+    """
+
+    tokens: int
+    rows: int
+    steps: int
+    mean_context: float
+
+
+def needed_flops(target: TargetConfig, draft: DraftConfig, work: Workload, *, cached: bool = False) -> float:
+    """Arithmetic that the algorithm needs for one forward and backward, in floating-point operations.
+
+    Counted: the target over T tokens, unless its states are ``cached``; the teacher's logits over V at R rows
+    once; the head's fusion, keys and values at T tokens and everything else at R rows, in each of the K steps
+    (a few rows less carry loss at later steps). A backward pass is twice its forward, but the fusion's input
+    needs no gradient.
+    """
+    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
+    kv = 2 * draft.num_kv_heads * draft.head_dim
+    T, R = work.tokens, work.rows
+    flops = 0.0 if cached else 2.0 * T * _target_weights(target)
+    if not cached:
+        flops += 4.0 * T * work.mean_context * target.num_layers * target.num_heads * target.head_dim
+    flops += 2.0 * R * target.hidden_size * target.vocab_size
+    flops += 4.0 * T * H * len(draft.aux_layer_ids) * draft.target_hidden_size
+    attention = 4.0 * work.mean_context * Q
+    row = 2.0 * (Q * H + 3 * H * draft.intermediate_size + H * draft.draft_vocab_size) + attention
+    keys = 2.0 * 2 * H * (Q + kv)
+    flops += 3.0 * (T * keys + R * row)
+    return flops + 3.0 * (work.steps - 1) * R * (keys + row)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes in bytes, times in seconds; of one process except where it says otherwise.
+
+    Attributes:
+        memory: of weights, optimiser and activations by name.
+        disk: of the run folder and the cache by name.
+        flops_per_step: of one optimiser step, over all processes.
+        flops_per_s: measured matmul rate of this process.
+        seconds_per_step: expected.
+        num_steps: optimiser steps this session will do at most.
+        num_parameters: trained weights.
+        free_disk: bytes free where the run folder goes.
+    """
+
+    memory: dict[str, float]
+    disk: dict[str, float]
+    flops_per_step: float
+    flops_per_s: float
+    seconds_per_step: float
+    num_steps: int
+    num_parameters: int
+    free_disk: float
+
+    @property
+    def seconds(self) -> float:
+        """Expected duration without judging."""
+        return self.seconds_per_step * self.num_steps
+
+    def report(self) -> str:
+        """A few lines for people."""
+        memory = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.memory.items())
+        disk = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.disk.items())
+        return "\n".join(
+            (
+                f"head    {self.num_parameters / 1e6:.2f} M trained weights",
+                f"memory  {sum(self.memory.values()) / 1e9:.2f} GB per process ({memory})",
+                f"disk    {sum(self.disk.values()) / 1e9:.2f} GB ({disk}), {self.free_disk / 1e9:.1f} free",
+                f"time    {self.num_steps} steps of {self.seconds_per_step:.2f} s = "
+                f"{format_seconds(self.seconds)}, judging not counted "
+                f"({self.flops_per_step / 1e9:.0f} GFLOP a step at {EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now)",
+            )
+        )
+
+
+def make_estimate(
+    config: TrainConfig,
+    target: TargetConfig,
+    draft: DraftConfig,
+    *,
+    work: Workload,
+    forwards_per_step: int,
+    num_processes: int,
+    num_rows: int,
+    num_steps: int,
+    flops_per_s: float,
+    free_disk: float,
+) -> Estimate:
+    """Put the pieces together.
+
+    Args:
+        work: of one forward of one process.
+        forwards_per_step: forwards of one process in an optimiser step.
+        num_rows: packed rows of the data set, for the state cache.
+        num_steps: optimiser steps still to do.
+        flops_per_s: see :func:`measure_matmul_rate`.
+        free_disk: bytes.
+    """
+    training = config.training
+    cached = training.cache_hidden_states == "disk"
+    params = num_draft_weights(draft)
+    target_bytes = (2 if training.precision == "bfloat16" else 4) * num_target_weights(target)
+    memory = {
+        "target": float(target_bytes),
+        "head, gradient and AdamW": 16.0 * params,
+        "activations": _activation_bytes(target, draft, work),
+        "runtime": BASE_BYTES,
+    }
+    disk = {
+        f"{training.keep_last + 1} checkpoints": 12.0 * params * (training.keep_last + 1),
+        "best": 4.0 * params,
+    }
+    if cached:
+        states = (len(draft.aux_layer_ids) + 1) * target.hidden_size
+        disk["captured states"] = 4.0 * states * config.data.max_length * num_rows
+    needed = needed_flops(target, draft, work, cached=cached) * forwards_per_step
+    return Estimate(
+        memory=memory,
+        disk=disk,
+        flops_per_step=needed * num_processes,
+        flops_per_s=flops_per_s,
+        seconds_per_step=needed / (flops_per_s * EXPECTED_EFFICIENCY),
+        num_steps=num_steps,
+        num_parameters=params,
+        free_disk=free_disk,
+    )
+
+
+def measure_matmul_rate(
+    device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 0.4
+) -> float:
+    """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device now, in FLOP/s."""
+    x, w = (
+        torch.randn(1024, 1024, device=device, dtype=dtype),
+        torch.randn(4096, 1024, device=device, dtype=dtype),
+    )
+    flops = 2.0 * 1024 * 1024 * 4096
+
+    def timed(repeats: int) -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            linear(x, w)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    timed(2)
+    repeats = max(3, math.ceil(seconds / max(timed(3) / 3, 1e-6)))
+    return flops * repeats / timed(repeats)
+
+
+def num_target_weights(target: TargetConfig) -> int:
+    """Weights of the target, embeddings included."""
+    embeddings = target.vocab_size * target.hidden_size
+    return _target_weights(target) + embeddings * (1 if target.tie_word_embeddings else 2)
+
+
+def num_draft_weights(draft: DraftConfig) -> int:
+    """Trained weights of the head."""
+    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
+    kv = 2 * draft.num_kv_heads * draft.head_dim
+    norms = 4 * H + (len(draft.aux_layer_ids) * draft.target_hidden_size if draft.fc_norm else 0)
+    fuse = len(draft.aux_layer_ids) * draft.target_hidden_size * H
+    bias = Q + kv if draft.attention_bias else 0
+    return (
+        fuse
+        + 2 * H * (Q + kv)
+        + Q * H
+        + 3 * H * draft.intermediate_size
+        + H * draft.draft_vocab_size
+        + norms
+        + bias
+    )
+
+
+def _target_weights(target: TargetConfig) -> int:
+    """Matmul weights of the decoder layers."""
+    H, Q = target.hidden_size, target.num_heads * target.head_dim
+    kv = 2 * target.num_kv_heads * target.head_dim
+    return target.num_layers * (H * (2 * Q + kv) + 3 * H * target.intermediate_size)
+
+
+def _activation_bytes(target: TargetConfig, draft: DraftConfig, work: Workload) -> float:
+    """Captured states, one target layer, and what the K steps keep for their backward pass, in fp32."""
+    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
+    kv = 2 * draft.num_kv_heads * draft.head_dim
+    captured = work.tokens * (len(draft.aux_layer_ids) + 2) * target.hidden_size
+    layer = work.tokens * 4 * target.intermediate_size
+    row = 10 * H + 4 * (Q + kv) + 4 * draft.intermediate_size
+    teacher = 2.0 * work.rows * draft.draft_vocab_size
+    return 4.0 * (captured + layer + row * (work.tokens + (work.steps - 1) * work.rows) + teacher)

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM: finish the step, save, leave."""
+
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Context manager that turns the first SIGINT or SIGTERM into a flag; the second one interrupts at once.
+
+    Attributes:
+        requested: a signal has arrived.
+    """
+
+    def __init__(self, announce: bool = True) -> None:
+        self.requested = False
+        self._announce = announce
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+        if self._announce:
+            print(
+                "\nStopping: this step is finished and saved first; press Ctrl-C again to drop it.",
+                file=sys.stderr,
+            )
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

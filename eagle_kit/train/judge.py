@@ -1,0 +1,106 @@
+"""Judging a head by its accept length on held-out prompts, decoded by the engine and simulated."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle_kit.config.train import JudgeConfig
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.llama import LlamaModel
+from eagle_kit.serve.llm import LLM
+from eagle_kit.train.metrics import write_text_atomically
+from eagle_kit.train.simulate import match_table, walk
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Accept lengths of one head on this process's prompts.
+
+    Attributes:
+        decoded: what the engine counted, by shape.
+        simulated: the match table walked, for the shapes that are chains.
+        num_different: replies that differ from plain decoding; 0 in fp32.
+    """
+
+    decoded: dict[str, SpecStats]
+    simulated: dict[str, SpecStats]
+    num_different: int
+
+
+class Judge:
+    """Decodes held-out prompts with the engine. The continuations of plain decoding are kept in a file.
+
+    Args:
+        target: the target; the engine gets a view of it, because it packs weights and training must not
+            notice.
+        prompts: token ids of the prompts, this process's share.
+        config: lengths and shapes.
+        cache: file for the plain continuations.
+    """
+
+    def __init__(
+        self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig, cache: Path
+    ) -> None:
+        self.target, self.config, self.cache = share_weights(target), config, cache
+        limit = target.config.max_position_embeddings
+        self.prompts = [prompt for prompt in prompts if len(prompt) + config.max_tokens <= limit]
+        longest = max((len(prompt) for prompt in self.prompts), default=1)
+        self._max_context = min(limit, longest + config.max_tokens + 1)
+
+    def judge(self, head: Eagle3Head) -> Judgement:
+        """Decode with ``head`` as it is now, in every shape; the head is not changed."""
+        shapes = [SpecShape.parse(shape) for shape in self.config.shapes]
+        decoded = {str(shape): SpecStats() for shape in shapes}
+        simulated = {str(shape): SpecStats() for shape in shapes if shape.topk == 1}
+        if not self.prompts:
+            return Judgement(decoded, simulated, 0)
+        llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
+        assert llm.head is not None
+        replies = self._continuations(llm)
+        different = set()
+        for shape in shapes:
+            outputs = llm.generate(
+                self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape=shape
+            )
+            for i, output in enumerate(outputs):
+                decoded[str(shape)].add(output.stats)
+                if output.token_ids != replies[i]:
+                    different.add(i)
+        if simulated:
+            depth = max(shape.steps for shape in shapes if shape.topk == 1)
+            device = self.target.embed_tokens.weight.device
+            for prompt, reply in zip(self.prompts, replies, strict=True):
+                ids = torch.tensor(prompt + reply, device=device)
+                table = match_table(self.target, llm.head, ids, len(prompt), depth)
+                for name, stats in simulated.items():
+                    stats.add(walk(table[:, : SpecShape.parse(name).steps]))
+        return Judgement(decoded, simulated, len(different))
+
+    def _continuations(self, llm: LLM) -> list[list[int]]:
+        """Plain greedy replies, from the file when it was written for these prompts."""
+        asked = json.dumps([self.prompts, self.config.max_tokens])
+        key = hashlib.sha256(asked.encode()).hexdigest()
+        if self.cache.exists():
+            kept = json.loads(self.cache.read_text(encoding="utf-8"))
+            if kept["key"] == key:
+                return kept["replies"]
+        outputs = llm.generate(self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape="none")
+        replies = [output.token_ids for output in outputs]
+        write_text_atomically(self.cache, json.dumps({"key": key, "replies": replies}))
+        return replies
+
+
+def share_weights(target: LlamaModel) -> LlamaModel:
+    """A second model object over the same weights."""
+    packed = (module._packed for module in target.modules() if isinstance(module, Linear))
+    tensors = (*target.parameters(), *target.buffers(), *(tensor for tensor in packed if tensor is not None))
+    return copy.deepcopy(target, {id(tensor): tensor for tensor in tensors})

@@ -1,0 +1,127 @@
+"""Processes on a CPU: `accelerate launch --cpu --num_processes N` starts one process without MPI; we start
+the N.
+
+On GPUs accelerate starts every process itself and nothing here is used.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+)
+
+
+def cpu_processes_to_start(environ: Mapping[str, str], parent_command: Sequence[str]) -> int:
+    """How many processes accelerate was asked for but did not start; 1 when there is nothing to do.
+
+    Args:
+        environ: of this process; accelerate marks a CPU launch and, for several processes, their meeting
+            point.
+        parent_command: command line of the parent process, which holds the number.
+    """
+    asked = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") and "MASTER_ADDR" in environ
+    if not asked or any(name in environ for name in RANK_VARIABLES):
+        return 1
+    arguments = _launch_arguments(parent_command)
+    if arguments is None:
+        return 1
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    args, _ = launch_command_parser().parse_known_args(arguments)
+    if args.num_processes is None:
+        args.num_processes = load_config_from_file(args.config_file).num_processes
+    return 1 if (args.num_machines or 1) > 1 else max(1, args.num_processes)
+
+
+def start_cpu_processes(count: int, argv: Sequence[str]) -> int:
+    """Run ``python -m eagle_kit.train argv`` in ``count`` processes that find each other; returns their exit
+    code.
+
+    SIGINT and SIGTERM are passed on once. When one process fails, the others are ended.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "eagle_kit.train", *argv], env=environment, start_new_session=True
+        )
+        for environment in _environments(count)
+    ]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    previous: dict[signal.Signals, Any] = {
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        return _wait(processes)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def parent_command() -> list[str]:
+    """Command line of the parent process; empty when it cannot be read."""
+    import psutil
+
+    try:
+        parent = psutil.Process().parent()
+        return [] if parent is None else parent.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _launch_arguments(command: Sequence[str]) -> list[str] | None:
+    """What follows ``accelerate launch`` (or ``accelerate-launch``, or ``-m accelerate.commands.launch``)."""
+    for i, word in enumerate(command):
+        name = os.path.basename(word)
+        if name in ("accelerate-launch", "accelerate.commands.launch") or word.endswith(
+            "accelerate/commands/launch.py"
+        ):
+            return list(command[i + 1 :])
+        if word == "launch" and i and "accelerate" in command[i - 1]:
+            return list(command[i + 1 :])
+    return None
+
+
+def _environments(count: int) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _wait(processes: list["subprocess.Popen[bytes]"]) -> int:
+    """Wait until all ended well or one did not."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes) or any(code not in (None, 0, 130) for code in codes):
+            return max((code if code >= 0 else 128 - code for code in codes if code is not None), default=0)
+        time.sleep(0.1)

@@ -1,0 +1,257 @@
+"""The training loop: set up, estimate, step, judge, save; and how it is stopped and resumed.
+
+A step is a pure function of the weights, the optimiser and the step counter: order of the data and learning
+rate follow from the counter, so a resumed run is bitwise the run that was never stopped.
+"""
+
+import shlex
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.train.interrupt import Interrupt
+from eagle_kit.train.judge import Judge
+from eagle_kit.train.parallel import make_accelerator, start_trackers, sum_numbers
+from eagle_kit.train.progress import ProgressLine
+from eagle_kit.train.report import describe, estimate_run, judgement_line, metadata
+from eagle_kit.train.run_folder import RunFolder, flatten
+from eagle_kit.train.schedule import Schedule
+from eagle_kit.train.setup import draft_config, gather, new_head, state_store
+from eagle_kit.train.state import TrainState, load_checkpoint, save_best, save_checkpoint
+from eagle_kit.train.step import Stepper, StepResult
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line asks besides the config.
+
+    Attributes:
+        resume: go on from the last checkpoint.
+        max_steps: stop at this step; the schedule stays as configured.
+        stop_after_s: stop after this many seconds of training in this session.
+        dry_run: print the estimate and stop.
+        arguments: the command line as typed, for ``run.yaml`` and the model card.
+    """
+
+    resume: bool = False
+    max_steps: int | None = None
+    stop_after_s: float | None = None
+    dry_run: bool = False
+    arguments: str = ""
+
+
+def train(config: TrainConfig, options: RunOptions) -> int:
+    """Train a head as ``config`` says; returns the exit code: 0 done, 130 interrupted and saved.
+
+    Raises:
+        UserError: settings, data or folders that cannot be used; nothing is half-written.
+    """
+    folder = RunFolder(config.output_dir)
+    if options.resume:
+        folder.check_resumable(config)
+    else:
+        folder.check_unused()
+    accelerator = make_accelerator(config)
+    try:
+        return Trainer(config, options, folder, accelerator).run()
+    finally:
+        accelerator.end_training()
+
+
+class Trainer:
+    """One session of a run: owns the head, the counters and the stepper. Making one writes nothing."""
+
+    def __init__(
+        self, config: TrainConfig, options: RunOptions, folder: RunFolder, accelerator: "Accelerator"
+    ) -> None:
+        self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
+        self.ingredients = gather(config, accelerator)
+        data = self.ingredients.data
+        if config.judge.every and not data.heldout_prompts:
+            raise UserError(
+                "judge.every asks for decoding, but no prompts are held out.",
+                "Raise data.eval_conversations, or set judge.every=0.",
+            )
+        self.state = TrainState()
+        self.head, optimizer_state = self._make_head()
+        schedule = Schedule.from_config(config.training, len(data))
+        store = state_store(config, self.ingredients, self.head.config)
+        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
+        if optimizer_state is not None:
+            self.stepper.optimizer.load_state_dict(optimizer_state)
+        self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
+        self.judge: Judge | None = None
+
+    def run(self) -> int:
+        """Estimate, then step until the end or a stop; returns the exit code."""
+        self._print(describe(self.config, self.ingredients, self.head.config))
+        num_steps = max(0, self.stop_at - self.state.step)
+        self._print(
+            estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, num_steps).report()
+        )
+        if self.options.dry_run:
+            return 0
+        if self.accelerator.is_main_process:
+            if self.options.resume:
+                self.folder.resume(self.config, self.command, self.state.step)
+            else:
+                self.folder.start(self.config, self.command)
+        self.accelerator.wait_for_everyone()
+        start_trackers(self.accelerator, self.config, flatten(self.config.model_dump(mode="json")))
+        self.judge = self._make_judge()
+        with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
+            why = self._step_until_stopped(interrupt)
+        self._print(f"{why} The run is in {self.folder.path}.")
+        if interrupt.requested:
+            self._print(f"Go on with: {self.command} --resume")
+        return INTERRUPTED if interrupt.requested else 0
+
+    @property
+    def command(self) -> str:
+        """A command that does what this session did."""
+        words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
+        count = self.accelerator.num_processes
+        door = (
+            "eagle-kit train"
+            if count == 1
+            else f"accelerate launch --num_processes {count} -m eagle_kit.train"
+        )
+        if count > 1 and self.accelerator.device.type == "cpu":
+            door = door.replace("launch", "launch --cpu")
+        return f"{door} {shlex.join(words)}"
+
+    def _step_until_stopped(self, interrupt: Interrupt) -> str:
+        """The loop; returns a sentence that says why it ended. The last step is always saved."""
+        state, judge_every = self.state, self.config.judge.every
+        started = time.perf_counter()
+        saved = state.step if self.folder.checkpoints() else -1
+        main = self.accelerator.is_main_process
+        with ProgressLine(self.stop_at, state.step, self.options.stop_after_s, enabled=main) as line:
+            why = f"All {self.stop_at} steps are done."
+            while state.step < self.stop_at:
+                if self._should_stop(interrupt, started):
+                    why = f"Stopped after step {state.step}."
+                    break
+                self._record(self.stepper.step(state), line)
+                if judge_every and state.step % judge_every == 0 and self._judge(line):
+                    why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
+                    break
+                if state.step % self.config.training.save_every == 0:
+                    self._save()
+                    saved = state.step
+            if saved != state.step:
+                self._save()
+        return why
+
+    def _should_stop(self, interrupt: Interrupt, started: float) -> bool:
+        """Whether any process was interrupted or time is up; all processes get the same answer."""
+        limit = self.options.stop_after_s
+        is_late = limit is not None and time.perf_counter() - started >= limit
+        asked, late = sum_numbers(self.accelerator, [float(interrupt.requested), float(is_late)])
+        interrupt.requested = asked > 0
+        return asked + late > 0
+
+    def _record(self, result: StepResult, line: ProgressLine) -> None:
+        """Write the step's row, redraw the line, tell the tracker."""
+        if not self.accelerator.is_main_process:
+            return
+        step = self.state.step
+        row = result.row(step)
+        self.folder.metrics.append(row)
+        line.update(
+            step, result.loss, result.match_per_step, result.simulated_accept_length, result.tokens_per_s
+        )
+        if step % self.config.training.log_every == 0:
+            self.accelerator.log(_scalars(row), step=step)
+
+    def _judge(self, line: ProgressLine) -> bool:
+        """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
+        assert self.judge is not None
+        started = time.perf_counter()
+        judgement = self.judge.judge(self.head)
+        decoded = {shape: self._accept_length(stats) for shape, stats in judgement.decoded.items()}
+        simulated = {shape: self._accept_length(stats) for shape, stats in judgement.simulated.items()}
+        different = int(sum_numbers(self.accelerator, [judgement.num_different])[0])
+        state, chosen = self.state, decoded[self.config.judge.shapes[0]]
+        is_better = chosen > state.best_accept_length
+        if is_better:
+            state.best_accept_length, state.best_step, state.num_worse = chosen, state.step, 0
+        else:
+            state.num_worse += 1
+        if self.accelerator.is_main_process:
+            row = {
+                "step": state.step,
+                "accept_length": decoded,
+                "simulated_accept_length": simulated,
+                "num_different_replies": different,
+                "seconds": round(time.perf_counter() - started, 1),
+                "best": is_better,
+            }
+            self.folder.judgements.append(row)
+            self.accelerator.log(
+                {f"decoded/{shape}": value for shape, value in decoded.items()}, step=state.step
+            )
+            line.say(judgement_line(row))
+            if is_better:
+                save_best(self.folder.path / "best", self.head, self._metadata(decoded))
+        self.accelerator.wait_for_everyone()
+        patience = self.config.judge.patience
+        return patience is not None and state.num_worse >= patience
+
+    def _accept_length(self, stats: SpecStats) -> float:
+        emitted, verifies = sum_numbers(self.accelerator, [stats.num_emitted_tokens, stats.num_verifies])
+        return emitted / verifies if verifies else 0.0
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            path = self.folder.path / f"step-{self.state.step}"
+            save_checkpoint(path, self.head, self.stepper.optimizer, self.state, self._metadata())
+            self.folder.rotate(self.config.training.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def _make_head(self) -> tuple[Eagle3Head, dict[str, Any] | None]:
+        """A new head, or the one of the last checkpoint with its optimiser state."""
+        config, found, device = self.config, self.ingredients, self.accelerator.device
+        checkpoints = self.folder.checkpoints() if self.options.resume else []
+        if checkpoints:
+            head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
+            return head, optimizer_state
+        draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
+        return new_head(config, draft, found, device), None
+
+    def _make_judge(self) -> Judge | None:
+        """The judge of this process's share of the prompts; None when nothing is judged."""
+        settings = self.config.judge
+        if not settings.every:
+            return None
+        prompts = self.ingredients.data.heldout_prompts[: settings.prompts]
+        rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
+        return Judge(self.ingredients.target, prompts[rank::count], settings, cache)
+
+    def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
+        return metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
+
+    def _print(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            print(text, flush=True)
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, float]:
+    """A metrics row for a tracker: lists become one number per step."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": number for i, number in enumerate(value)}
+        elif name != "step":
+            flat[name] = value
+    return flat

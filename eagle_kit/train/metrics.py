@@ -1,0 +1,45 @@
+"""`metrics.jsonl` and `judge.jsonl`: one JSON object a line, one line a step, no step twice."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """An append-only file of rows that carry ``step``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete rows; a line cut off by a crash is left out."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def truncate(self, step: int) -> None:
+        """Drop rows after ``step``, so that a resumed run writes each step once."""
+        rows = [row for row in self.rows() if row["step"] <= step]
+        write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row and hand it to the operating system at once."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader sees the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

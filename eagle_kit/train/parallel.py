@@ -1,0 +1,116 @@
+"""Processes, devices and precision: everything that asks accelerate for something.
+
+Gradients are summed here and nowhere else, so that a sharded optimiser can take this function's place. A
+step's loss is divided by counts of the *global* batch before its backward pass; the sum over processes is
+then the gradient of the global batch, whatever the number of processes.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.cpu_memory import keep_large_blocks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+PATIENCE = timedelta(hours=3)
+"""How long a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
+
+
+def make_accelerator(config: TrainConfig) -> "Accelerator":
+    """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
+    try:
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ImportError:
+        raise UserError(
+            "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
+        ) from None
+    on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+        "true",
+        "1",
+    )
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="bf16" if config.training.precision == "bfloat16" else "no",
+        log_with=None if config.tracking.wandb == "off" else "wandb",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    _check_shares(config, accelerator.num_processes)
+    if accelerator.device.type == "cpu":
+        keep_large_blocks()
+        _share_cores(config.training.cpu_threads)
+    elif config.training.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    return accelerator
+
+
+def sum_gradients(accelerator: "Accelerator", parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its sum over the processes; a missing one counts as zero. One collective."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if accelerator.num_processes == 1:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = accelerator.reduce(torch.cat([grad.reshape(-1) for grad in grads]), reduction="sum")
+    assert isinstance(total, torch.Tensor)
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[float]:
+    """Sum of each number over the processes, in fp64 where the device has it."""
+    if accelerator.num_processes == 1:
+        return [float(number) for number in numbers]
+    total = accelerator.reduce(
+        torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), reduction="sum"
+    )
+    assert isinstance(total, torch.Tensor)
+    return total.tolist()
+
+
+def start_trackers(accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any]) -> None:
+    """Open wandb when asked for. Raises UserError when it is not installed."""
+    if config.tracking.wandb == "off":
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "wandb is not installed.",
+            "Install it with pip install 'eagle_kit[train]', or set tracking.wandb=off.",
+        ) from None
+    name = os.path.basename(os.path.normpath(config.output_dir))
+    options = {"dir": config.output_dir, "mode": config.tracking.wandb, "name": name}
+    accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs={"wandb": options})
+
+
+def _check_shares(config: TrainConfig, num_processes: int) -> None:
+    rows, training = config.training.sequences_per_step, config.training
+    if rows % num_processes:
+        raise UserError(
+            f"training.sequences_per_step is {rows}, which {num_processes} processes cannot share equally.",
+            f"Set it to a multiple of {num_processes}.",
+        )
+    forwards = training.gradient_accumulation
+    if forwards is not None and (rows // num_processes) % forwards:
+        raise UserError(
+            f"training.gradient_accumulation is {forwards}, but a process has {rows // num_processes} rows.",
+            "Set it to a divisor of that, or leave it out for one row per forward.",
+        )
+
+
+def _share_cores(threads: int | None) -> None:
+    """Use every core: accelerate's launcher leaves a process one thread unless told otherwise."""
+    if threads is None and any(name.startswith("ACCELERATE_") for name in os.environ):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // local)
+    if threads is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,219 @@
+"""Replies by the target itself: the human turns of a conversation source, answered greedily.
+
+A draft is judged on what the target says, so that is what it should learn from; the replies of ShareGPT are
+another model's. The result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines in the order of
+the source, which the data reader takes as it is. Lines are written as groups of conversations are done, so a
+run that was broken off goes on where it stopped.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.data.records import Conversation, SkipLog, read_conversations
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.llm import LLM
+
+GROUP_FACTOR = 8
+"""Conversations answered together per running request, so that short replies do not leave the batch empty."""
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """What is answered and how long.
+
+    Attributes:
+        limit: most conversations of the file, those of earlier runs included; None answers all.
+        max_tokens: most tokens of a reply; a conversation ends with a reply that was cut there.
+        max_turns: human turns answered per conversation.
+        max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
+        with_ids: also write ``ids``, the tokens of the last prompt and its reply.
+    """
+
+    limit: int | None = None
+    max_tokens: int = 512
+    max_turns: int = 2
+    max_prompt_tokens: int = 1024
+    with_ids: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_tokens", "max_turns", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}.", "Give a number of at least one.")
+
+
+@dataclass
+class RegenerateReport:
+    """What a call did: conversations and tokens it wrote, and conversations found in the file already."""
+
+    num_written: int = 0
+    num_found: int = 0
+    num_reply_tokens: int = 0
+    skipped: SkipLog = field(default_factory=SkipLog)
+
+
+@dataclass
+class _Dialogue:
+    """One conversation being answered: ``waiting`` human turns, oldest first."""
+
+    id: str
+    messages: list[dict[str, str]]
+    waiting: list[str]
+    finish_reasons: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def ask(self) -> list[dict[str, str]]:
+        """The prompt of the next turn as messages."""
+        return [*self.messages, {"role": "user", "content": self.waiting[0]}]
+
+    def take(self, output: RequestOutput) -> None:
+        """Put the next turn and its reply into the conversation; a cut or empty reply ends it."""
+        self.messages = [*self.ask(), {"role": "assistant", "content": output.text}]
+        self.waiting = self.waiting[1:] if output.finish_reason == "stop" and output.text.strip() else []
+        self.finish_reasons.append(output.finish_reason)
+        self.ids = [*output.prompt_ids, *output.token_ids]
+
+
+def regenerate(
+    llm: "LLM", source: str, out: str | Path, options: RegenerateOptions, *, progress: bool = True
+) -> RegenerateReport:
+    """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``.
+
+    Conversations with the same first ``max_turns`` human turns are answered once.
+
+    Args:
+        llm: the target, with or without a draft: the replies are the same.
+        source: as :func:`eagle_kit.data.records.read_conversations` takes it.
+        out: a JSONL file, made or continued; a half-written last line is dropped.
+        options: limits.
+        progress: show a bar.
+
+    Raises:
+        UserError: an unreadable source, or an ``out`` that holds something else.
+    """
+    from tqdm import tqdm
+
+    path, report = Path(out), RegenerateReport()
+    done = _read_done(path)
+    report.num_found = len(done)
+    left = None if options.limit is None else max(options.limit - len(done), 0)
+    if left == 0:
+        return report
+    dialogues = _new_dialogues(llm, source, options, done, report.skipped)
+    params = SamplingParams(max_tokens=options.max_tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        path.open("a", encoding="utf-8") as file,
+        tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar,
+    ):
+        for group in _groups(islice(dialogues, left), GROUP_FACTOR * llm.max_batch_size):
+            report.num_reply_tokens += _answer(llm, group, params, options.max_prompt_tokens)
+            for dialogue in group:
+                file.write(_line(dialogue, options.with_ids))
+            file.flush()
+            os.fsync(file.fileno())
+            report.num_written += len(group)
+            bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens", refresh=False)
+            bar.update(len(group))
+    return report
+
+
+def _answer(llm: "LLM", group: Sequence[_Dialogue], params: SamplingParams, max_prompt_tokens: int) -> int:
+    """Answer every turn of ``group``, turn by turn; returns the number of reply tokens."""
+    num_tokens = 0
+    while asking := [dialogue for dialogue in group if dialogue.waiting]:
+        prompts = [llm.tokenize(dialogue.ask()) for dialogue in asking]
+        fits = [len(prompt) <= max_prompt_tokens for prompt in prompts]
+        for dialogue, fit in zip(asking, fits, strict=True):
+            if not fit:
+                dialogue.waiting = []
+        asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
+        outputs = llm.generate([prompt for prompt, fit in zip(prompts, fits, strict=True) if fit], params)
+        for dialogue, output in zip(asking, outputs, strict=True):
+            dialogue.take(output)
+            num_tokens += len(output.token_ids)
+    return num_tokens
+
+
+def _new_dialogues(
+    llm: "LLM", source: str, options: RegenerateOptions, done: set[str], skipped: SkipLog
+) -> Iterator[_Dialogue]:
+    """The conversations of ``source`` that are still to be answered, each once."""
+    seen: set[tuple[str, ...]] = set()
+    for conversation in read_conversations(source, skipped=skipped):
+        system, turns = _human_turns(conversation, options.max_turns)
+        if not turns:
+            skipped.add(conversation.where, "no human turn")
+            continue
+        if tuple(turns) in seen:
+            skipped.add(conversation.where, "the same human turns as an earlier conversation")
+            continue
+        seen.add(tuple(turns))
+        if conversation.id in done:
+            continue
+        dialogue = _Dialogue(conversation.id, system, turns)
+        if len(llm.tokenize(dialogue.ask())) > min(options.max_prompt_tokens, llm.max_context - 1):
+            skipped.add(conversation.where, "the first human turn is longer than max_prompt_tokens")
+            continue
+        yield dialogue
+
+
+def _human_turns(conversation: Conversation, max_turns: int) -> tuple[list[dict[str, str]], list[str]]:
+    """System messages at the start, and the first human turns up to an empty one."""
+    system: list[dict[str, str]] = []
+    turns: list[str] = []
+    for message in conversation.messages:
+        if message.role == "system" and not turns:
+            system.append({"role": "system", "content": message.content})
+        elif message.role == "user":
+            if not message.content.strip() or len(turns) == max_turns:
+                break
+            turns.append(message.content)
+    return system, turns
+
+
+def _groups(dialogues: Iterable[_Dialogue], size: int) -> Iterator[list[_Dialogue]]:
+    iterator = iter(dialogues)
+    while group := list(islice(iterator, size)):
+        yield group
+
+
+def _line(dialogue: _Dialogue, with_ids: bool) -> str:
+    record: dict[str, Any] = {
+        "id": dialogue.id,
+        "messages": dialogue.messages,
+        "finish_reasons": dialogue.finish_reasons,
+    }
+    if with_ids:
+        record["ids"] = dialogue.ids
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _read_done(path: Path) -> set[str]:
+    """Ids in an earlier run's file, its half-written last line cut off. Raises UserError for another file."""
+    if not path.exists():
+        return set()
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    done = set()
+    for number, line in enumerate(text[:whole].splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            done.add(str(record["id"]))
+            record["finish_reasons"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path}, line {number}, was not written by regeneration.", "Give --out another file."
+            ) from None
+    if whole < len(text):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return done

@@ -1,0 +1,121 @@
+"""What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.data.preview import preview
+from eagle_kit.models.config import DraftConfig
+from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
+from eagle_kit.train.progress import format_seconds
+from eagle_kit.train.run_folder import versions
+from eagle_kit.train.setup import Ingredients
+from eagle_kit.train.state import TrainState
+from eagle_kit.train.step import Stepper
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def describe(config: TrainConfig, ingredients: Ingredients, draft: DraftConfig) -> str:
+    """Target, data, vocabulary and one conversation with its supervised tokens marked."""
+    data = ingredients.data
+    share = data.num_supervised_tokens / max(1, data.num_tokens)
+    skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
+    lines = [f"note    {note}" for note in data.notes]
+    if config.data.preview:
+        lines.append(f"sample  {preview(data.chat(0), ingredients.tokenizer)}")
+    return "\n".join(
+        (
+            *lines,
+            f"target  {config.target}, captured inputs of layers {list(draft.aux_layer_ids)}",
+            f"data    {data.num_conversations} conversations, {len(data)} rows, {data.num_tokens} tokens, "
+            f"{share:.0%} supervised; {len(data.heldout_prompts)} prompts held out{skipped}",
+            f"vocab   {draft.draft_vocab_size} of {draft.vocab_size} cover {data.vocab_map.coverage:.2%} "
+            "of the supervised ones",
+        )
+    )
+
+
+def estimate_run(
+    config: TrainConfig,
+    accelerator: "Accelerator",
+    ingredients: Ingredients,
+    stepper: Stepper,
+    num_steps: int,
+) -> Estimate:
+    """Memory, disk and time of ``num_steps`` more steps; probes the matmul rate, so all processes call it."""
+    data, training = ingredients.data, config.training
+    tokens = stepper.rows_per_forward * data.num_tokens / len(data)
+    work = Workload(
+        tokens=round(tokens),
+        rows=round(tokens * data.num_supervised_tokens / max(1, data.num_tokens)),
+        steps=training.ttt_length,
+        mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
+    )
+    folder = Path(config.output_dir).resolve()
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return make_estimate(
+        config,
+        ingredients.target.config,
+        stepper.head.config,
+        work=work,
+        forwards_per_step=stepper.forwards_per_step,
+        num_processes=accelerator.num_processes,
+        num_rows=len(data),
+        num_steps=num_steps,
+        flops_per_s=measure_matmul_rate(
+            accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+        ),
+        free_disk=shutil.disk_usage(place).free,
+    )
+
+
+def metadata(
+    config: TrainConfig,
+    accelerator: "Accelerator",
+    ingredients: Ingredients,
+    state: TrainState,
+    command: str,
+    accept_length: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """What goes into a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
+    data, device = ingredients.data, accelerator.device
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return {
+        "target": config.target,
+        "command": command,
+        "data": {
+            "source": config.data.source,
+            "conversations": data.num_conversations,
+            "tokens": data.num_tokens,
+            "supervised_tokens": data.num_supervised_tokens,
+            "fingerprint": data.fingerprint,
+            "vocab_coverage": data.vocab_map.coverage,
+        },
+        "step": state.step,
+        "tokens_seen": state.tokens,
+        "seconds": round(state.seconds, 1),
+        "machine": f"{accelerator.num_processes} x {kind}",
+        "accept_length": accept_length or {},
+        "versions": versions(),
+    }
+
+
+def judgement_line(row: dict[str, Any]) -> str:
+    """A row of ``judge.jsonl`` as a sentence."""
+    lengths = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["accept_length"].items())
+    walked = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["simulated_accept_length"].items())
+    text = f"step {row['step']}: decoded accept length {lengths} (simulated {walked or 'for chains only'})"
+    if row["best"]:
+        text += ", the best so far"
+    if row["num_different_replies"]:
+        text += f"; {row['num_different_replies']} replies differ from plain decoding"
+    return f"{text} [{format_seconds(row['seconds'])}]"

@@ -1,0 +1,186 @@
+"""Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as it will when serving.
+
+Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention, and all
+later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's teacher is made
+once and used by all K steps.
+
+Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.ttt_attention import QueryBlock, plan_rows, ttt_attention
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.train.align import supervised_rows, teacher_of, token_of
+from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
+
+LOSS_BLOCK = 512
+"""Rows of step 0 whose teacher distributions exist together."""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What the packed row alone decides, before any model has run.
+
+    Attributes:
+        rows: rows of each step, int64 ``[R_k]``, nested.
+        kept: for k >= 1, where the rows of step k are among those of step k - 1, int64 ``[R_k]``.
+        blocks: attention plan of each step.
+        needed: bool ``[T]``, positions that some row learns from.
+        doc_start: int64 ``[T]``.
+    """
+
+    rows: list[torch.Tensor]
+    kept: list[torch.Tensor]
+    blocks: list[list[QueryBlock]]
+    needed: torch.Tensor
+    doc_start: torch.Tensor
+
+    @property
+    def counts(self) -> list[int]:
+        """R_k of each step."""
+        return [int(rows.shape[0]) for rows in self.rows]
+
+
+class TTTResult(NamedTuple):
+    """Sums over one packed row, detached: ``loss``, what was differentiated; per step ``losses`` (unweighted, over
+    rows whose target token the draft can say), ``matches`` (rows whose draft choice is the target's choice),
+    ``leading`` (rows that match at this step and all before) and ``counts`` (supervised rows), fp64 ``[K]`` each.
+    """
+
+    loss: float
+    losses: torch.Tensor
+    matches: torch.Tensor
+    leading: torch.Tensor
+    counts: torch.Tensor
+
+
+def plan_row(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> RowPlan:
+    """``reply`` and ``doc_start`` int64 ``[T]`` of a packed row -> its plan."""
+    rows = supervised_rows(reply, ttt_length)
+    kept = [torch.searchsorted(before, after) for before, after in zip(rows, rows[1:], strict=False)]
+    needed = torch.zeros_like(reply, dtype=torch.bool)
+    for step, mine in enumerate(rows):
+        needed[teacher_of(mine, step)] = True
+    return RowPlan(rows, [rows[0], *kept], [plan_rows(r, doc_start) for r in rows], needed, doc_start)
+
+
+def ttt_forward_backward(
+    head: Eagle3Head,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    target_head: torch.Tensor,
+    plan: RowPlan,
+    row_weights: list[torch.Tensor],
+) -> TTTResult:
+    """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
+
+    Args:
+        embed_weight: the target's embedding ``[V, H]``, frozen.
+        ids: int64 ``[T]``.
+        features: the target's view of the row.
+        target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
+        row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+    """
+    steps = len(plan.rows)
+    nothing = torch.zeros(steps, dtype=torch.float64)
+    if plan.counts[0] == 0:
+        return TTTResult(0.0, nothing, nothing, nothing, nothing)
+    outputs = _run_steps(head, embed_weight, ids, features, plan)
+    loss, losses, matches, leading = _loss(head, outputs, features, target_head, plan, row_weights)
+    if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
+        loss.backward()
+    counts = torch.tensor(plan.counts, dtype=torch.float64)
+    return TTTResult(float(loss.detach()), losses, matches, leading, counts)
+
+
+def _run_steps(
+    head: Eagle3Head, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+) -> list[torch.Tensor]:
+    """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
+    layer, scale = head.midlayer, head.config.head_dim**-0.5
+    positions = positions_of(plan.doc_start)
+    length = int(plan.rows[0][-1]) + 1
+    everything = torch.arange(length, device=ids.device)
+    hidden = head.fuse(features.aux[:length])
+    embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
+    x, residual = layer.inputs(hidden, embeds)
+    q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
+    rows = plan.rows[0]
+    none = k0.new_empty(rows.shape[0], k0.shape[1], 0, k0.shape[2])
+    attended = ttt_attention(q[rows], k0, v0, none, none, plan.blocks[0], scale)
+    fed_back = head.feed_back(layer.finish(residual[rows], attended))
+    outputs = [fed_back]
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(1, len(plan.rows)):
+        rows, kept = plan.rows[step], plan.kept[step]
+        if rows.numel() == 0:
+            outputs += [fed_back[:0]] * (len(plan.rows) - step)
+            break
+        embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
+        x, residual = layer.inputs(fed_back[kept], embeds)
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
+        own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
+        own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
+        attended = ttt_attention(q, k0, v0, own_k, own_v, plan.blocks[step], scale)
+        fed_back = head.feed_back(layer.finish(residual, attended))
+        outputs.append(fed_back)
+    return outputs
+
+
+def _loss(
+    head: Eagle3Head,
+    outputs: list[torch.Tensor],
+    features: TargetFeatures,
+    target_head: torch.Tensor,
+    plan: RowPlan,
+    row_weights: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted loss over all steps, and per step the plain loss sum and the numbers of matches and of leading
+    matches, fp64 ``[K]``.
+
+    A row whose teacher's choice is outside the draft vocabulary carries no loss and counts as a miss.
+    """
+    steps = len(plan.rows)
+    losses, matches, leading = torch.zeros(3, steps, dtype=torch.float64)
+    normed = [head.norm_for_head(out) for out in outputs]
+    total = outputs[0].new_zeros((), dtype=torch.float32)
+    first_rows = plan.rows[0]
+    for start in range(0, first_rows.shape[0], LOSS_BLOCK):
+        low = int(first_rows[start])
+        high = int(first_rows[min(start + LOSS_BLOCK, first_rows.shape[0]) - 1])
+        h, at, weights, mine = [], [], [], []
+        for step, rows in enumerate(plan.rows):
+            inside = torch.nonzero((rows >= low) & (rows <= high))[:, 0]
+            teacher = teacher_of(rows[inside], step)
+            sayable = head.t2d[features.argmax[teacher]]
+            inside, teacher = inside[sayable], teacher[sayable]
+            h.append(normed[step][inside])
+            at.append(teacher)
+            weights.append(row_weights[step][inside])
+            mine.append(rows[inside])
+        teachers = torch.cat(at)
+        if teachers.numel() == 0:
+            continue
+        wanted, index = torch.unique(teachers, return_inverse=True)
+        probs = draft_vocab_probs(features.hidden[wanted], target_head)
+        result = linear_soft_cross_entropy(torch.cat(h), head.lm_head.weight, probs, index, torch.cat(weights))
+        total = total + result.loss
+        is_match = head.to_target(result.best) == features.argmax[teachers]
+        sizes = [rows.shape[0] for rows in mine]
+        alive = torch.ones_like(plan.needed)
+        for step, (hits, row_losses) in enumerate(
+            zip(is_match.split(sizes), result.row_losses.split(sizes), strict=True)
+        ):
+            still = torch.zeros_like(alive)
+            still[mine[step]] = hits & alive[mine[step]]
+            alive = still
+            matches[step] += hits.sum().double().cpu()
+            leading[step] += alive.sum().double().cpu()
+            losses[step] += row_losses.sum().double().cpu()
+    return total, losses, matches, leading

@@ -1,0 +1,189 @@
+"""Loading a config: YAML, then overrides, then strict validation; a mistake is one cause and one remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from eagle_kit.config import load_config
+from eagle_kit.core.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Data(_Section):
+    source: str
+    limit: int | None = None
+    shapes: tuple[str, ...] = ()
+
+
+class Training(_Section):
+    learning_rate: float = Field(default=1.0e-3, gt=0.0)
+    max_steps: int = 10
+    tracker: Literal["off", "offline"] = "off"
+
+    @field_validator("max_steps")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise UserError(f"max_steps is {value}, an odd number.", "Use an even one.")
+        return value
+
+
+class Config(_Section):
+    target: str
+    data: Data
+    training: Training = Training()
+    extra: Training | None = None
+
+
+GOOD = "target: tiny\ndata:\n  source: chats.json\ntraining:\n  learning_rate: 3.0e-4\n"
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _refusal(folder: Path, text: str, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_config(Config, _write(folder, text), overrides)
+    return caught.value
+
+
+def test_yaml_gives_the_values_and_defaults_fill_the_rest(tmp_path):
+    config = load_config(Config, _write(tmp_path, GOOD))
+    assert (config.target, config.data.source, config.training.learning_rate) == (
+        "tiny",
+        "chats.json",
+        3.0e-4,
+    )
+    assert config.training.max_steps == 10
+
+
+def test_command_line_wins_over_yaml_and_the_last_override_wins(tmp_path):
+    overrides = [
+        "training.max_steps=4",
+        "training.max_steps=6",
+        "data.shapes=['4,1,5', '5,4,16']",
+        "data.limit=null",
+    ]
+    config = load_config(Config, _write(tmp_path, GOOD), overrides)
+    assert config.training.max_steps == 6
+    assert config.data.shapes == ("4,1,5", "5,4,16")
+    assert config.data.limit is None
+
+
+def test_an_override_opens_a_section_that_the_file_leaves_out(tmp_path):
+    text = "target: tiny\ndata: {source: a.json}\n"
+    assert load_config(Config, _write(tmp_path, text), ["extra.max_steps=2"]).extra.max_steps == 2
+
+
+def test_an_exponent_without_a_point_is_a_number_on_the_command_line(tmp_path):
+    config = load_config(Config, _write(tmp_path, GOOD), ["training.learning_rate=3e-4"])
+    assert config.training.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [("3e-4", "Write 3.0e-4:"), ("1.5e4", "Write 1.5e+4:"), ("'0.5'", "Write 0.5 without quotes.")],
+)
+def test_a_number_that_yaml_reads_as_text_is_refused_with_its_spelling(tmp_path, written, remedy):
+    error = _refusal(tmp_path, GOOD.replace("3.0e-4", written))
+    assert "`training.learning_rate`" in error.cause and "not a number" in error.cause
+    assert error.remedy.startswith(remedy)
+
+
+def test_a_quoted_number_in_a_text_field_stays_text(tmp_path):
+    assert load_config(Config, _write(tmp_path, GOOD.replace("tiny", "'3e-4'"))).target == "3e-4"
+
+
+@pytest.mark.parametrize(
+    ("override", "unknown", "nearest"),
+    [
+        ("training.learning_rat=1.0", "training.learning_rat", "training.learning_rate"),
+        ("trainng.max_steps=2", "trainng", "training"),
+        ("learning_rate=1.0", "learning_rate", "training.learning_rate"),
+        ("data.max_stesp=2", "data.max_stesp", "training.max_steps"),
+        ("extra.max_step=2", "extra.max_step", "extra.max_steps"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path, override, unknown, nearest):
+    error = _refusal(tmp_path, GOOD, override)
+    assert f"unknown key `{unknown}`" in error.cause
+    assert error.remedy == f"Did you mean `{nearest}`?"
+
+
+def test_an_unknown_key_like_no_other_lists_its_section(tmp_path):
+    error = _refusal(tmp_path, GOOD, "data.zzz=1")
+    assert error.remedy == "Use one of: data.source, data.limit, data.shapes."
+
+
+def test_off_is_text_as_in_yaml_1_2(tmp_path):
+    config = load_config(Config, _write(tmp_path, GOOD + "  tracker: off\n"), ["extra.tracker=off"])
+    assert config.training.tracker == config.extra.tracker == "off"
+
+
+def test_a_missing_key_is_named(tmp_path):
+    error = _refusal(tmp_path, "target: tiny\ndata: {limit: 3}\n")
+    assert "lacks the key `data.source`" in error.cause
+    assert error.remedy == "Add `data.source` to it."
+
+
+def test_a_fraction_is_no_whole_number(tmp_path):
+    assert "`training.max_steps`" in _refusal(tmp_path, GOOD, "training.max_steps=2.5").cause
+
+
+def test_a_value_out_of_range_says_the_limit(tmp_path):
+    error = _refusal(tmp_path, GOOD, "training.learning_rate=0.0")
+    assert "greater than 0" in error.cause
+
+
+def test_a_refusal_of_a_validator_keeps_its_cause_and_remedy(tmp_path):
+    error = _refusal(tmp_path, GOOD, "training.max_steps=3")
+    assert "max_steps is 3, an odd number." in error.cause
+    assert error.remedy == "Use an even one."
+
+
+def test_a_key_given_twice_is_refused_with_its_line(tmp_path):
+    error = _refusal(tmp_path, GOOD + "target: other\n")
+    assert "line 6" in error.cause and "'target' is given twice" in error.cause
+
+
+def test_broken_yaml_is_refused_with_its_line(tmp_path):
+    assert "line 3" in _refusal(tmp_path, "target: tiny\ndata: [1, 2\n  - 3: :\n").cause
+
+
+@pytest.mark.parametrize(("text", "kind"), [("", "empty"), ("- 1\n", "a list"), ("text", "a str")])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, kind):
+    assert f"is {kind}, not a mapping" in _refusal(tmp_path, text).cause
+
+
+def test_a_missing_file_a_folder_and_a_binary_are_refused(tmp_path):
+    binary = tmp_path / "weights.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, cause in (
+        (tmp_path / "no.yaml", "does not exist"),
+        (tmp_path, "not a file"),
+        (binary, "not UTF-8"),
+    ):
+        with pytest.raises(UserError, match=cause):
+            load_config(Config, path)
+
+
+@pytest.mark.parametrize(
+    "override", ["training.max_steps", "=3", "training.=3", "target.name=x", "data.limit=[1"]
+)
+def test_a_malformed_override_is_refused_by_name(tmp_path, override):
+    assert repr(override) in _refusal(tmp_path, GOOD, override).cause
+
+
+def test_config_is_read_without_torch():
+    code = "import sys, eagle_kit.config, eagle_kit.config.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

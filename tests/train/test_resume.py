@@ -1,0 +1,170 @@
+"""N steps equal k steps, a stop of any kind, and N - k steps: to the bit. Two processes equal one, nearly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_kit.checkpoints.draft import load_draft
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_draft(folder).state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("judge_every", [0, 3])
+def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, judge_every: int) -> None:
+    run = make_run(judge={"every": judge_every, "max_tokens": 6})
+    halves = str(run.folder / "halves")
+    assert run("--max-steps", "14") == 0
+    assert run("--max-steps", "7", f"output_dir={halves}") == 0
+    assert run("--resume", "--max-steps", "14", f"output_dir={halves}") == 0
+    assert run.metrics("halves") == run.metrics()
+    assert same(weights(Path(halves) / "step-14"), weights(run.output / "step-14"))
+
+
+def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) -> None:
+    run = make_run(training={"save_every": 5})
+    assert run("--max-steps", "9") == 0
+    whole = run.metrics()
+    # as after a crash at step 9: no checkpoint of it, and a row cut off
+    import shutil
+
+    shutil.rmtree(run.output / "step-9")
+    with (run.output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    (run.output / ".step-9.partial").mkdir()
+    assert run("--resume", "--max-steps", "9") == 0
+    assert run.metrics() == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
+    make_run: Callable, number: signal.Signals
+) -> None:
+    run = make_run(training={"max_steps": 100_000})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for_rows(run.output / "metrics.jsonl", 3, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in out
+    done = len(run.metrics())
+    assert (run.output / f"step-{done}" / "trainer" / "optimizer.pt").exists()
+    torch.set_num_threads(1)
+    assert run("--resume", "--max-steps", str(done + 3)) == 0
+    straight = str(run.folder / "straight")
+    assert run("--max-steps", str(done + 3), f"output_dir={straight}") == 0
+    assert run.metrics() == run.metrics("straight")
+
+
+def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> None:
+    run = make_run(judge={"every": 2, "max_tokens": 6})
+    assert run("--max-steps", "4") == 0
+    both = run.folder / "both"
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(str(run.config), f"output_dir={both}", "--max-steps", "4"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    one, two = run.metrics(), run.metrics("both")
+    assert [row["step"] for row in two] == [1, 2, 3, 4]
+    for a, b in zip(one, two, strict=True):
+        assert b["tokens"] == a["tokens"] and b["supervised_tokens"] == a["supervised_tokens"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+    metadata = json.loads((both / "step-4" / "eagle_kit.json").read_text())
+    assert metadata["machine"].startswith("2 x")
+    judged = json.loads((both / "judge.jsonl").read_text().splitlines()[0])
+    alone = json.loads((run.output / "judge.jsonl").read_text().splitlines()[0])
+    assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
+
+
+def test_schedule_does_not_depend_on_where_a_run_stops(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "3") == 0
+    longer = str(run.folder / "longer")
+    assert run("--max-steps", "6", f"output_dir={longer}") == 0
+    assert [row["lr"] for row in run.metrics("longer")][:3] == [row["lr"] for row in run.metrics()]
+
+
+def test_resume_with_another_setting_is_refused_by_name(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    before = (run.output / "metrics.jsonl").read_bytes()
+    assert run("--resume", "training.learning_rate=1.0e-3", "data.max_length=128", "judge.every=5") == 2
+    message = capsys.readouterr().err
+    assert "training.learning_rate" in message and "data.max_length" in message and "judge" not in message
+    assert (run.output / "metrics.jsonl").read_bytes() == before
+
+
+def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    assert (
+        run("--resume", "--max-steps", "4", "judge.every=2", "judge.max_tokens=4", "training.save_every=1")
+        == 0
+    )
+    assert len(run.metrics()) == 4 and (run.output / "best").exists()
+
+
+def test_resume_without_a_run_is_refused(make_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run()
+    assert run("--resume") == 2
+    assert "without --resume" in capsys.readouterr().err
+
+
+def test_damaged_trainer_state_is_refused_with_the_folder_to_delete(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    path = run.output / "step-2" / "trainer" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:200])
+    assert run("--resume") == 2
+    assert "step-2" in capsys.readouterr().err
+
+
+def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:
+    run = make_run(training={"max_steps": 3})
+    assert run() == 0
+    rows = run.metrics()
+    assert run("--resume") == 0
+    assert run.metrics() == rows
+
+
+def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} rows in {path} (exit code {process.poll()})")
