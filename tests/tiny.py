@@ -7,7 +7,9 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 
 
-def tiny_target(vocab_size: int = 131, num_layers: int = 4, seed: int = 0, std: float = 0.2, **changes) -> LlamaModel:
+def tiny_target(
+    vocab_size: int = 131, num_layers: int = 4, seed: int = 0, std: float = 0.2, **changes
+) -> LlamaModel:
     """A random Llama: hidden 48, 6 / 2 heads of 8."""
     sizes = {
         "model_type": "llama",
@@ -27,10 +29,16 @@ def tiny_target(vocab_size: int = 131, num_layers: int = 4, seed: int = 0, std: 
     return randomise(LlamaModel(TargetConfig(**{**sizes, **changes})), seed, std).eval().requires_grad_(False)
 
 
-def tiny_head(target: LlamaModel, draft_vocab_size: int = 67, seed: int = 1, std: float = 0.2, **changes) -> Eagle3Head:
+def tiny_head(
+    target: LlamaModel, draft_vocab_size: int = 67, seed: int = 1, std: float = 0.2, **changes
+) -> Eagle3Head:
     """A random head for ``target`` with a random, unsorted hot-token map."""
-    head = randomise(Eagle3Head(DraftConfig.for_target(target.config, draft_vocab_size, **changes)), seed, std)
-    hot = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
+    head = randomise(
+        Eagle3Head(DraftConfig.for_target(target.config, draft_vocab_size, **changes)), seed, std
+    )
+    hot = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))[
+        :draft_vocab_size
+    ]
     t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
     t2d[hot] = True
     head.set_vocab_map(hot - torch.arange(draft_vocab_size), t2d)

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.layout import config_from_dict, config_to_dict, from_published, to_published
+from eagle_kit.checkpoints.layout import (
+    canonical_name,
+    config_from_dict,
+    config_to_dict,
+    fuse,
+    published_shapes,
+    to_published,
+)
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
@@ -20,7 +27,7 @@ from eagle_kit.models.loader import check_tensors, read_json, read_safetensors
 
 CONFIG, WEIGHTS, METADATA, CARD = "config.json", "model.safetensors", "eagle_kit.json", "README.md"
 OLD_WEIGHTS = "pytorch_model.bin"
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def save_draft(
@@ -78,16 +85,15 @@ def save_draft(
             folder.rename(old)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         raise UserError(
             f"The draft could not be written to {folder} ({error}).",
             "Free some space or choose another folder.",
         ) from error
-    finally:
+    finally:  # an interrupt between the two renames must not cost the older draft either
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def check_disk_space(folder: Path, num_bytes: int) -> None:
@@ -149,7 +155,7 @@ def read_state(folder: str | Path, config: DraftConfig) -> dict[str, torch.Tenso
     """
     folder = Path(folder)
     raw = read_json(folder / CONFIG)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in _read_tensors(folder).items()}
+    tensors = {canonical_name(name): tensor for name, tensor in _read_tensors(folder).items()}
     d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, str(folder))
     fingerprint = (raw.get("eagle_kit") or {}).get("vocab_map")
     if fingerprint is not None and fingerprint != map_fingerprint(d2t):
@@ -157,21 +163,17 @@ def read_state(folder: str | Path, config: DraftConfig) -> dict[str, torch.Tenso
             f"The vocabulary map of the draft in {folder} is not the one it was saved with.",
             "Use config.json and model.safetensors of one checkpoint.",
         )
-    embedding = tensors.pop("embed_tokens.weight", None)
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in Eagle3Head(config).named_parameters()}
-    state = from_published(tensors, config)
-    if embedding is not None:
+    expected = published_shapes(config)
+    if EMBEDDING in tensors:
         warnings.warn(
             f"The draft in {folder} brings an embedding of its own; the target's is used.", stacklevel=3
         )
-        state["embed_tokens.weight"] = embedding
-        expected["embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
-    if raw.get("draft_vocab_size") is None and HEAD not in state:
+        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
+    if raw.get("draft_vocab_size") is None and HEAD not in tensors:
         expected.pop(HEAD)
-    check_tensors(state, expected, str(folder))
-    state.pop("embed_tokens.weight", None)
-    return state | {"d2t": d2t, "t2d": t2d}
+    check_tensors(tensors, expected, str(folder))
+    tensors.pop(EMBEDDING, None)
+    return fuse(tensors, config) | {"d2t": d2t, "t2d": t2d}
 
 
 def load_draft(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def export_draft(
     name = str(target or head.config.target)
     if name:
         raise_on_errors(validate_draft(source, name))
+    head.config = replace(head.config, target=without_folders(head.config.target))
     metadata = {key: without_folders(value) for key, value in read_metadata(source).items()}
     summary = None if eval_summary is None else measured(read_json(Path(eval_summary)), (Path(out), source))
     card = model_card(head.config, metadata, summary, str(out), dtype)

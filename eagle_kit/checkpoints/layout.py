@@ -53,20 +53,32 @@ def to_published(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor
     return out
 
 
-def from_published(tensors: dict[str, torch.Tensor], config: DraftConfig) -> dict[str, torch.Tensor]:
-    """Published names (``midlayer.`` or ``layers.0.``) -> our state dict without ``d2t`` and ``t2d``.
+def published_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that a checkpoint must have."""
+    parts, shapes = fused_parts(config), {}
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    for name, parameter in head.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        for part, rows in parts.get(module, [(module, parameter.shape[0])]):
+            shapes[f"{part}.{leaf}"] = (rows, *parameter.shape[1:])
+    return shapes
 
-    A missing piece leaves its fused tensor out, for the caller to name.
-    """
-    named = {
-        name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()
-    }
+
+def canonical_name(name: str) -> str:
+    """EAGLE's name for any spelling: ``midlayer.*`` or ``layers.0.*``, with ``model.`` or without."""
+    name = name.removeprefix("model.")
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def fuse(tensors: dict[str, torch.Tensor], config: DraftConfig) -> dict[str, torch.Tensor]:
+    """Complete published tensors -> our state dict."""
+    state = dict(tensors)
     for module, pieces in fused_parts(config).items():
         for leaf in ("weight", "bias"):
-            names = [f"{part}.{leaf}" for part, _ in pieces]
-            if all(name in named for name in names):
-                named[f"{module}.{leaf}"] = torch.cat([named.pop(name) for name in names])
-    return named
+            if f"{pieces[0][0]}.{leaf}" in state:
+                state[f"{module}.{leaf}"] = torch.cat([state.pop(f"{part}.{leaf}") for part, _ in pieces])
+    return state
 
 
 def config_to_dict(config: DraftConfig) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def model_card(
         f"---\nlibrary_name: eagle_kit\nbase_model: {hub_id}\ntags: [eagle3, speculative-decoding]\n---",
         f"# EAGLE-3 draft head for {target}",
         _what(config, hub_id if packaged else "", dtype),
-        "## Training\n\n" + "\n".join(_training(metadata)),
+        "## Training\n\n" + ("\n".join(_training(metadata)) or "Nothing is recorded about the training."),
         "## Accept length\n\n" + "\n".join(_evaluation(summary, target, folder)),
         "## Serve\n\n" + _serve(target, hub_id, folder),
     ]
@@ -66,8 +66,6 @@ def _what(config: DraftConfig, packaged_from: str, dtype: torch.dtype) -> str:
 def _training(metadata: dict[str, Any]) -> Iterator[str]:
     """The facts of a run as list items; facts that were not recorded are left out."""
     data, config = metadata.get("data") or {}, metadata.get("config") or {}
-    if not metadata:
-        yield "Nothing is recorded about the training."
     if command := metadata.get("command"):
         yield f"* command: `{command}`"
     if isinstance(data, dict) and data:

@@ -46,6 +46,11 @@ def complete_map(
     tokens = d2t + torch.arange(size)
     members = _membership(tokens, vocab)
     stored = None if t2d is None else t2d.to(torch.bool)
+    if stored is not None and tuple(stored.shape) != (vocab,):
+        raise UserError(
+            f"t2d of the draft in {where} has shape {list(stored.shape)} instead of [{vocab}].",
+            "Use config.json and model.safetensors of one checkpoint.",
+        )
     if stored is not None and members is not None and torch.equal(stored, members):
         return d2t, members
     if stored is not None and _says_the_same(stored, _membership(d2t, vocab)):

@@ -40,7 +40,8 @@ class RequestOutput:
         prompt_ids: the prompt as tokens.
         token_ids: the reply, its stop token included.
         text: the reply decoded, special tokens left out.
-        finish_reason: ``"stop"`` (a stop token), ``"length"`` (max_tokens) or ``"context"`` (the context is full).
+        finish_reason: ``"stop"`` (a stop token), ``"length"`` (max_tokens) or ``"context"`` (the context is
+            full).
         stats: acceptance of this reply.
         prefill_s: seconds from admission to the first token.
         decode_s: seconds from the first token to the last; shared by the batch it decoded in.

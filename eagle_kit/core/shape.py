@@ -63,7 +63,7 @@ class SpecShape(NamedTuple):
             )
         if topk == 1 and tokens != steps + 1:
             raise UserError(
-                f"The chain {self} cannot verify {tokens} tokens: a chain of {steps} has a root and {steps} drafts.",
+                f"The chain {self} cannot verify {tokens} tokens, only a root and {steps} drafts.",
                 f"Write {steps},1,{steps + 1}.",
             )
         if tokens - 1 > topk + (steps - 1) * topk * topk:
@@ -79,7 +79,7 @@ class SpecShape(NamedTuple):
             )
         if topk * max(steps - 1, 0) > MAX_WINDOW:
             raise UserError(
-                f"The shape {self} drafts {topk * (steps - 1)} nodes, more than the {MAX_WINDOW} of a window.",
+                f"The shape {self} drafts {topk * (steps - 1)} nodes; a window holds {MAX_WINDOW}.",
                 "Lower steps or topk.",
             )
 

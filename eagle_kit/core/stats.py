@@ -8,8 +8,8 @@ class SpecStats:
     """What speculation did for one request, or for many when added up.
 
     A *verify* is one target forward over a window. It emits the accepted draft tokens and one bonus token, so
-    ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from prefill
-    and belongs to no verify. Tokens beyond a stop or ``max_tokens`` are never counted.
+    ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from
+    prefill and belongs to no verify. Tokens beyond a stop or ``max_tokens`` are never counted.
 
     Attributes:
         num_verifies: target forwards over windows.
@@ -34,7 +34,8 @@ class SpecStats:
         return [n / self.num_verifies for n in self.num_accepted_at] if self.num_verifies else []
 
     def observe(self, num_emitted: int, num_drafts_kept: int) -> None:
-        """Count one verify that put ``num_emitted`` tokens into the output, ``num_drafts_kept`` of them drafts."""
+        """Count one verify that put ``num_emitted`` tokens into the output, ``num_drafts_kept`` of them
+        drafts."""
         self.num_verifies += 1
         self.num_emitted_tokens += num_emitted
         _grow(self.histogram, num_emitted + 1)
@@ -47,7 +48,10 @@ class SpecStats:
         """Add another request's counts to these."""
         self.num_verifies += other.num_verifies
         self.num_emitted_tokens += other.num_emitted_tokens
-        for mine, theirs in ((self.histogram, other.histogram), (self.num_accepted_at, other.num_accepted_at)):
+        for mine, theirs in (
+            (self.histogram, other.histogram),
+            (self.num_accepted_at, other.num_accepted_at),
+        ):
             _grow(mine, len(theirs))
             for i, n in enumerate(theirs):
                 mine[i] += n

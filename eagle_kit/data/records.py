@@ -259,8 +259,9 @@ def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
     try:
         dataset = load_dataset(name, split=split or "train")
     except Exception as error:
+        reason = (str(error).strip().splitlines() or ["no details"])[0]
         raise UserError(
-            f"The data set {name} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}).",
+            f"The data set {name} could not be loaded ({type(error).__name__}: {reason}).",
             "Check its name, its split and the network, or give a file.",
         ) from error
     for number, record in enumerate(dataset, 1):

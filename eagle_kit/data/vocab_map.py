@@ -5,6 +5,7 @@ Legend: V / Vd target / draft vocabulary.
 
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class VocabMap:
         try:
             with np.load(path, allow_pickle=False) as file:
                 found = cls(file["d2t"], file["t2d"], float(file["coverage"]), str(file["fingerprint"]))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise UserError(
                 f"The vocabulary map {path} cannot be read ({error}).", "Delete it to make it anew."
             ) from None

@@ -1,1 +1,2 @@
-"""Operations, one folder each: ``reference.py`` in torch, faster forms beside it, one dispatching function."""
+"""Operations, one folder each: ``reference.py`` in torch, faster forms beside it, one dispatching
+function."""

@@ -9,9 +9,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def keep_large_blocks() -> bool:
     """Make ``malloc`` reuse large freed blocks instead of unmapping them; returns whether it could.
 
-    Every tensor above 32 MiB is otherwise a fresh mapping whose pages fault in one by one, which costs more than the
-    matmul that fills it. Changes the whole process, so programs call it at their start (trainer, engine, benchmark)
-    and libraries do not. Does nothing outside Linux with glibc.
+    Every tensor above 32 MiB is otherwise a fresh mapping whose pages fault in one by one, which costs more
+    than the matmul that fills it. Changes the whole process, so programs call it at their start (trainer,
+    engine, benchmark) and libraries do not. Does nothing outside Linux with glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

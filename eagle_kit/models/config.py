@@ -11,7 +11,12 @@ LLAMA_FAMILY = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""RoPE scalings and the numbers that each needs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class TargetConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
-        """Read a Hugging Face config, old or new RoPE spelling. Raises UserError for an unknown architecture."""
+        """Read a Hugging Face config, old or new RoPE spelling. Raises UserError for an unknown
+        architecture."""
         name = (config.get("architectures") or ["?"])[0]
         family = LLAMA_FAMILY.get(name)
         if family is None:
@@ -86,7 +92,8 @@ class DraftConfig:
     """An EAGLE-3 head.
 
     Attributes:
-        aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of Hugging Face).
+        aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
+            Hugging Face).
         draft_vocab_size: rows of ``lm_head``, Vd.
         fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
@@ -137,13 +144,20 @@ class DraftConfig:
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling of a Hugging Face config, from ``rope_parameters`` or ``rope_theta`` + ``rope_scaling``."""
+    """RoPE base and scaling of a Hugging Face config, from ``rope_parameters`` or ``rope_theta`` +
+    ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
         raise UserError(
-            f"The RoPE scaling {kind!r} of this config is not supported.", f"Supported are {', '.join(ROPE_TYPES)}."
+            f"The RoPE scaling {kind!r} of this config is not supported.",
+            f"Supported are {', '.join(ROPE_TYPES)}.",
+        )
+    if missing := [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]:
+        raise UserError(
+            f"The RoPE scaling {kind!r} of this config has no {', '.join(missing)}.",
+            "Copy config.json again from its source.",
         )
     return theta, None if kind == "default" else {**rope, "rope_type": kind}
 

@@ -2,9 +2,9 @@
 
 Legend: T packed tokens, H hidden, Vd draft vocabulary, V target vocabulary.
 
-At row i the head sees a feature of position i (the fused target states, or its own output of the step before) and the
-embedding of the token *after* it, and predicts the token after that one. EAGLE-3.1 (arXiv 2605.09992) is two flags of
-:class:`~eagle_kit.models.config.DraftConfig`.
+At row i the head sees a feature of position i (the fused target states, or its own output of the step before)
+and the embedding of the token *after* it, and predicts the token after that one. EAGLE-3.1 (arXiv 2605.09992)
+is two flags of :class:`~eagle_kit.models.config.DraftConfig`.
 """
 
 import torch
@@ -40,7 +40,7 @@ class Eagle3Layer(nn.Module):
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Everything after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
-        h = residual + self.self_attn.o_proj(attended.reshape(residual.shape[0], -1))
+        h = residual + self.self_attn.o_proj(attended.flatten(1))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -100,7 +100,8 @@ class Eagle3Head(nn.Module):
         """One step at every row.
 
         Args:
-            hidden: ``[T, H]``, :meth:`fuse` of the target's states, or this method's output of the step before.
+            hidden: ``[T, H]``, :meth:`fuse` of the target's states, or this method's output of the step
+                before.
             embeds: ``[T, H]``, the target's embedding of the token that follows the row.
             positions: ``[T]`` int64, the row's position plus the step.
             attend: attention, called with layer 0.
@@ -114,7 +115,8 @@ class Eagle3Head(nn.Module):
         return self.feed_back(layer.finish(residual, attend(0, q, k, v)))
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """The layer's output ``[T, H]`` -> the state that the next step gets: normed for EAGLE-3.1, else as it is."""
+        """The layer's output ``[T, H]`` -> the state that the next step gets: normed for EAGLE-3.1, else as
+        it is."""
         return self.norm(out) if self.config.norm_output else out
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:

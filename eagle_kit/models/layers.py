@@ -16,8 +16,8 @@ from eagle_kit.kernels.linear import Linear
 class Attend(Protocol):
     """Attention, given to a model's forward as an argument: it knows the KV layout, the model does not.
 
-    ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may store
-    ``k`` and ``v`` and must let every query see itself.
+    ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may
+    store ``k`` and ``v`` and must let every query see itself.
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
@@ -48,7 +48,8 @@ class Rope(nn.Module):
         self.register_buffer("inv_freq", rope_frequencies(head_dim, theta, scaling), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rope":
-        """Move the frequencies but never round them: in a half type, late positions would turn by wrong angles."""
+        """Move the frequencies but never round them: in a half type, late positions would turn by wrong
+        angles."""
         exact = self.inv_freq
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != exact.dtype:
@@ -71,7 +72,8 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
-    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation) or ``llama3`` (Llama 3.1).
+    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation) or ``llama3`` (Llama
+    3.1).
 
     Llama 3.1 divides low frequencies by ``factor``, keeps high ones, and blends between the two thresholds.
     """
@@ -113,7 +115,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated."""
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -127,7 +129,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """``[T, input]`` -> ``[T, output]``."""
         q, k, v = self.qkv(x, table)
-        return self.o_proj(attend(layer, q, k, v).reshape(x.shape[0], -1))
+        return self.o_proj(attend(layer, q, k, v).flatten(1))
 
 
 class MLP(nn.Module):

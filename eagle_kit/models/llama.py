@@ -1,7 +1,7 @@
 """The Llama family as a target: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3 (dense).
 
-Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``, except that
-q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
+Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
+except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
 
 
 class TargetOutput(NamedTuple):
-    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states side by side."""
+    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states side by
+    side."""
 
     hidden: torch.Tensor
     aux: torch.Tensor

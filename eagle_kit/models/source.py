@@ -168,7 +168,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(
-            f"Converted, the target needs {num_bytes / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free in {folder}.",
+            f"Converting needs {num_bytes / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free in {folder}.",
             "Free some space there, or set EAGLE_KIT_CACHE to another folder.",
         )
 

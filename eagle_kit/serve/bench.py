@@ -1,4 +1,5 @@
-"""Benchmarks of decoding: ceilings first, then windows, cycles and whole replies, each against what it is judged by.
+"""Benchmarks of decoding: ceilings first, then windows, cycles and whole replies, each against what it is
+judged by.
 
 Legend: B requests, N window nodes.
 """
@@ -6,6 +7,7 @@ Legend: B requests, N window nodes.
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from eagle_kit.kernels.linear import onednn
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.serve.cycle import cycle
-from eagle_kit.serve.engine import Engine, Request
+from eagle_kit.serve.engine import Request
 from eagle_kit.serve.llm import LLM
 
 
@@ -35,7 +37,8 @@ def median_seconds(run: Callable[[], Any], repeats: int = 15, warmup: int = 3) -
 
 @torch.inference_mode()
 def matmul_ceiling(size: int = 2048) -> dict[str, float]:
-    """GFLOP/s of a square fp32 matmul, by torch (``torch_mm``) and by oneDNN (``onednn``) where it is there."""
+    """GFLOP/s of a square fp32 matmul, by torch (``torch_mm``) and by oneDNN (``onednn``) where it is
+    there."""
     a, b = torch.randn(2, size, size)
     flops = 2 * size**3 / 1e9
     rates = {"torch_mm": flops / median_seconds(lambda: a @ b, 7)}
@@ -45,7 +48,9 @@ def matmul_ceiling(size: int = 2048) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def window_cost(llm: LLM, sizes: tuple[int, ...] = (1, 2, 4, 5, 8, 16), context: int = 256) -> dict[int, float]:
+def window_cost(
+    llm: LLM, sizes: tuple[int, ...] = (1, 2, 4, 5, 8, 16), context: int = 256
+) -> dict[int, float]:
     """Milliseconds of one target forward over a window of N nodes at batch 1, logits and choice included."""
     engine = llm.engine(SpecShape.parse(None))
     table = torch.arange(engine.max_pages)[None]
@@ -65,21 +70,22 @@ def window_cost(llm: LLM, sizes: tuple[int, ...] = (1, 2, 4, 5, 8, 16), context:
 
 
 @torch.inference_mode()
-def cycle_cost(llm: LLM, shapes: tuple[str, ...] = ("3,1,4", "4,1,5", "5,4,16"), context: int = 256) -> dict[str, float]:
+def cycle_cost(
+    llm: LLM, shapes: tuple[str, ...] = ("3,1,4", "4,1,5", "5,4,16"), context: int = 256
+) -> dict[str, float]:
     """Milliseconds of one whole cycle at batch 1 and about ``context`` tokens, whatever was accepted."""
     out = {}
     for text in shapes:
         shape = SpecShape.parse(text)
         engine = llm.engine(shape)
-        request = Request(0, [5 + i % 90 for i in range(context)], SamplingParams(max_tokens=256, ignore_eos=True))
+        request = Request(
+            0, [5 + i % 90 for i in range(context)], SamplingParams(max_tokens=256, ignore_eos=True)
+        )
         engine.add(request)
         state, columns = engine.state, engine._num_columns()
         assert state is not None
-        out[text] = 1e3 * median_seconds(
-            lambda engine=engine, state=state, shape=shape, columns=columns: cycle(
-                engine.target, engine.kv, engine.proposer, state, shape, columns
-            )
-        )
+        run = partial(cycle, engine.target, engine.kv, engine.proposer, state, shape, columns)
+        out[text] = 1e3 * median_seconds(run)
         engine.abort(request)
     return out
 
@@ -95,9 +101,15 @@ def decode_rate(llm: LLM, batch: int, prompt_ids: list[int], num_tokens: int = 6
 
 
 def transformers_rate(model: Any, batch: int, prompt_ids: list[int], num_tokens: int = 64) -> float:
-    """Greedy ``generate`` of a transformers model: tokens/s of a batch, the prefill taken off by a second run."""
+    """Greedy ``generate`` of a transformers model: tokens/s of a batch, the prefill taken off by a second
+    run."""
     ids = torch.tensor([prompt_ids] * batch)
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+    options = {
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
 
     def run(count: int) -> float:
         start = time.perf_counter()
@@ -109,7 +121,9 @@ def transformers_rate(model: Any, batch: int, prompt_ids: list[int], num_tokens:
         return batch * (num_tokens - 1) / (run(num_tokens) - run(1))
 
 
-def benchmark_decoding(target: str, draft: str | Eagle3Head | None, *, compare: bool = True) -> dict[str, Any]:
+def benchmark_decoding(
+    target: str, draft: str | Eagle3Head | None, *, compare: bool = True
+) -> dict[str, Any]:
     """All decoding figures of a target on this machine, as a dictionary for :func:`format_decoding`."""
     llm = LLM(target, draft, max_batch_size=1, max_context=1024)
     result: dict[str, Any] = {
@@ -123,7 +137,7 @@ def benchmark_decoding(target: str, draft: str | Eagle3Head | None, *, compare: 
     if compare:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(llm._target_name, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(str(llm._target_name), dtype=torch.float32).eval()
     prompt = llm.tokenize("Tell me about the history of Rome, and about Greece, in a long essay.")
     for batch in (1, 8):
         decode_rate(llm, batch, prompt, 4)
@@ -150,6 +164,7 @@ def format_decoding(result: dict[str, Any]) -> str:
     for batch, rates in result["tokens_per_s"].items():
         line = f"plain decoding, batch {batch}: {rates['eagle_kit']:.1f} tokens/s"
         if rates["transformers"]:
-            line += f" against transformers {rates['transformers']:.1f} = {rates['eagle_kit'] / rates['transformers']:.2f}x"
+            ratio = rates["eagle_kit"] / rates["transformers"]
+            line += f" against transformers {rates['transformers']:.1f} = {ratio:.2f}x"
         lines.append(line)
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """One decode cycle: propose -> verify -> accept -> commit -> observe.
 
-A pure function of fixed shapes from device tensors to device tensors: nothing is read by the host, so the same code
-runs eagerly on a CPU and can be captured whole as one CUDA graph. Its only side effects are the writes into the
-key-value stores. Ordinary decoding is a window of one node.
+A pure function of fixed shapes from device tensors to device tensors: nothing is read by the host, so the
+same code runs eagerly on a CPU and can be captured whole as one CUDA graph. Its only side effects are the
+writes into the key-value stores. Ordinary decoding is a window of one node.
 
 Legend: B requests, N window nodes, S steps.
 """
@@ -22,9 +22,9 @@ from eagle_kit.speculation.paged_kv import PagedKV
 class CycleState(NamedTuple):
     """Where every request of the batch stands.
 
-    ``page_table`` int64 ``[B, P]``; ``seq_lens`` int64 ``[B]``, tokens in the pool; ``roots`` int64 ``[B]``, the last
-    emitted token, whose position is ``seq_lens`` and whose key is not in the target's pool yet; ``draft``, the
-    candidates behind it (None without a draft).
+    ``page_table`` int64 ``[B, P]``; ``seq_lens`` int64 ``[B]``, tokens in the pool; ``roots`` int64 ``[B]``,
+    the last emitted token, whose position is ``seq_lens`` and whose key is not in the target's pool yet;
+    ``draft``, the candidates behind it (None without a draft).
     """
 
     page_table: torch.Tensor
@@ -34,7 +34,8 @@ class CycleState(NamedTuple):
 
 
 class CycleOutput(NamedTuple):
-    """``state`` of the next cycle; ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new."""
+    """``state`` of the next cycle; ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]``
+    are new."""
 
     state: CycleState
     tokens: torch.Tensor
@@ -79,7 +80,8 @@ def verify(
     num_columns: int,
     proposer: Eagle3Proposer | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's most likely token after every node, int64 ``[B, N]``, and the captured states ``[B, N, 3 H]``."""
+    """The target's most likely token after every node, int64 ``[B, N]``, and the captured states ``[B, N, 3
+    H]``."""
     b, n = tree.tokens.shape
     attend = kv.window_attend(state.page_table, state.seq_lens, tree.ancestors, n, num_columns)
     positions = (state.seq_lens[:, None] + tree.depths).view(-1)

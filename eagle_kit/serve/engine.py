@@ -46,7 +46,8 @@ class Request:
 
 
 class Engine:
-    """Decodes up to ``max_batch_size`` requests together, each at most ``max_context`` tokens with its prompt.
+    """Decodes up to ``max_batch_size`` requests together, each at most ``max_context`` tokens with its
+    prompt.
 
     It starts with ordinary decoding; :meth:`use_shape` changes that while nothing runs.
     """
@@ -63,7 +64,8 @@ class Engine:
         self.target, self.max_context, self.max_batch_size = target, max_context, max_batch_size
         self.shape = NO_SPECULATION
         config, weight = target.config, target.embed_tokens.weight
-        # A last cycle may commit up to `steps` tokens past the end, and the draft's entry of the root is one ahead.
+        # A last cycle may commit up to `steps` tokens past the end, and the draft's entry of the root is one
+        # ahead.
         self.max_pages = -(-(max_context + MAX_WINDOW) // page_size)
         self.pool = PagePool(self.max_pages * max_batch_size, page_size)
         self.kv = PagedKV(
@@ -92,12 +94,17 @@ class Engine:
         return self._proposer if self.shape.steps else None
 
     def use_shape(self, shape: SpecShape) -> None:
-        """Speculate with ``shape`` from the next request on. Raises UserError when there is no draft for it."""
+        """Speculate with ``shape`` from the next request on. Raises UserError when there is no draft for
+        it."""
         assert not self.running, "the shape can change only while nothing runs"
         if shape.steps and self._proposer is None:
-            raise UserError(f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none.")
+            raise UserError(
+                f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
+            )
         if self._proposer is not None and shape.topk > (size := self._proposer.head.config.draft_vocab_size):
-            raise UserError(f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk.")
+            raise UserError(
+                f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk."
+            )
         self.shape = shape
 
     def check_request(self, prompt_ids: list[int]) -> None:
@@ -106,12 +113,15 @@ class Engine:
             raise UserError("The prompt is empty.", "Give at least one token.")
         if len(prompt_ids) >= self.max_context:
             raise UserError(
-                f"The prompt has {len(prompt_ids)} tokens, but the context holds {self.max_context} with the reply.",
+                f"The prompt has {len(prompt_ids)} tokens, but the context holds {self.max_context} "
+                "with the reply.",
                 "Shorten the prompt, or raise max_context if the model allows it.",
             )
         top = self.target.config.vocab_size
         if not all(0 <= token < top for token in prompt_ids):
-            raise UserError(f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer.")
+            raise UserError(
+                f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
+            )
 
     def has_room(self, request: Request) -> bool:
         """Whether :meth:`add` can take the request now."""
@@ -220,7 +230,10 @@ def _join(a: CycleState, b: CycleState) -> CycleState:
     if a.draft is not None and b.draft is not None:
         draft = DraftState(*(torch.cat(pair) for pair in zip(a.draft, b.draft, strict=True)))
     return CycleState(
-        torch.cat((a.page_table, b.page_table)), torch.cat((a.seq_lens, b.seq_lens)), torch.cat((a.roots, b.roots)), draft
+        torch.cat((a.page_table, b.page_table)),
+        torch.cat((a.seq_lens, b.seq_lens)),
+        torch.cat((a.roots, b.roots)),
+        draft,
     )
 
 

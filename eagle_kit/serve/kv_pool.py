@@ -25,11 +25,12 @@ class PagePool:
         return self.pages_for(num_tokens) <= self.num_free
 
     def allocate(self, owner: int, num_tokens: int) -> list[int]:
-        """Give ``owner`` pages for ``num_tokens`` tokens, lowest numbers first. Raises UserError when too few are free."""
+        """Give ``owner`` pages for ``num_tokens`` tokens, lowest numbers first. Raises UserError when too few
+        are free."""
         count = self.pages_for(num_tokens)
         if count > self.num_free:
             raise UserError(
-                f"A request needs {count} pages of {self.page_size} tokens, but only {self.num_free} are free.",
+                f"A request needs {count} pages of {self.page_size} tokens, and {self.num_free} are free.",
                 "Lower max_tokens or the batch size, or raise max_context.",
             )
         assert owner not in self._owned, f"request {owner} already owns pages"

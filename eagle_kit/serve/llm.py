@@ -28,8 +28,8 @@ class LLM:
     """A target LLM, decoded plainly or with an EAGLE-3 draft; the text is the same either way.
 
     Args:
-        target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model, which is
-            then used as it is.
+        target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
+            which is then used as it is.
         draft: a draft checkpoint folder or a head, which is copied; None for ordinary decoding.
         shape: ``steps,topk,tokens``; default 4,1,5 with a draft. :meth:`generate` may choose another.
         max_batch_size: most requests decoded together.
@@ -94,11 +94,15 @@ class LLM:
 
             if self._target_name is not None:
                 raise_on_errors(validate_draft(draft, self._target_name))
-            head = load_draft(draft)
-        if head.config.target_hidden_size != self.config.hidden_size or head.config.vocab_size != self.config.vocab_size:
+            head = load_draft(draft, target=self.target)
+        if (
+            head.config.target_hidden_size != self.config.hidden_size
+            or head.config.vocab_size != self.config.vocab_size
+        ):
             raise UserError(
-                f"The draft was made for a target of hidden size {head.config.target_hidden_size} and vocabulary "
-                f"{head.config.vocab_size}, but this one has {self.config.hidden_size} and {self.config.vocab_size}.",
+                f"The draft was made for hidden size {head.config.target_hidden_size} and vocabulary "
+                f"{head.config.vocab_size}, the target has {self.config.hidden_size} and "
+                f"{self.config.vocab_size}.",
                 "Use the draft's own target, or train a draft for this one.",
             )
         self.head = head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
@@ -124,7 +128,9 @@ class LLM:
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self.tokenizer is None:
-            raise UserError("A text prompt was given to a model without a tokenizer.", "Pass tokenizer= to LLM.")
+            raise UserError(
+                "A text prompt was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UserError("The prompt is empty.", "Give some text.")
@@ -150,7 +156,8 @@ class LLM:
             on_finish: called with (index, reply) as replies finish.
 
         Returns:
-            Replies in the order of the prompts. Raises UserError for an empty or too long prompt before any work.
+            Replies in the order of the prompts. Raises UserError for an empty or too long prompt before any
+            work.
         """
         params = params or SamplingParams()
         engine = self.engine(self.default_shape if shape is None else SpecShape.parse(shape))

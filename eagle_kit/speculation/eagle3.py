@@ -1,10 +1,11 @@
-"""Drafting with an EAGLE-3 head: chains (K = 1) and dynamic trees (K > 1), and the draft-extend that feeds them.
+"""Drafting with an EAGLE-3 head: chains (K = 1) and dynamic trees (K > 1), and the draft-extend that feeds
+them.
 
 Legend: B requests, K top-k, S steps, N nodes, H hidden, Vd draft vocabulary.
 
-The draft's key-value entry made of (f_i, x_{i+1}) lives at the slot of the token it embeds, i + 1, and has the RoPE
-position i. Entries in the pool are made from target states only; those of drafted nodes live in the scratch and are
-forgotten with the cycle.
+The draft's key-value entry made of (f_i, x_{i+1}) lives at the slot of the token it embeds, i + 1, and has
+the RoPE position i. Entries in the pool are made from target states only; those of drafted nodes live in the
+scratch and are forgotten with the cycle.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,9 @@ from eagle_kit.speculation.paged_kv import PagedKV
 
 
 class DraftState(NamedTuple):
-    """What draft-extend leaves for the next proposal: the candidates of depth 1 as target ids ``tokens`` int64
-    ``[B, K]``, their log-probabilities ``scores [B, K]``, and the state ``hidden [B, H]`` they came from.
+    """What draft-extend leaves for the next proposal: the candidates of depth 1 as target ids ``tokens``
+    int64 ``[B, K]``, their log-probabilities ``scores [B, K]``, and the state ``hidden [B, H]`` they came
+    from.
     """
 
     tokens: torch.Tensor
@@ -62,7 +64,8 @@ class Eagle3Proposer:
         shape: SpecShape,
         num_columns: int,
     ) -> Tree:
-        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``, and keep its best nodes."""
+        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``, and keep its best
+        nodes."""
         b, topk = roots.shape[0], shape.topk
         tokens, scores = state.tokens, state.scores
         hidden = state.hidden[:, None].expand(b, topk, -1).reshape(b * topk, -1)
@@ -90,7 +93,9 @@ class Eagle3Proposer:
             rows = (best // topk + torch.arange(b, device=best.device)[:, None] * topk).reshape(-1)
             hidden = out[rows]
             beam_ids = topk + (step - 1) * topk**2 + best
-        return tree_build(roots, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1), shape)
+        return tree_build(
+            roots, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1), shape
+        )
 
     def extend(
         self,

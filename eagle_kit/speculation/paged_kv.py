@@ -11,11 +11,12 @@ from eagle_kit.models.layers import Attend
 
 
 class PagedKV:
-    """Keys and values ``[L, Hkv, R, D]``; rows are ``num_slots`` pool slots, then a scratch of ``window`` rows per
-    request of a batch, then one dummy row which padding reads and writes.
+    """Keys and values ``[L, Hkv, R, D]``; rows are ``num_slots`` pool slots, then a scratch of ``window``
+    rows per request of a batch, then one dummy row which padding reads and writes.
 
-    Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit` copies the
-    accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to position p.
+    Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit`
+    copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to
+    position p.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class PagedKV:
         """Attention for a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window keys.
 
         The returned callable stores the nodes' keys and values into the scratch and attends to the first
-        ``prefix_lens [B]`` slots (without those before ``first_slot``) and to the node's ``ancestors [B, N]``.
-        ``num_columns`` bounds prefix + ``num_keys``.
+        ``prefix_lens [B]`` slots (without those before ``first_slot``) and to the node's ``ancestors [B,
+        N]``. ``num_columns`` bounds prefix + ``num_keys``.
         """
         b, n = ancestors.shape
         scratch = self.scratch_rows(b, 0, num_keys)
@@ -88,15 +89,17 @@ class PagedKV:
             k_rows, v_rows = self.k[layer], self.v[layer]
             k_rows.index_copy_(1, written, k.transpose(0, 1))
             v_rows.index_copy_(1, written, v.transpose(0, 1))
-            return window_attention(q.view(b, n, *q.shape[1:]), k_rows, v_rows, plan, self.scale).flatten(0, 1)
+            return window_attention(q.view(b, n, *q.shape[1:]), k_rows, v_rows, plan, self.scale).flatten(
+                0, 1
+            )
 
         return attend
 
     def prefill_attend(self, page_table: torch.Tensor, start: int, stop: int) -> Attend:
         """Attention for a forward over the prompt tokens that own slots start..stop-1 of one request.
 
-        The returned callable stores their keys and values into the pool and attends causally from ``first_slot`` on.
-        ``page_table`` is ``[1, P]``.
+        The returned callable stores their keys and values into the pool and attends causally from
+        ``first_slot`` on. ``page_table`` is ``[1, P]``.
         """
         positions = torch.arange(self.first_slot, stop, device=self.k.device)[None]
         rows = self.slots(page_table, positions)[0]
@@ -108,7 +111,10 @@ class PagedKV:
             k_rows.index_copy_(1, written, k.transpose(0, 1))
             v_rows.index_copy_(1, written, v.transpose(0, 1))
             if cached.numel():
-                k, v = (torch.cat((rows[:, cached].transpose(0, 1), new)) for rows, new in ((k_rows, k), (v_rows, v)))
+                k, v = (
+                    torch.cat((rows[:, cached].transpose(0, 1), new))
+                    for rows, new in ((k_rows, k), (v_rows, v))
+                )
             return prefill_attention(q, k, v, self.scale)
 
         return attend
@@ -125,7 +131,8 @@ class PagedKV:
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Copy window ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first ``num_committed [B]``."""
+        """Copy window ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first
+        ``num_committed [B]``."""
         b, n = nodes.shape
         offset = torch.arange(n, device=nodes.device)
         slots = self.slots(page_table, first_position[:, None] + offset)

@@ -8,8 +8,8 @@ At row i and step k of training-time test
     teacher    the target's distribution at position i + 1 + k, its prediction of x[i + 2 + k]
 
 A row carries loss at step k when serving would draft there: a round starts after a token that was sampled, so
-x[i + 1] is a token of a reply, and the predicted token x[i + 2 + k] belongs to the same reply. Rows whose target would
-run past the sequence do not exist.
+x[i + 1] is a token of a reply, and the predicted token x[i + 2 + k] belongs to the same reply. Rows whose
+target would run past the sequence do not exist.
 
 Legend: T packed tokens, K steps, R_k rows of step k.
 """
@@ -21,7 +21,8 @@ def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
     """Rows that carry loss at each step.
 
     Args:
-        reply: int64 ``[T]``, the reply each token must be produced in, different for every reply of the packed row;
+        reply: int64 ``[T]``, the reply each token must be produced in, different for every reply of the
+            packed row;
             -1 elsewhere.
         ttt_length: K.
 

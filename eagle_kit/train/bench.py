@@ -1,7 +1,8 @@
 """Benchmark of online training: what share of the machine's own matmul rate the needed arithmetic reaches.
 
-Only arithmetic that the algorithm needs is counted: the target forward, its choice at positions that are learned from,
-its law over the draft vocabulary, and forward and backward of the head, at rows that carry loss from step 1 on.
+Only arithmetic that the algorithm needs is counted: the target forward, its choice at positions that are
+learned from, its law over the draft vocabulary, and forward and backward of the head, at rows that carry loss
+from step 1 on.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
@@ -28,10 +29,13 @@ DOCUMENTS = (300, 340, 384)
 
 
 def capture_flops(target: TargetConfig, plan: RowPlan) -> float:
-    """Floating-point operations of the target's forward over the row and its choices where they are learned from."""
+    """Floating-point operations of the target's forward over the row and its choices where they are learned
+    from."""
     length = plan.doc_start.shape[0]
     heads = target.num_heads * target.head_dim
-    weights = target.hidden_size * (heads + 2 * target.num_kv_heads * target.head_dim) + heads * target.hidden_size
+    weights = (
+        target.hidden_size * (heads + 2 * target.num_kv_heads * target.head_dim) + heads * target.hidden_size
+    )
     weights += 3 * target.hidden_size * target.intermediate_size
     pairs = sum((stop - start) * (stop - start + 1) / 2 for start, stop in document_spans(plan.doc_start))
     head = int(plan.needed.sum()) * target.hidden_size * target.vocab_size
@@ -57,11 +61,14 @@ def draft_flops(head: DraftConfig, plan: RowPlan) -> float:
     return 2.0 * (3 * trained + teacher)
 
 
-def benchmark_training(target_name: str, *, ttt_length: int = 7, draft_vocab_size: int = 8192) -> dict[str, Any]:
+def benchmark_training(
+    target_name: str, *, ttt_length: int = 7, draft_vocab_size: int = 8192
+) -> dict[str, Any]:
     """Time capture and training of a fresh head on one packed row of 1,024 random tokens.
 
     Returns:
-        Matmul ceilings in GFLOP/s, needed operations, median seconds, tokens/s, shares of each ceiling, peak memory.
+        Matmul ceilings in GFLOP/s, needed operations, median seconds, tokens/s, shares of each ceiling, peak
+        memory.
     """
     keep_large_blocks()
     ceiling = matmul_ceiling()
@@ -80,7 +87,9 @@ def benchmark_training(target_name: str, *, ttt_length: int = 7, draft_vocab_siz
     # Random text makes the target choose words outside the map; here every row is to carry loss.
     features = features._replace(argmax=torch.randint(0, draft_vocab_size, ids.shape))
     seconds = {
-        "capture": _median(lambda: capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)),
+        "capture": _median(
+            lambda: capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
+        ),
         "head": _median(lambda: _train_once(head, target, ids, features, plan)),
     }
     flops = {"capture": capture_flops(target.config, plan), "head": draft_flops(head.config, plan)}
@@ -122,11 +131,13 @@ def format_training(result: dict[str, Any]) -> str:
     """The figures as text."""
     seconds, need, share = result["seconds"], result["needed_gflop"], result["share_of_ceiling"]
     parts = ", ".join(
-        f"{name} {seconds[name]:.2f} s at {need[name] / seconds[name]:.0f} GFLOP/s" for name in ("capture", "head")
+        f"{name} {seconds[name]:.2f} s at {need[name] / seconds[name]:.0f} GFLOP/s"
+        for name in ("capture", "head")
     )
     shares = ", ".join(f"{value:.0%} of {name}'s" for name, value in share.items())
     return (
-        f"online training, K = {result['ttt_length']}, {result['tokens']} tokens: {result['tokens_per_s']:.0f} tokens/s; "
-        f"{parts}\n  needed arithmetic at {result['gflops']:.0f} GFLOP/s = {shares} matmul rate; "
+        f"online training, K = {result['ttt_length']}, {result['tokens']} tokens: "
+        f"{result['tokens_per_s']:.0f} tokens/s; {parts}\n"
+        f"  needed arithmetic at {result['gflops']:.0f} GFLOP/s = {shares} matmul rate; "
         f"peak memory {result['peak_memory_gb']:.2f} GB"
     )

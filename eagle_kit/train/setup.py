@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+FIRST_NORM = 0.1
+"""Share of the target's final norm that a head with the target's output layer starts with."""
+
+
 @dataclass
 class Ingredients:
     """What training needs besides the head.
@@ -80,7 +84,11 @@ def draft_config(config: HeadConfig, target: TargetConfig, *, name: str, tokeniz
 def new_head(
     config: TrainConfig, draft: DraftConfig, ingredients: Ingredients, device: torch.device
 ) -> Eagle3Head:
-    """A head with seeded weights, in fp32; with ``lm_head_init: target`` its output layer is the target's."""
+    """A head with seeded weights, in fp32; with ``lm_head_init: target`` its output layer is the target's.
+
+    The final norm then starts at a tenth of the target's: a new layer says nothing yet, and at full size its first
+    logits would be confidently wrong (loss 15 where guessing evenly costs 9).
+    """
     torch.manual_seed(config.seed)
     head = Eagle3Head(draft)
     vocab = ingredients.data.vocab_map
@@ -94,7 +102,7 @@ def new_head(
         target = ingredients.target
         with torch.no_grad():
             head.lm_head.weight.copy_(target.head_weight[head.target_ids])
-            head.norm.weight.copy_(target.norm.weight)
+            head.norm.weight.copy_(target.norm.weight * FIRST_NORM)
     return head
 
 

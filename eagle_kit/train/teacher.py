@@ -1,4 +1,5 @@
-"""What the target says, made once per packed row: its states, its choices, and its law over the draft vocabulary.
+"""What the target says, made once per packed row: its states, its choices, and its law over the draft
+vocabulary.
 
 Legend: T packed tokens, H target hidden, V / Vd target / draft vocabulary, P positions.
 """
@@ -18,8 +19,8 @@ ROW_CHUNK = 256
 class TargetFeatures(NamedTuple):
     """The target's view of one packed row.
 
-    ``aux [T, 3 H]``, the captured states; ``hidden [T, H]``, final-normed; ``argmax`` int64 ``[T]``, its most likely
-    next token at each position that some row learns from, -1 elsewhere.
+    ``aux [T, 3 H]``, the captured states; ``hidden [T, H]``, final-normed; ``argmax`` int64 ``[T]``, its most
+    likely next token at each position that some row learns from, -1 elsewhere.
     """
 
     aux: torch.Tensor
@@ -34,7 +35,11 @@ def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def capture_features(
-    target: LlamaModel, ids: torch.Tensor, doc_start: torch.Tensor, layer_ids: tuple[int, ...], needed: torch.Tensor
+    target: LlamaModel,
+    ids: torch.Tensor,
+    doc_start: torch.Tensor,
+    layer_ids: tuple[int, ...],
+    needed: torch.Tensor,
 ) -> TargetFeatures:
     """Run the target over a packed row, every document by itself.
 
@@ -58,7 +63,8 @@ def capture_features(
 
 @torch.no_grad()
 def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row without ever holding ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``."""
+    """The most likely token of each row without ever holding ``P x V`` logits: ``[P, H]``, ``[V, H]`` ->
+    ``[P]``."""
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     for start in range(0, hidden.shape[0], ROW_CHUNK):
         rows = hidden[start : start + ROW_CHUNK]
@@ -74,7 +80,8 @@ def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def draft_vocab_probs(hidden: torch.Tensor, head_rows: torch.Tensor) -> torch.Tensor:
-    """The target's softmax over the draft vocabulary, renormalised: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P, Vd]``."""
+    """The target's softmax over the draft vocabulary, renormalised: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P,
+    Vd]``."""
     probs = torch.empty(hidden.shape[0], head_rows.shape[0], dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], ROW_CHUNK):
         rows = slice(start, start + ROW_CHUNK)

@@ -1,13 +1,15 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as it will when serving.
+"""Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as it will when
+serving.
 
-Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention, and all
-later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's teacher is made
-once and used by all K steps.
+Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention,
+and all later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's
+teacher is made once and used by all K steps.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,9 +49,10 @@ class RowPlan:
 
 
 class TTTResult(NamedTuple):
-    """Sums over one packed row, detached: ``loss``, what was differentiated; per step ``losses`` (unweighted, over
-    rows whose target token the draft can say), ``matches`` (rows whose draft choice is the target's choice),
-    ``leading`` (rows that match at this step and all before) and ``counts`` (supervised rows), fp64 ``[K]`` each.
+    """Sums over one packed row, detached: ``loss``, what was differentiated; per step ``losses`` (unweighted,
+    over rows whose target token the draft can say), ``matches`` (rows whose draft choice is the target's
+    choice), ``leading`` (rows that match at this step and all before) and ``counts`` (supervised rows), fp64
+    ``[K]`` each.
     """
 
     loss: float
@@ -62,7 +65,7 @@ class TTTResult(NamedTuple):
 def plan_row(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> RowPlan:
     """``reply`` and ``doc_start`` int64 ``[T]`` of a packed row -> its plan."""
     rows = supervised_rows(reply, ttt_length)
-    kept = [torch.searchsorted(before, after) for before, after in zip(rows, rows[1:], strict=False)]
+    kept = [torch.searchsorted(before, after) for before, after in pairwise(rows)]
     needed = torch.zeros_like(reply, dtype=torch.bool)
     for step, mine in enumerate(rows):
         needed[teacher_of(mine, step)] = True
@@ -169,7 +172,9 @@ def _loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         probs = draft_vocab_probs(features.hidden[wanted], target_head)
-        result = linear_soft_cross_entropy(torch.cat(h), head.lm_head.weight, probs, index, torch.cat(weights))
+        result = linear_soft_cross_entropy(
+            torch.cat(h), head.lm_head.weight, probs, index, torch.cat(weights)
+        )
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
         sizes = [rows.shape[0] for rows in mine]

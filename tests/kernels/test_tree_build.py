@@ -50,7 +50,13 @@ def check(shape: SpecShape, certain: bool) -> None:
 
 
 def test_keeps_the_best_paths_with_their_parents():
-    for shape in (SpecShape(1, 3, 3), SpecShape(4, 1, 5), SpecShape(3, 2, 6), SpecShape(5, 4, 16), SpecShape(5, 10, 60)):
+    for shape in (
+        SpecShape(1, 3, 3),
+        SpecShape(4, 1, 5),
+        SpecShape(3, 2, 6),
+        SpecShape(5, 4, 16),
+        SpecShape(5, 10, 60),
+    ):
         check(shape, certain=False)
 
 

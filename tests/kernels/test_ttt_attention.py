@@ -21,7 +21,9 @@ def test_flash_form_equals_the_reference(length, own, block_rows):
     wanted = torch.autograd.grad(expected, inputs, dout, materialize_grads=True)
     out = ttt_attention(*inputs, blocks, 0.25, backend="cpu")
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(torch.autograd.grad(out, inputs, dout, materialize_grads=True), wanted, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, dout, materialize_grads=True), wanted, strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 

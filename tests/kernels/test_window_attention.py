@@ -18,14 +18,23 @@ def dense(q, k, v, visible):
     return out
 
 
-@pytest.mark.parametrize(("batch", "nodes", "page_size"), [(1, 1, 16), (3, 7, 1), (3, 16, 16), (2, 64, 64), (1, 5, 3)])
+@pytest.mark.parametrize(
+    ("batch", "nodes", "page_size"), [(1, 1, 16), (3, 7, 1), (3, 16, 16), (2, 64, 64), (1, 5, 3)]
+)
 @pytest.mark.parametrize("first_slot", [0, 1])
 def test_equals_dense_attention(batch, nodes, page_size, first_slot):
     generator = torch.Generator().manual_seed(batch * 100 + nodes)
     prefix = torch.tensor([5, 41, 130][:batch])
     pages_each = -(-200 // page_size)
     kv = PagedKV(
-        2, 2, 8, num_pages=pages_each * batch, page_size=page_size, max_batch_size=3, window=64, first_slot=first_slot
+        2,
+        2,
+        8,
+        num_pages=pages_each * batch,
+        page_size=page_size,
+        max_batch_size=3,
+        window=64,
+        first_slot=first_slot,
     )
     kv.k.normal_(generator=generator)
     kv.v.normal_(generator=generator)
@@ -58,8 +67,12 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
             torch.cat((torch.ones(nodes, len(rows), dtype=torch.bool), seen), 1),
         )
         torch.testing.assert_close(out[b].double(), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(kv.k[1][:, : kv.num_slots], pool_k[:, : kv.num_slots]), "a window must not touch the pool"
-    assert kv.k[0].std() > 0 and not torch.equal(kv.k[1], pool_k), "the window's keys go to the scratch of its layer"
+    assert torch.equal(kv.k[1][:, : kv.num_slots], pool_k[:, : kv.num_slots]), (
+        "a window must not touch the pool"
+    )
+    assert kv.k[0].std() > 0 and not torch.equal(kv.k[1], pool_k), (
+        "the window's keys go to the scratch of its layer"
+    )
 
 
 @torch.no_grad()
@@ -71,7 +84,9 @@ def test_a_chain_window_equals_single_tokens_bit_for_bit():
     table, start = torch.arange(8)[None], 57
     q = torch.randn(5, 9, 64, generator=generator)
     k, v = torch.randn(2, 5, 3, 64, generator=generator)
-    together = kv.window_attend(table, torch.tensor([start]), chain_bits(5, q.device)[None], 5, 128)(0, q, k, v)
+    together = kv.window_attend(table, torch.tensor([start]), chain_bits(5, q.device)[None], 5, 128)(
+        0, q, k, v
+    )
     for i in range(5):
         lens, one = torch.tensor([start + i]), torch.ones(1, 1, dtype=torch.int64)
         alone = kv.window_attend(table, lens, one, 1, 64)(0, q[i : i + 1], k[i : i + 1], v[i : i + 1])

@@ -1,4 +1,5 @@
-"""Our targets compute what transformers computes, family by family, on tiny random models and on the real one."""
+"""Our targets compute what transformers computes, family by family, on tiny random models and on the real
+one."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from eagle_kit.kernels.packed_attention import packed_attention
+from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.llama import LlamaModel, TargetOutput
 from eagle_kit.models.loader import load_target
 
@@ -58,10 +59,12 @@ FAMILIES = {
 
 def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> TargetOutput:
     """One document through a target."""
-    start = torch.zeros_like(ids)
-    return model(
-        ids, torch.arange(len(ids)), lambda _, q, k, v: packed_attention(q, k, v, start, q.shape[-1] ** -0.5), capture=capture
-    )
+    scale = model.config.head_dim**-0.5
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return prefill_attention(q, k, v, scale)
+
+    return model(ids, torch.arange(len(ids)), attend, capture=capture)
 
 
 def randomised(kind: type, config) -> torch.nn.Module:

@@ -127,7 +127,12 @@ def test_the_real_tokenizer_is_the_models_own():
     tokenizer = load_tokenizer(resolve_target(NAME))
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
     assert tokenizer.model_max_length == 8192
-    for text in ("Hello  world\n\n", "naïve 你好 🙂", "def f(x):\n    return x ** 2\n", " 3.14159, 1024 and 2's"):
+    for text in (
+        "Hello  world\n\n",
+        "naïve 你好 🙂",
+        "def f(x):\n    return x ** 2\n",
+        " 3.14159, 1024 and 2's",
+    ):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
         assert 1 not in ids

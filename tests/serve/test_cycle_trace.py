@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tiny import tiny_head, tiny_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.cycle import CycleState, cycle
 from eagle_kit.serve.engine import Engine
 from eagle_kit.speculation.eagle3 import DraftState
-from tiny import tiny_head, tiny_target
 
 
 @pytest.mark.parametrize("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"])

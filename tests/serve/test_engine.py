@@ -1,7 +1,9 @@
-"""The engine: greedy identity over shapes, batches and pages; stops; the context's end; pages that come back."""
+"""The engine: greedy identity over shapes, batches and pages; stops; the context's end; pages that come
+back."""
 
 import pytest
 import torch
+from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -10,7 +12,6 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve import cycle as cycle_module
 from eagle_kit.serve.engine import Engine, Request
 from eagle_kit.serve.llm import LLM
-from tiny import tiny_head, tiny_target
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 
@@ -22,10 +23,14 @@ def models():
     return target, tiny_head(target, draft_vocab_size=9)
 
 
-def decode(models, shape=None, batch=1, page_size=16, max_context=256, prompts=PROMPTS, **params) -> list[Request]:
+def decode(
+    models, shape=None, batch=1, page_size=16, max_context=256, prompts=PROMPTS, **params
+) -> list[Request]:
     engine = Engine(*models, max_batch_size=batch, max_context=max_context, page_size=page_size)
     engine.use_shape(SpecShape.parse(shape))
-    requests = [Request(i, list(p), SamplingParams(**{"max_tokens": 40, **params})) for i, p in enumerate(prompts)]
+    requests = [
+        Request(i, list(p), SamplingParams(**{"max_tokens": 40, **params})) for i, p in enumerate(prompts)
+    ]
     waiting = list(requests)
     while waiting or engine.running:
         while waiting and engine.has_room(waiting[0]):
@@ -148,7 +153,9 @@ def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
     plain = decode(models, max_tokens=31)
     engine = Engine(*models, max_batch_size=5, max_context=128, page_size=3)
     engine.use_shape(SpecShape(5, 4, 11))
-    oracle = KnowsTheAnswer(engine.proposer, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at)
+    oracle = KnowsTheAnswer(
+        engine.proposer, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at
+    )
     engine._proposer = oracle
     requests = [Request(i, list(p), SamplingParams(max_tokens=31)) for i, p in enumerate(PROMPTS)]
     for request in requests:

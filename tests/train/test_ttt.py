@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tiny import tiny_head, tiny_target
 
 from eagle_kit.models.layers import rotate
 from eagle_kit.train.teacher import TargetFeatures, capture_features
 from eagle_kit.train.ttt import plan_row, ttt_forward_backward
-from tiny import tiny_head, tiny_target
 
 STEPS = 5
 
@@ -78,16 +78,26 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags):
     weights = [0.8**k for k in range(STEPS)]
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
     result = ttt_forward_backward(
-        head, target.embed_tokens.weight, ids, features, target.head_weight[head.target_ids], plan, rows_weights
+        head,
+        target.embed_tokens.weight,
+        ids,
+        features,
+        target.head_weight[head.target_ids],
+        plan,
+        rows_weights,
     )
     loss, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights)
     loss.backward()
     assert result.counts.tolist() == [count for _, count, _ in per_step] and min(result.counts) > 5
     assert result.matches.tolist() == [hits for _, _, hits in per_step]
-    torch.testing.assert_close(result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4
+    )
     assert result.loss == pytest.approx(float(loss), rel=1e-5)
     for (name, ours), theirs in zip(head.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_captured_states_are_those_of_each_document_alone():
@@ -97,7 +107,11 @@ def test_captured_states_are_those_of_each_document_alone():
     packed = capture_features(target, ids, doc_start, (1, 2, 4), everywhere)
     for start, stop in ((0, 17), (17, 44), (44, 61)):
         alone = capture_features(
-            target, ids[start:stop], torch.zeros(stop - start, dtype=torch.int64), (1, 2, 4), everywhere[start:stop]
+            target,
+            ids[start:stop],
+            torch.zeros(stop - start, dtype=torch.int64),
+            (1, 2, 4),
+            everywhere[start:stop],
         )
         torch.testing.assert_close(packed.aux[start:stop], alone.aux, rtol=1e-4, atol=1e-5)
         assert torch.equal(packed.argmax[start:stop], alone.argmax)
@@ -111,7 +125,13 @@ def test_a_row_without_a_reply_changes_nothing():
     plan = plan_row(torch.full_like(reply, -1), doc_start, STEPS)
     features = TargetFeatures(torch.zeros(61, 144), torch.zeros(61, 48), torch.full((61,), -1))
     result = ttt_forward_backward(
-        head, target.embed_tokens.weight, ids, features, target.head_weight[head.target_ids], plan, [torch.zeros(0)] * 5
+        head,
+        target.embed_tokens.weight,
+        ids,
+        features,
+        target.head_weight[head.target_ids],
+        plan,
+        [torch.zeros(0)] * 5,
     )
     assert result.loss == 0.0 and result.counts.sum() == 0
     assert all(parameter.grad is None for parameter in head.parameters())

@@ -11,9 +11,10 @@ import torch
 class Accepted(NamedTuple):
     """The accepted path of each request.
 
-    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat the last
-    node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token; entries beyond
-    ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without the bonus, 0..S.
+    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat
+    the last node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token;
+    entries beyond ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without
+    the bonus, 0..S.
     """
 
     path: torch.Tensor
@@ -21,7 +22,9 @@ class Accepted(NamedTuple):
     num_accepted: torch.Tensor
 
 
-def accept_greedy(predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int) -> Accepted:
+def accept_greedy(
+    predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
+) -> Accepted:
     """Walk from the root to the child that is the target's choice, as long as there is one.
 
     Args:

@@ -12,7 +12,8 @@ def linear(
     """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
 
     Args:
-        backend: ``"auto"`` takes oneDNN for fp32 on a CPU and torch otherwise; ``"torch"`` or ``"onednn"`` force one.
+        backend: ``"auto"`` takes oneDNN for fp32 on a CPU and torch otherwise; ``"torch"`` or ``"onednn"``
+            force one.
     """
     if backend == "torch" or (backend == "auto" and not _fits_onednn(x, weight)):
         return reference.linear(x, weight, bias)
@@ -32,12 +33,14 @@ def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for inference."""
+    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for
+    inference."""
 
     _packed: torch.Tensor | None = None
 
     def pack(self) -> None:
-        """Keep a copy of the weight in oneDNN's layout for few rows; the module must not be trained afterwards."""
+        """Keep a copy of the weight in oneDNN's layout for few rows; the module must not be trained
+        afterwards."""
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and onednn.available():
             self._packed = onednn.pack(self.weight)
 

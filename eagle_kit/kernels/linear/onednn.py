@@ -1,12 +1,15 @@
 """``y = x w^T + b`` in fp32 on a CPU through oneDNN.
 
-Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight once per
-row at small T. oneDNN also adds up K in the same order whatever T is (tested), so a token's logits do not depend on
-how many others share its window: greedy decoding is then the same with and without speculation, bit for bit.
+Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight
+once per row at small T. oneDNN also adds up K in the same order whatever T is (tested), so a token's logits
+do not depend on how many others share its window: greedy decoding is then the same with and without
+speculation, bit for bit.
 
-The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with ``x^T``);
-oneDNN takes the transposed views as they are.
+The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
+``x^T``); oneDNN takes the transposed views as they are.
 """
+
+from typing import Any
 
 import torch
 
@@ -31,13 +34,13 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         return matmul(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy, (x, weight) = grads[0], ctx.saved_tensors
         dx = matmul(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = matmul(dy.t(), x.t()) if ctx.needs_input_grad[1] else None

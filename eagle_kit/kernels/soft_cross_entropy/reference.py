@@ -2,7 +2,8 @@
 
 For a row with feature h, teacher p (sum 1), weight c and z = W h:
 
-    loss = c (logsumexp(z) - p . z),     dz = c (softmax(z) - p),     dh = dz W,     dW = sum over rows of dz h^T.
+    loss = c (logsumexp(z) - p . z),     dz = c (softmax(z) - p),     dh = dz W,     dW = sum over rows of dz
+    h^T.
 
 The forward computes loss and gradients chunk by chunk (the idea of Liger's fused linear cross-entropy,
 arXiv 2410.10989): three matmuls, nothing recomputed, one chunk of logits alive.
@@ -10,7 +11,7 @@ arXiv 2410.10989): three matmuls, nothing recomputed, one chunk of logits alive.
 Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +24,8 @@ GROUP_ROWS = 1024
 
 
 class SoftCrossEntropy(NamedTuple):
-    """``loss``, a differentiable scalar, the weighted sum; ``row_losses [M]``, unweighted; ``best`` int64 ``[M]``, the
-    most likely draft id of each row."""
+    """``loss``, a differentiable scalar, the weighted sum; ``row_losses [M]``, unweighted; ``best`` int64
+    ``[M]``, the most likely draft id of each row."""
 
     loss: torch.Tensor
     row_losses: torch.Tensor
@@ -33,7 +34,16 @@ class SoftCrossEntropy(NamedTuple):
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, probs, index, row_weights, chunk_rows, group_rows):
+    def forward(
+        ctx: Any,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        probs: torch.Tensor,
+        index: torch.Tensor,
+        row_weights: torch.Tensor,
+        chunk_rows: int,
+        group_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         m, vd = h.shape[0], weight.shape[0]
         dh, dw = torch.empty_like(h), torch.zeros_like(weight)
         row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
@@ -60,7 +70,7 @@ class _Fused(torch.autograd.Function):
         return (row_losses * row_weights).sum(), row_losses, best
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
         return dh * grads[0], dw * grads[0], None, None, None, None, None
 

@@ -1,7 +1,7 @@
 """From recorded draft candidates to the window that is verified (EAGLE-2's rerank, arXiv 2406.16858).
 
-Legend: B requests, S steps, K top-k, N nodes with the root. Candidates are numbered in the order they were drafted:
-0..K-1 at depth 1, then K * K at every further depth.
+Legend: B requests, S steps, K top-k, N nodes with the root. Candidates are numbered in the order they were
+drafted: 0..K-1 at depth 1, then K * K at every further depth.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from eagle_kit.kernels.window_attention import ancestor_bits
 
 
 class Tree(NamedTuple):
-    """A window to verify: ``tokens`` target ids, ``parents`` window indices (the root's is 0), ``depths``, and
-    ``ancestors`` as bits; int64 ``[B, N]`` each, the root first and parents before their children.
+    """A window to verify: ``tokens`` target ids, ``parents`` window indices (the root's is 0), ``depths``,
+    and ``ancestors`` as bits; int64 ``[B, N]`` each, the root first and parents before their children.
     """
 
     tokens: torch.Tensor
@@ -24,10 +24,11 @@ class Tree(NamedTuple):
 
 
 def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their index.
+    """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their
+    index.
 
-    A child's score never exceeds its parent's and its index is larger, so a set of best candidates always holds the
-    parents of its members, also when probabilities round to 1.
+    A child's score never exceeds its parent's and its index is larger, so a set of best candidates always
+    holds the parents of its members, also when probabilities round to 1.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 

@@ -1,4 +1,5 @@
-"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): prefix of step 0 plus the row's own keys."""
+"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): prefix of step 0 plus the row's own
+keys."""
 
 import torch
 
@@ -22,8 +23,8 @@ def ttt_attention(
     """See :func:`eagle_kit.kernels.ttt_attention.reference.ttt_attention`.
 
     Args:
-        backend: ``"auto"`` takes flash attention for fp32 on a CPU and the reference otherwise; ``"reference"`` or
-            ``"cpu"`` force one.
+        backend: ``"auto"`` takes flash attention for fp32 on a CPU and the reference otherwise;
+            ``"reference"`` or ``"cpu"`` force one.
     """
     fits = q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[0] > 0
     run = cpu if backend == "cpu" or (backend == "auto" and fits) else reference

@@ -1,15 +1,18 @@
-"""Attention of training-time test on a CPU: flash attention over the prefix, own keys merged in by log-sum-exp.
+"""Attention of training-time test on a CPU: flash attention over the prefix, own keys merged in by
+log-sum-exp.
 
 With prefix scores S, own scores s_j and the log-sum-exp L over both,
 
     out = exp(L0 - L) flash(q, k, v) + sum_j exp(s_j - L) v_j,      L0 the log-sum-exp over the prefix alone.
 
-The gradient of a softmax needs only probabilities and D = sum(dout * out): P = exp(S - L), dS = P * (dout v^T - D).
-So the backward of flash attention, *given the merged out and L*, yields exactly the prefix's part, and the own keys'
-part is the same formula on J columns.
+The gradient of a softmax needs only probabilities and D = sum(dout * out): P = exp(S - L), dS = P * (dout v^T
+- D). So the backward of flash attention, *given the merged out and L*, yields exactly the prefix's part, and
+the own keys' part is the same formula on J columns.
 
 Legend: R query rows, T packed tokens, J own keys, Hq / Hkv heads, G = Hq / Hkv, D head size.
 """
+
+from typing import Any
 
 import torch
 
@@ -26,7 +29,16 @@ def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, own_k, own_v, blocks, scale):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+        blocks: list[QueryBlock],
+        scale: float,
+    ) -> torch.Tensor:
         r, hq, d = q.shape
         hkv, j = k.shape[1], own_k.shape[2]
         group = hq // hkv
@@ -44,7 +56,9 @@ class _TTTAttention(torch.autograd.Function):
             lses.append(lse[0].transpose(0, 1))
         out, lse = torch.cat(outs), torch.cat(lses)
         if j:
-            own = torch.bmm(q.reshape(r * hkv, group, d), own_k.reshape(r * hkv, j, d).transpose(1, 2)) * scale
+            own = (
+                torch.bmm(q.reshape(r * hkv, group, d), own_k.reshape(r * hkv, j, d).transpose(1, 2)) * scale
+            )
             own = own.view(r, hq, j)
             merged = torch.logaddexp(lse, own.logsumexp(-1))
             p_own = torch.exp(own - merged[..., None])
@@ -58,7 +72,7 @@ class _TTTAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dout = grads[0].contiguous()
         q, k, v, own_k, own_v, out, lse, p_own = ctx.saved_tensors
         scale = ctx.scale

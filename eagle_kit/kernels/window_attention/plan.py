@@ -9,9 +9,10 @@ import torch
 
 
 class WindowPlan(NamedTuple):
-    """``columns`` int64 ``[B, C]``, rows of the store in the order they are attended to: the request's prefix, then
-    its window keys right behind it, so that a token has the same column in a window of any size; unused ones point
-    at the store's dummy row. ``mask`` ``[B, N, C]``, 0 or -inf, in the dtype of the queries.
+    """``columns`` int64 ``[B, C]``, rows of the store in the order they are attended to: the request's
+    prefix, then its window keys right behind it, so that a token has the same column in a window of any size;
+    unused ones point at the store's dummy row. ``mask`` ``[B, N, C]``, 0 or -inf, in the dtype of the
+    queries.
     """
 
     columns: torch.Tensor
@@ -33,9 +34,11 @@ def plan_window(
 
     Args:
         page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots.
-        prefix_lens: int64 ``[B]``, slots before the window, ``first_slot`` of which at the front hold nothing.
+        prefix_lens: int64 ``[B]``, slots before the window, ``first_slot`` of which at the front hold
+            nothing.
         scratch_rows: int64 ``[B, M]``, rows of the window's keys.
-        ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node itself.
+        ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node
+            itself.
         num_columns: C, a bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
     """
@@ -54,7 +57,8 @@ def plan_window(
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:
-    """``parents`` int64 ``[B, N]`` (root: 0, parents before children), at most ``depth`` deep -> bits ``[B, N]``."""
+    """``parents`` int64 ``[B, N]`` (root: 0, parents before children), at most ``depth`` deep -> bits ``[B,
+    N]``."""
     bits = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
     for _ in range(depth):
         bits = bits | bits.gather(1, parents)

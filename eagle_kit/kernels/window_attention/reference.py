@@ -1,7 +1,7 @@
 """Window attention in torch: what every faster form is held to.
 
-Legend: B requests, N query nodes, C columns (prefix then window keys), Hq / Hkv heads, G = Hq / Hkv, D head size,
-R rows of the store (head-major, so that a gathered store is a batch of matrices without another copy).
+Legend: B requests, N query nodes, C columns (prefix then window keys), Hq / Hkv heads, G = Hq / Hkv, D head
+size, R rows of the store (head-major, so that a gathered store is a batch of matrices without another copy).
 """
 
 import torch
@@ -14,9 +14,9 @@ def window_attention(
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node.
 
-    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at least
-    are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number, but a lone row in
-    another order, and plain decoding is to equal speculation bit for bit.
+    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at
+    least are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number,
+    but a lone row in another order, and plain decoding is to equal speculation bit for bit.
 
     Args:
         q: ``[B, N, Hq, D]``.

@@ -1,0 +1,193 @@
+"""Export: the right checkpoint, in bf16, with a card that tells what is known and nothing else."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import load_draft, read_metadata, save_draft
+from eagle_kit.checkpoints.export import export_draft, find_checkpoint, without_folders
+from eagle_kit.checkpoints.model_card import model_card
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.loader import load_target
+
+METADATA = {
+    "target": "tiny",
+    "command": "eagle-kit train /home/somebody/configs/a.yaml data.source=/data/chats.jsonl",
+    "data": {"source": "/data/chats.jsonl", "conversations": 1234, "vocab_coverage": 0.98765},
+    "step": 4000,
+    "tokens_seen": 7654321,
+    "seconds": 7384.2,
+    "machine": "1 x CPU, 2 threads",
+    "accept_length": {"4,1,5": 1.8345},
+    "config": {"training": {"ttt_length": 7, "learning_rate": 8e-4, "betas": [0.9, 0.95], "save_every": 100}},
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def row(draft: str | None, task: str, shape: str, category: str = "all", accept_length: float | None = 2.125):
+    return {
+        "task": task,
+        "category": category,
+        "draft": draft,
+        "shape": shape,
+        "num_answers": 8,
+        "accept_length": accept_length,
+        "decode_tokens_per_s": 41.5,
+        "speedup": 0.87,
+    }
+
+
+def summary(**places: Path) -> dict:
+    """A summary.json of drafts (name -> folder)."""
+    rows = [row(None, "all", "none", accept_length=None)]
+    for name in places:
+        rows += [row(name, "all", "4,1,5"), row(name, "ours", "5,4,16"), row(name, "ours", "5,4,16", "maths")]
+    return {
+        "drafts": [{"name": name, "path": str(path)} for name, path in places.items()],
+        "rows": rows,
+        "greedy_identical": True,
+        "command": "eagle-kit eval --draft /home/somebody/best",
+        "machine": {"cpu": "Some CPU", "threads": 2, "gpu": None},
+        "target": {"name": "tiny", "device": "cpu", "dtype": "float32"},
+        "settings": {"max_tokens": 64, "limit": None, "batch_size": 1, "seed": 0, "out": "x"},
+        "versions": {"torch": "2.13.0"},
+        "date": "2026-01-02T03:04:05+00:00",
+    }
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return make_target(tmp_path_factory.mktemp("targets") / "tiny")
+
+
+@pytest.fixture
+def run(tmp_path, target) -> Path:
+    """A run folder with two checkpoints, the later one without being best."""
+    for step in (8, 16):
+        head = tiny_head(load_target(target), seed=step)
+        head.config = replace(head.config, target="tiny")
+        save_draft(head, tmp_path / "run" / f"step-{step}", metadata={**METADATA, "step": step})
+        (tmp_path / "run" / f"step-{step}" / "trainer").mkdir()
+    return tmp_path / "run"
+
+
+def test_the_best_checkpoint_is_taken_then_the_last_one(run):
+    assert find_checkpoint(run) == run / "step-16"
+    save_draft(tiny_head(tiny_target()), run / "best", metadata={})
+    assert find_checkpoint(run) == run / "best"
+    assert find_checkpoint(run / "step-8") == run / "step-8"
+
+
+def test_a_folder_without_draft_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no draft"):
+        find_checkpoint(tmp_path)
+
+
+def test_an_exported_draft_is_small_servable_and_complete(run, target, tmp_path):
+    out = tmp_path / "out" / "draft"
+    assert export_draft(run, out, target=target) == run / "step-16"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "eagle_kit.json",
+        "model.safetensors",
+    ]
+    exported, trained = load_draft(out), load_draft(run / "step-16")
+    assert torch.equal(exported.fc.weight, trained.fc.weight.bfloat16().float())
+    assert torch.equal(exported.d2t, trained.d2t)
+    assert exported.config == trained.config
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_absolute_folders_stay_at_home(run, target, tmp_path):
+    export_draft(run, tmp_path / "draft", target=target)
+    for name in ("README.md", "eagle_kit.json"):
+        text = (tmp_path / "draft" / name).read_text()
+        assert "/home" not in text and "/data" not in text
+        assert "data.source=chats.jsonl" in text
+    assert read_metadata(tmp_path / "draft")["tokens_seen"] == 7654321
+
+
+def test_a_target_folder_is_published_by_its_name(target, tmp_path):
+    head = tiny_head(load_target(target))
+    head.config = replace(head.config, target=str(target))
+    save_draft(head, tmp_path / "step", metadata={})
+    export_draft(tmp_path / "step", tmp_path / "draft")
+    assert load_draft(tmp_path / "draft").config.target == "tiny"
+    assert str(target.parent) not in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_only_absolute_folders_are_cut():
+    text = "python /usr/bin/x --out runs/a/b org/model https://host/a/b 3/4 ~/c/d =/tmp/e.json"
+    assert without_folders(text) == "python x --out runs/a/b org/model https://host/a/b 3/4 ~/c/d =e.json"
+    assert without_folders({"a": ["/x/y/z", 1, None]}) == {"a": ["z", 1, None]}
+
+
+def test_a_draft_that_does_not_fit_is_not_exported(run, tmp_path):
+    other = make_target(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
+    with pytest.raises(UserError, match="vocabulary: the draft was made for 300, the target has 301"):
+        export_draft(run, tmp_path / "draft", target=other)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
+    out, path = tmp_path / "draft", tmp_path / "summary.json"
+    path.write_text(json.dumps(summary(mine=run / "step-16", other=tmp_path / "elsewhere")))
+    export_draft(run, out, target=target, eval_summary=path)
+    card = (out / "README.md").read_text()
+    table = [line for line in card.splitlines() if line.startswith("| ")]
+    assert table[1:] == [
+        "| all | 4,1,5 | 2.12 | 41.50 | 0.87 | 8 |",
+        "| ours | 5,4,16 | 2.12 | 41.50 | 0.87 | 8 |",
+    ]
+    assert "identical to plain decoding: yes" in card
+    assert "cpu Some CPU, threads 2, device cpu, dtype float32" in card
+    assert "`eagle-kit eval --draft best`" in card
+
+
+def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(summary(a=tmp_path / "a", b=tmp_path / "b")))
+    with pytest.raises(UserError, match="measured a, b, and none of them is this draft"):
+        export_draft(run, tmp_path / "draft", target=target, eval_summary=path)
+    path.write_text("{}")
+    with pytest.raises(UserError, match=r"is not the summary.json"):
+        export_draft(run, tmp_path / "draft", target=target, eval_summary=path)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_the_card_tells_how_it_was_trained_and_how_to_serve_it():
+    head = tiny_head(tiny_target(), fc_norm=True)
+    config = replace(head.config, target="smollm2-135m-instruct")
+    card = model_card(config, METADATA, None, "checkpoints/head")
+    for words in (
+        "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
+        "draft vocabulary of 67 of 131 tokens, in bfloat16",
+        "EAGLE-3.1 options: fc_norm",
+        "quantised copy",
+        "* data: source /data/chats.jsonl, conversations 1,234, vocab coverage 0.9877",
+        "* optimiser steps: 4,000",
+        "* tokens seen: 7,654,321",
+        "* time: 2 h 3 min",
+        "* settings: ttt_length 7, learning_rate 0.0008, betas 0.9, 0.95",
+        "shape 4,1,5: 1.83",
+        "Not measured yet",
+        "eagle-kit generate --target smollm2-135m-instruct --draft checkpoints/head",
+        "--speculative-draft-model-path checkpoints/head",
+        '"method": "eagle3"',
+    ):
+        assert words in card, words
+
+
+def test_a_card_without_facts_invents_none():
+    for metadata in ({}, {"target": "tiny"}):
+        card = model_card(tiny_head(tiny_target()).config, metadata, None, "head")
+        assert "Nothing is recorded about the training." in card
+        assert "tokens seen" not in card

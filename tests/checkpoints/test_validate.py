@@ -1,0 +1,194 @@
+"""Whether a draft fits a target: every mismatch is named, and what may be right is only warned about."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.checkpoints.validate import (
+    Finding,
+    raise_on_errors,
+    target_name,
+    template_hash,
+    validate_draft,
+)
+from eagle_kit.core.errors import UserError
+
+
+def make_target(folder, **changes):
+    """A target folder without weights: a check reads none."""
+    config = asdict(tiny_target(num_layers=12).config)
+    names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    names["num_kv_heads"] = "num_key_value_heads"
+    config = {names.get(key, key): value for key, value in config.items()}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], **config, **changes})
+    )
+    return folder
+
+
+def make_draft(folder, *, target="small", template="", **changes):
+    head = tiny_head(tiny_target(num_layers=12, **changes))
+    head.config = replace(head.config, target=target, template_hash=template)
+    save_draft(head, folder, metadata={})
+    return folder
+
+
+def set_layer_ids(folder, ids, **eagle):
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, **eagle}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def by_subject(findings):
+    return {finding.subject: finding for finding in findings}
+
+
+@pytest.fixture
+def target(tmp_path):
+    return make_target(tmp_path / "small")
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return make_draft(tmp_path / "draft")
+
+
+def test_a_draft_of_this_target_passes(draft, target):
+    assert [path.name for path in target.iterdir()] == ["config.json"]  # no weight of the target is read
+    findings = validate_draft(draft, target)
+    raise_on_errors(findings)
+    fine = {finding.subject for finding in findings if finding.level == "ok"}
+    assert fine == {
+        "hidden size",
+        "embedding size",
+        "vocabulary",
+        "layer ids",
+        "context",
+        "rope",
+        "target",
+        "weights",
+    }
+
+
+def test_every_mismatch_with_another_target_is_named(draft, tmp_path):
+    other = make_target(tmp_path / "large", hidden_size=64, vocab_size=200, num_hidden_layers=2)
+    set_layer_ids(draft, [2, 6, 9])
+    with pytest.raises(UserError) as error:
+        raise_on_errors(validate_draft(draft, other))
+    cause = error.value.cause
+    assert "hidden size: the draft was made for 48, the target has 64" in cause
+    assert "vocabulary: the draft was made for 131, the target has 200" in cause
+    assert "layer ids: the draft reads the inputs of layers [2, 6, 9], the target has 2 layers" in cause
+    assert cause.count(".") == 1 and cause.endswith(".")
+    assert "train a draft for this one" in error.value.remedy
+
+
+def test_the_other_numbering_of_layers_is_noticed(draft, target):
+    set_layer_ids(draft, [1, 5, 8])  # 2, L // 2, L - 3 of 12 layers, minus one
+    finding = by_subject(validate_draft(draft, target))["layer ids"]
+    assert finding.level == "warning"
+    assert "output of layer i" in finding.cause
+    assert '"eagle_aux_hidden_state_convention": "output"' in finding.remedy
+
+
+@pytest.mark.parametrize("convention", ["input", "output"])
+def test_a_stated_numbering_is_believed(draft, target, convention):
+    set_layer_ids(draft, [1, 5, 8], eagle_aux_hidden_state_convention=convention)
+    finding = by_subject(validate_draft(draft, target))["layer ids"]
+    assert finding.level == "ok"
+    assert str([1, 5, 8] if convention == "input" else [2, 6, 9]) in finding.cause
+
+
+def test_unusual_layer_ids_are_nobodys_mistake(draft, target):
+    set_layer_ids(draft, [0, 4, 11])
+    assert by_subject(validate_draft(draft, target))["layer ids"].level == "ok"
+
+
+def test_missing_layer_ids_are_a_warning_that_says_which_are_taken(draft, target):
+    config = json.loads((draft / "config.json").read_text())
+    del config["eagle_config"]
+    (draft / "config.json").write_text(json.dumps(config))
+    finding = by_subject(validate_draft(draft, target))["layer ids"]
+    assert finding.level == "warning"
+    assert "[2, 6, 9]" in finding.cause
+
+
+def test_a_shorter_context_is_a_warning(tmp_path, target):
+    short = make_draft(tmp_path / "short", max_position_embeddings=256)
+    finding = by_subject(validate_draft(short, target))["context"]
+    assert (finding.level, "256" in finding.cause) == ("warning", True)
+
+
+def test_a_draft_for_a_target_of_another_name_is_a_warning(tmp_path, target):
+    for name, level in (("small", "ok"), ("org/Small", "ok"), ("org/other", "warning"), ("", "warning")):
+        folder = make_draft(tmp_path / f"draft-{level}-{len(name)}", target=name)
+        assert by_subject(validate_draft(folder, target))["target"].level == level
+
+
+def test_a_folder_of_a_hub_cache_has_the_models_name(tmp_path):
+    assert target_name(tmp_path / "models--org--Name-1B" / "snapshots" / "0a1b2c") == "Name-1B"
+    assert target_name(tmp_path / "Name-1B") == "Name-1B"
+
+
+class Tokenizer:
+    def __init__(self, template):
+        self.chat_template = template
+
+
+def test_the_chat_template_is_compared(tmp_path, target, monkeypatch):
+    ours, other = Tokenizer("{{ messages }}"), Tokenizer("{{ other }}")
+    draft = make_draft(tmp_path / "draft", template=template_hash(ours))
+    module = "eagle_kit.checkpoints.validate.load_tokenizer"
+    monkeypatch.setattr(module, lambda folder: ours)
+    assert by_subject(validate_draft(draft, target))["chat template"].level == "ok"
+    monkeypatch.setattr(module, lambda folder: other)
+    assert by_subject(validate_draft(draft, target))["chat template"].level == "warning"
+
+
+def test_a_target_without_tokenizer_leaves_the_template_open(tmp_path, target):
+    draft = make_draft(tmp_path / "draft", template="00")
+    finding = by_subject(validate_draft(draft, target))["chat template"]
+    assert (finding.level, "no tokenizer" in finding.cause) == ("warning", True)
+
+
+def test_no_template_has_no_hash():
+    assert template_hash(Tokenizer(None)) == ""
+    assert len(template_hash(Tokenizer("x"))) == 16
+    assert template_hash(Tokenizer("x")) != template_hash(Tokenizer("y"))
+
+
+def test_a_broken_file_is_a_finding_beside_the_others(draft, target):
+    path = draft / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    findings = validate_draft(draft, target)
+    assert by_subject(findings)["weights"].level == "error"
+    assert by_subject(findings)["hidden size"].level == "ok"
+    with pytest.raises(UserError, match=r"^The file .* is corrupt or truncated"):
+        raise_on_errors(findings)
+
+
+@pytest.mark.parametrize("change", ["nowhere", "other architecture", "no json"])
+def test_what_is_no_draft_is_one_finding(draft, target, change, tmp_path):
+    if change == "other architecture":
+        (draft / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
+    elif change == "no json":
+        (draft / "config.json").write_text("{")
+    findings = validate_draft(tmp_path / "nowhere" if change == "nowhere" else draft, target)
+    assert [(finding.level, finding.subject) for finding in findings] == [("error", "checkpoint")]
+    with pytest.raises(UserError):
+        raise_on_errors(findings)
+
+
+def test_a_target_that_cannot_be_read_raises(draft, tmp_path):
+    with pytest.raises(UserError, match="GPT2LMHeadModel"):
+        validate_draft(draft, make_target(tmp_path / "other", architectures=["GPT2LMHeadModel"]))
+
+
+def test_warnings_do_not_refuse():
+    raise_on_errors([Finding("warning", "a", "b.", "c."), Finding("ok", "a", "b.")])
+    with pytest.raises(UserError, match=r"\(a: b; d: e\)\. c\."):
+        raise_on_errors([Finding("error", "a", "b.", "c."), Finding("error", "d", "e.", "f.")])

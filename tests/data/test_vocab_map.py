@@ -1,0 +1,66 @@
+"""The draft vocabulary is the most frequent reply tokens, and belongs to its data and tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.vocab_map import VocabMap, build_vocab_map
+
+
+def tokens(found: VocabMap) -> list[int]:
+    return (found.d2t + np.arange(len(found.d2t))).tolist()
+
+
+def test_the_most_frequent_tokens_in_the_order_of_their_ids() -> None:
+    counts = np.array([1, 9, 0, 5, 7, 2, 0])
+    found = build_vocab_map(counts, 3, "f")
+    assert tokens(found) == [1, 3, 4] and found.d2t.dtype == np.int64
+    assert np.flatnonzero(found.t2d).tolist() == [1, 3, 4] and found.t2d.shape == (7,)
+    assert found.coverage == pytest.approx(21 / 24) and found.fingerprint == "f"
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    assert tokens(build_vocab_map(np.array([2, 5, 2, 2, 5, 2]), 4, "f")) == [0, 1, 2, 4]
+    assert tokens(build_vocab_map(np.zeros(6, dtype=np.int64), 2, "f")) == [0, 1]
+
+
+def test_the_whole_vocabulary_covers_everything_and_none_of_nothing_is_zero() -> None:
+    whole = build_vocab_map(np.array([0, 3, 1]), 3, "f")
+    assert whole.coverage == 1.0 and whole.d2t.tolist() == [0, 0, 0] and whole.t2d.all()
+    assert build_vocab_map(np.zeros(4, dtype=np.int64), 2, "f").coverage == 0.0
+
+
+def test_more_than_the_target_has_is_refused() -> None:
+    with pytest.raises(UserError, match="larger than the target's 3"):
+        build_vocab_map(np.ones(3), 4, "f")
+
+
+def test_a_saved_map_comes_back(tmp_path: Path) -> None:
+    made = build_vocab_map(np.random.default_rng(0).integers(0, 9, 131), 67, "abc")
+    made.save(tmp_path / "map.npz")
+    found = VocabMap.load(tmp_path / "map.npz", "abc")
+    np.testing.assert_array_equal(found.d2t, made.d2t)
+    np.testing.assert_array_equal(found.t2d, made.t2d)
+    assert (found.coverage, found.fingerprint) == (made.coverage, "abc")
+
+
+def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    build_vocab_map(np.ones(5), 2, "abc").save(tmp_path / "map.npz")
+    with pytest.raises(UserError, match="another tokenizer"):
+        VocabMap.load(tmp_path / "map.npz", "other")
+
+
+@pytest.mark.parametrize("damage", ["missing", "text", "truncated", "foreign"])
+def test_a_map_that_cannot_be_read_is_a_user_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "map.npz"
+    if damage == "text":
+        path.write_text("d2t")
+    elif damage == "truncated":
+        build_vocab_map(np.ones(5), 2, "abc").save(path)
+        path.write_bytes(path.read_bytes()[:200])
+    elif damage == "foreign":
+        np.savez(path, something=np.zeros(3))
+    with pytest.raises(UserError, match="cannot be read"):
+        VocabMap.load(path, "abc")

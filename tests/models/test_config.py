@@ -1,0 +1,137 @@
+"""Configs of Hugging Face models as plain data, whatever spelling they use."""
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def read(**changes) -> TargetConfig:
+    return TargetConfig.from_dict({**BASE, **changes})
+
+
+def test_sizes_that_are_absent_follow_from_the_others():
+    config = read()
+    assert (config.head_dim, config.num_kv_heads) == (8, 2)
+    assert read(num_key_value_heads=None).num_kv_heads == 8
+    assert read(head_dim=20).head_dim == 20
+    assert not config.tie_word_embeddings and config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "qkv", "out", "qk_norm"),
+    [
+        ("LlamaForCausalLM", False, False, False, False),
+        ("LlamaForCausalLM", True, True, True, False),
+        ("MistralForCausalLM", False, False, False, False),
+        ("Qwen2ForCausalLM", False, True, False, False),
+        ("Qwen3ForCausalLM", False, False, False, True),
+        ("Qwen3ForCausalLM", True, True, True, True),
+    ],
+)
+def test_every_family_has_its_own_biases_and_norms(name, asked, qkv, out, qk_norm):
+    config = read(architectures=[name], attention_bias=asked)
+    assert (config.attention_bias, config.attention_out_bias, config.qk_norm) == (qkv, out, qk_norm)
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
+def test_an_unknown_architecture_names_the_known_ones(architectures):
+    with pytest.raises(UserError, match="is not one that eagle_kit knows") as error:
+        read(architectures=architectures)
+    assert "Qwen3ForCausalLM" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("eos", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7)), (0, (0,))], ids=["none", "one", "two", "zero"]
+)
+def test_end_tokens_become_a_tuple(eos, ids):
+    assert read(eos_token_id=eos).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_theta": 1.0, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ],
+    ids=["old", "new", "both"],
+)
+def test_both_spellings_of_rope_say_the_same(config):
+    assert read_rope(config) == (5e5, LLAMA3)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000}}]
+)
+def test_plain_rope_has_no_scaling(config):
+    assert read_rope(config) == (10000.0, None)
+
+
+def test_the_oldest_spelling_of_linear_rope_is_understood():
+    assert read_rope({"rope_scaling": {"type": "linear", "factor": 2.0}}) == (
+        10000.0,
+        {"rope_type": "linear", "factor": 2.0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' of this config is not supported"),
+        ({"rope_type": "linear"}, "'linear' of this config has no factor"),
+        ({key: value for key, value in LLAMA3.items() if key != "low_freq_factor"}, "no low_freq_factor"),
+        ({**LLAMA3, "factor": None}, "has no factor"),
+    ],
+)
+def test_a_scaling_that_cannot_be_computed_is_refused(scaling, words):
+    with pytest.raises(UserError, match=words):
+        read(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 512),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": False}, 512),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}, 100),
+        ({"sliding_window": 100}, 512),
+    ],
+)
+def test_a_sliding_window_bounds_the_context_where_it_is_used(changes, context):
+    assert read(**changes).max_position_embeddings == context
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"), [(30, (2, 15, 27)), (12, (2, 6, 9)), (2, (2, 1, 0)), (1, (1, 0, 0))]
+)
+def test_the_usual_captured_layers_exist_however_few_there_are(layers, ids):
+    assert read(num_hidden_layers=layers).default_aux_layer_ids == ids
+    assert all(0 <= layer <= layers for layer in ids)
+
+
+def test_a_draft_takes_its_targets_sizes_unless_told_otherwise():
+    target = read(rope_scaling=LLAMA3, rope_theta=5e5)
+    draft = DraftConfig.for_target(target, 67, intermediate_size=50, fc_norm=True)
+    assert (draft.hidden_size, draft.target_hidden_size, draft.vocab_size) == (64, 64, 300)
+    assert (draft.draft_vocab_size, draft.intermediate_size, draft.fc_norm) == (67, 50, True)
+    assert (draft.rope_theta, draft.rope_scaling, draft.aux_layer_ids) == (5e5, LLAMA3, (2, 6, 9))
