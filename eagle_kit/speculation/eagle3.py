@@ -14,7 +14,7 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.accept import Accepted
-from eagle_kit.kernels.tree_build import Tree, top_scores, tree_build
+from eagle_kit.kernels.tree_build import Tree, chain_build, top_scores, tree_build
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
@@ -64,8 +64,9 @@ class Eagle3Proposer:
         shape: SpecShape,
         num_columns: int,
     ) -> Tree:
-        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``, and keep its best
-        nodes."""
+        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes."""
+        if shape.topk == 1:
+            return self._propose_chain(state, roots, seq_lens, page_table, shape, num_columns)
         b, topk = roots.shape[0], shape.topk
         tokens, scores = state.tokens, state.scores
         hidden = state.hidden[:, None].expand(b, topk, -1).reshape(b * topk, -1)
@@ -96,6 +97,25 @@ class Eagle3Proposer:
         return tree_build(
             roots, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1), shape
         )
+
+    def _propose_chain(
+        self,
+        state: DraftState,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+    ) -> Tree:
+        """:meth:`propose` without anything to rank: the best token of every step."""
+        tokens, hidden, drafted = state.tokens, state.hidden, [state.tokens]
+        for step in range(1, shape.steps):
+            bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
+            attend = self.kv.window_attend(page_table, seq_lens + 1, bits, step, num_columns)
+            hidden = self.head(hidden, self.target.embed(tokens[:, 0]), seq_lens + step - 1, attend)
+            tokens, _ = self._candidates(hidden, 1)
+            drafted.append(tokens)
+        return chain_build(roots, torch.cat(drafted, 1))
 
     def extend(
         self,
@@ -144,7 +164,14 @@ class Eagle3Proposer:
         return DraftState(tokens, scores, hidden)
 
     def _candidates(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, H]`` -> the best tokens as target ids and their log-probabilities, ``[T, K]`` each."""
-        logits = self.head.logits(out).float()
+        """``[T, H]`` -> the best tokens as target ids and their log-probabilities, ``[T, K]`` each.
+
+        A chain ranks nothing, so with K = 1 the probabilities are left at 0.
+        """
+        logits = self.head.logits(out)
+        if topk == 1:
+            ids = logits.argmax(-1, keepdim=True)
+            return self.head.to_target(ids), torch.zeros_like(ids, dtype=torch.float32)
+        logits = logits.float()
         values, ids = logits.topk(topk, -1)
         return self.head.to_target(ids), values - logits.logsumexp(-1, keepdim=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 
 
 class Tree(NamedTuple):
@@ -31,6 +31,14 @@ def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     holds the parents of its members, also when probabilities round to 1.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
+    """The window of a chain, whose every candidate is kept: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    b, steps = tokens.shape
+    depths = torch.arange(steps + 1, device=roots.device).expand(b, steps + 1)
+    bits = chain_bits(steps + 1, roots.device).expand(b, steps + 1)
+    return Tree(torch.cat((roots[:, None], tokens), 1), (depths - 1).clamp(min=0), depths, bits)
 
 
 def tree_build(
