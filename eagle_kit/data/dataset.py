@@ -17,7 +17,14 @@ import numpy as np
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.packing import PackedRow, join, pack
-from eagle_kit.data.records import Conversation, Message, SkipLog, Unusable, read_conversations
+from eagle_kit.data.records import (
+    Conversation,
+    Message,
+    SkipLog,
+    Unusable,
+    package_file_size,
+    read_conversations,
+)
 from eagle_kit.data.template import TokenizedChat, prompt_token_ids, tokenize_chat
 from eagle_kit.data.vocab_map import VocabMap, build_vocab_map
 
@@ -90,8 +97,8 @@ def prepare_dataset(
     """Tokenise, mask and pack ``settings.source``, one or several; called again, read the cache.
 
     ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
-    conversations are held out; others that begin like one of them are skipped, so that no held-out prompt is
-    trained on.
+    conversations that their record holds from the start are held out; others that begin like one of them are
+    skipped, so that no held-out prompt is trained on.
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
@@ -149,7 +156,7 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
         if _first_turns(conversation) in held_turns:
             skipped.add(conversation.where, "it begins like a held-out conversation")
             continue
-        if len(heldout) < settings.eval_conversations:
+        if conversation.from_start and len(heldout) < settings.eval_conversations:
             prompt = _first_prompt(tokenizer, conversation, settings.max_length)
             if prompt:
                 heldout.append(prompt)
@@ -216,10 +223,13 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
 
 
 def _fingerprint(settings: DataSettings, tokenizer: Any) -> str:
-    """Hash of everything the arrays depend on; files count by path, size and time of change."""
+    """Hash of everything the arrays depend on; files count by path, size and time of change,
+    a package's file by size."""
     sources = _sources(settings)
     parts: list[Any] = [FORMAT, sources, settings.limit, settings.max_length, settings.eval_conversations]
     for source in sources:
+        if source.startswith("package:"):
+            parts.append(package_file_size(source.removeprefix("package:")))
         path = Path(source).expanduser()
         if path.is_file():
             stat = path.stat()

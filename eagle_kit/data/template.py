@@ -60,7 +60,7 @@ def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int
         raise UserError(
             f"The messages cannot be rendered: {reason}.", "Order the turns as the template asks."
         ) from None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def tokenize_chat(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedChat:
@@ -77,7 +77,7 @@ def tokenize_chat(tokenizer: Any, conversation: Conversation, max_length: int) -
         raise Unusable("no assistant turn")
     messages = messages[: last + 1]
     text = render(tokenizer, messages, generation_prompt=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
     reply = np.full(len(ids), -1, dtype=np.int32)
@@ -93,7 +93,7 @@ def tokenize_chat(tokenizer: Any, conversation: Conversation, max_length: int) -
         first = int(np.searchsorted(starts, len(prefix)))
         if first >= max_length:
             break
-        given = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+        given = tokenizer(prefix, add_special_tokens=False, verbose=False)["input_ids"]
         if len(given) != first or not np.array_equal(given, ids[:first]):
             raise Unusable("tokens merge across the start of a reply")
         stop = _reply_end(tokenizer, ids, first, int(np.searchsorted(starts, len(through))))

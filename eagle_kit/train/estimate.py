@@ -101,8 +101,8 @@ class Estimate:
                 f"memory  {sum(self.memory.values()) / 1e9:.2f} GB per process ({memory})",
                 f"disk    {sum(self.disk.values()) / 1e9:.2f} GB ({disk}), {self.free_disk / 1e9:.1f} free",
                 f"time    {self.num_steps} steps of {self.seconds_per_step:.2f} s = "
-                f"{format_seconds(self.seconds)}, judging not counted "
-                f"({self.flops_per_step / 1e9:.0f} GFLOP a step at {EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now)",
+                f"{format_seconds(self.seconds)}, judging not counted ({self.flops_per_step / 1e9:.0f} GFLOP "
+                f"a step at {EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now)",
             )
         )
 
@@ -140,6 +140,8 @@ def make_estimate(
         "activations": _activation_bytes(target, draft, work),
         "runtime": BASE_BYTES,
     }
+    if config.judge.every:
+        memory["judging"] = _judge_bytes(config, target, draft, target_bytes)
     disk = {
         f"{training.keep_last + 1} checkpoints": 12.0 * params * (training.keep_last + 1),
         "best": 4.0 * params,
@@ -223,3 +225,11 @@ def _activation_bytes(target: TargetConfig, draft: DraftConfig, work: Workload) 
     row = 10 * H + 4 * (Q + kv) + 4 * draft.intermediate_size
     teacher = 2.0 * work.rows * draft.draft_vocab_size
     return 4.0 * (captured + layer + row * (work.tokens + (work.steps - 1) * work.rows) + teacher)
+
+
+def _judge_bytes(config: TrainConfig, target: TargetConfig, draft: DraftConfig, target_bytes: float) -> float:
+    """The engine's packed copy of the weights and its key-value pool, prompts half a row long."""
+    context = config.data.max_length // 2 + config.judge.max_tokens
+    per_token = 2 * target.num_kv_heads * target.head_dim * target.num_layers
+    per_token += 2 * draft.num_kv_heads * draft.head_dim
+    return target_bytes + 4.0 * num_draft_weights(draft) + 4.0 * config.judge.batch_size * context * per_token

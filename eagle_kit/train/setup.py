@@ -86,15 +86,14 @@ def new_head(
 ) -> Eagle3Head:
     """A head with seeded weights, in fp32; with ``lm_head_init: target`` its output layer is the target's.
 
-    The final norm then starts at a tenth of the target's: a new layer says nothing yet, and at full size its first
-    logits would be confidently wrong (loss 15 where guessing evenly costs 9).
+    The final norm then starts at a tenth of the target's: a new layer says nothing yet, and at full size its
+    first logits would be confidently wrong (loss 15 where guessing evenly costs 9).
     """
     torch.manual_seed(config.seed)
     head = Eagle3Head(draft)
     vocab = ingredients.data.vocab_map
-    in_draft = torch.zeros(
-        draft.vocab_size, dtype=torch.bool
-    )  # a target may have more rows than its tokenizer tokens
+    # A target may have more rows than its tokenizer has tokens.
+    in_draft = torch.zeros(draft.vocab_size, dtype=torch.bool)
     in_draft[: len(vocab.t2d)] = torch.as_tensor(vocab.t2d)
     head.set_vocab_map(torch.as_tensor(vocab.d2t), in_draft)
     head.to(device=device, dtype=torch.float32)

