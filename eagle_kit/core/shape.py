@@ -38,6 +38,7 @@ class SpecShape(NamedTuple):
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
         """Read ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""
         if isinstance(text, cls):
+            text._check()
             return text
         if text is None or text == "none":
             return NO_SPECULATION

@@ -124,8 +124,8 @@ def transformers_rate(model: Any, batch: int, prompt_ids: list[int], num_tokens:
 def benchmark_decoding(
     target: str, draft: str | Eagle3Head | None, *, compare: bool = True
 ) -> dict[str, Any]:
-    """All decoding figures of a target on this machine, as a dictionary for :func:`format_decoding`."""
-    llm = LLM(target, draft, max_batch_size=1, max_context=1024)
+    """All decoding figures of a target on this machine's CPU, as a dictionary for :func:`format_decoding`."""
+    llm = LLM(target, draft, max_batch_size=1, max_context=1024, device="cpu")
     result: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "matmul_gflops": matmul_ceiling(),

@@ -66,7 +66,7 @@ class Engine:
         config, weight = target.config, target.embed_tokens.weight
         # A last cycle may commit up to `steps` tokens past the end, and the draft's entry of the root is one
         # ahead.
-        self.max_pages = -(-(max_context + MAX_WINDOW) // page_size)
+        self.max_pages = -(-(max_context + MAX_WINDOW + 2) // page_size)
         self.pool = PagePool(self.max_pages * max_batch_size, page_size)
         self.kv = PagedKV(
             config.num_layers,
@@ -139,9 +139,14 @@ class Engine:
         device = self.kv.k.device
         table = torch.zeros(1, self.max_pages, dtype=torch.int64, device=device)
         table[0, : len(pages)] = torch.tensor(pages, device=device)
-        root, draft = self._prefill(request.prompt_ids, table)
+        try:
+            root, draft = self._prefill(request.prompt_ids, table)
+            first_token = int(root)
+        except BaseException:
+            self.pool.free(request.number)
+            raise
         request.first_token_at = time.perf_counter()
-        self._take(request, [int(root)])
+        self._take(request, [first_token])
         if request.finish_reason is not None:
             self.pool.free(request.number)
             return

@@ -13,7 +13,7 @@ from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.data.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.linear import pack_linears
+from eagle_kit.kernels.linear import Linear, pack_linears
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
@@ -53,6 +53,13 @@ class LLM:
         device: str = "auto",
         tokenizer: Any = None,
     ) -> None:
+        for name, value in (("max_batch_size", max_batch_size), ("page_size", page_size)):
+            if value < 1:
+                raise UserError(f"{name} is {value}.", "Give at least 1.")
+        if max_context is not None and max_context < 2:
+            raise UserError(f"max_context is {max_context}.", "Give room for a prompt and a reply.")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"The device {device} was asked for, but CUDA is not there.", "Use cpu or auto.")
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
@@ -87,7 +94,8 @@ class LLM:
             return
         weight = self.target.embed_tokens.weight
         if isinstance(draft, Eagle3Head):
-            head = copy.deepcopy(draft)
+            packed = (module._packed for module in draft.modules() if isinstance(module, Linear))
+            head = copy.deepcopy(draft, {id(tensor): None for tensor in packed if tensor is not None})
         else:
             from eagle_kit.checkpoints.draft import load_draft
             from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
@@ -104,6 +112,12 @@ class LLM:
                 f"{head.config.vocab_size}, the target has {self.config.hidden_size} and "
                 f"{self.config.vocab_size}.",
                 "Use the draft's own target, or train a draft for this one.",
+            )
+        if max(head.config.aux_layer_ids) > self.config.num_layers:
+            raise UserError(
+                f"The draft reads the inputs of layers {list(head.config.aux_layer_ids)}, the target has "
+                f"{self.config.num_layers} layers.",
+                "Use the draft's own target.",
             )
         self.head = head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
         pack_linears(self.head)
@@ -159,6 +173,8 @@ class LLM:
             Replies in the order of the prompts. Raises UserError for an empty or too long prompt before any
             work.
         """
+        if isinstance(prompts, str):
+            raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
         params = params or SamplingParams()
         engine = self.engine(self.default_shape if shape is None else SpecShape.parse(shape))
         waiting = deque(Request(i, self.tokenize(prompt), params) for i, prompt in enumerate(prompts))
@@ -169,6 +185,10 @@ class LLM:
         try:
             while waiting or engine.running:
                 finished = []
+                if waiting and not engine.running and not engine.has_room(waiting[0]):
+                    raise UserError(
+                        f"Prompt {waiting[0].number} and its reply do not fit the pool.", "Lower max_tokens."
+                    )
                 while waiting and engine.has_room(waiting[0]):
                     request = waiting.popleft()
                     engine.add(request)

@@ -12,7 +12,8 @@ from eagle_kit.models.layers import Attend
 
 class PagedKV:
     """Keys and values ``[L, Hkv, R, D]``; rows are ``num_slots`` pool slots, then a scratch of ``window``
-    rows per request of a batch, then one dummy row which padding reads and writes.
+    rows per request of a batch, then one dummy row that padding reads and nobody writes, and one trash row where
+    rejected tokens go.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit`
     copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to
@@ -36,7 +37,8 @@ class PagedKV:
         self.page_size, self.window, self.first_slot = page_size, window, first_slot
         self.num_slots = num_pages * page_size
         self.dummy_row = self.num_slots + max_batch_size * window
-        shape = (num_layers, num_heads, self.dummy_row + 1, head_dim)
+        self.trash_row = self.dummy_row + 1
+        shape = (num_layers, num_heads, self.trash_row + 1, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.scale = head_dim**-0.5
@@ -120,7 +122,7 @@ class PagedKV:
         return attend
 
     def commit(self, source_rows: torch.Tensor, target_rows: torch.Tensor) -> None:
-        """Copy rows ``[n]`` to rows ``[n]`` in every layer; rejected ones are sent to the dummy row."""
+        """Copy rows ``[n]`` to rows ``[n]`` in every layer; rejected ones are sent to the trash row."""
         self.k.index_copy_(2, target_rows, self.k.index_select(2, source_rows))
         self.v.index_copy_(2, target_rows, self.v.index_select(2, source_rows))
 
@@ -136,6 +138,6 @@ class PagedKV:
         b, n = nodes.shape
         offset = torch.arange(n, device=nodes.device)
         slots = self.slots(page_table, first_position[:, None] + offset)
-        slots = torch.where(offset < num_committed[:, None], slots, self.dummy_row)
+        slots = torch.where(offset < num_committed[:, None], slots, self.trash_row)
         source = self.scratch_rows(b, 0, self.window).gather(1, nodes)
         self.commit(source.view(-1), slots.view(-1))

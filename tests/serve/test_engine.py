@@ -9,7 +9,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.serve import cycle as cycle_module
+from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine, Request
 from eagle_kit.serve.llm import LLM
 
@@ -116,6 +117,51 @@ def test_an_interrupted_call_gives_its_pages_back(models):
     assert [o.token_ids for o in again] == [r.token_ids for r in decode(models)]
 
 
+def test_an_interrupted_prefill_gives_its_pages_back(models, monkeypatch):
+    engine = Engine(*models, max_batch_size=2, max_context=64, page_size=16)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_prefill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add(Request(0, [1, 2], SamplingParams()))
+    assert engine.pool.num_free == engine.pool.num_pages
+    engine.add(Request(0, [1, 2], SamplingParams(max_tokens=3)))
+
+
+def test_the_longest_chain_fits_the_pool(models):
+    llm = LLM(*models, max_batch_size=1, max_context=64)
+    output = llm.generate([[1, 2]], SamplingParams(max_tokens=64), shape="63,1,64")[0]
+    assert output.finish_reason == "context" and len(output.token_ids) == 62
+
+
+def test_what_a_rejected_token_left_behind_is_never_read(models):
+    engine = Engine(*models, max_batch_size=1, max_context=64, page_size=16)
+    for kv in (engine.kv, engine._proposer.kv):
+        kv.k[:, :, kv.trash_row] = kv.v[:, :, kv.trash_row] = float("nan")
+    engine.use_shape(SpecShape(4, 1, 5))
+    request = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
+    engine.add(request)
+    while engine.running:
+        engine.step()
+    assert request.token_ids == decode(models, prompts=[[1, 2, 3]], max_tokens=20)[0].token_ids
+
+
+@torch.no_grad()
+def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    llm = LLM(tiny_target(vocab_size=61, num_layers=2, std=0.05, **sizes), max_batch_size=1, max_context=64)
+    engine = llm.engine(SpecShape.parse(None))
+    first = []
+    for n in (1, 2, 5, 16):
+        bits = chain_bits(n, torch.device("cpu"))[None]
+        attend = engine.kv.window_attend(torch.arange(engine.max_pages)[None], torch.tensor([0]), bits, n, 64)
+        first.append(llm.target.logits(llm.target(torch.arange(n) + 3, torch.arange(n), attend).hidden)[0])
+    assert all(torch.equal(logits, first[0]) for logits in first[1:])
+
+
 class KnowsTheAnswer:
     """A proposer whose tree holds the true continuation on its last children, among wrong siblings."""
 
@@ -138,14 +184,7 @@ class KnowsTheAnswer:
                 parents[b, left] = parents[b, right] = node
                 node = right
         depths = torch.tensor([0] + [d for d in range(1, shape.steps + 1) for _ in (0, 1)]).expand_as(tokens)
-        bits = cycle_module.Tree(tokens, parents, depths, _bits(parents, shape.steps))
-        return bits
-
-
-def _bits(parents, steps):
-    from eagle_kit.kernels.window_attention import ancestor_bits
-
-    return ancestor_bits(parents, steps)
+        return Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps))
 
 
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])

@@ -1,9 +1,8 @@
 """``y = x w^T + b`` in fp32 on a CPU through oneDNN.
 
 Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight
-once per row at small T. oneDNN also adds up K in the same order whatever T is (tested), so a token's logits
-do not depend on how many others share its window: greedy decoding is then the same with and without
-speculation, bit for bit.
+once per row at small T. oneDNN also adds up K in the same order whatever T is, from two rows on (tested; the
+caller pads a lone row). So a token's logits do not depend on how many others share its window.
 
 The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
 ``x^T``); oneDNN takes the transposed views as they are.

@@ -34,7 +34,7 @@ def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
-    """The window of a chain, whose every candidate is kept: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
     b, steps = tokens.shape
     depths = torch.arange(steps + 1, device=roots.device).expand(b, steps + 1)
     bits = chain_bits(steps + 1, roots.device).expand(b, steps + 1)

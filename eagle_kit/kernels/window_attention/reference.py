@@ -36,7 +36,7 @@ def window_attention(
     columns = plan.columns.view(-1)
     k = k_rows.index_select(1, columns).view(hkv * b, c, d)
     v = v_rows.index_select(1, columns).view(hkv * b, c, d)
-    rows = (q * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
-    scores = torch.bmm(rows, k.transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
-    out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1), v)
+    rows = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
+    scores = torch.bmm(rows, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
+    out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
     return out.view(hkv, b, m, g, d).permute(1, 2, 0, 3, 4).reshape(b, m, hq, d)[:, :n]
