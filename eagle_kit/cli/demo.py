@@ -13,6 +13,8 @@ CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
 TASKS = ("human_eval", "ours")
 SHAPES = ("4,1,5", "5,4,16")
+MARKER = ".demo"
+"""File that tells a demo's folder, which the next demo replaces, from any other run's."""
 ROW_TOKENS = 512
 FLOPS_PER_STEP, EFFICIENCY, MOST_STEPS_PER_MINUTE = 2.8e11, 0.5, 300
 """Arithmetic of a step on one such row, and the share of the matmul rate it reaches: with the machine's rate
@@ -67,7 +69,7 @@ def _train(args: argparse.Namespace) -> None:
     """Train from nothing. An earlier demo's folder is removed, any other one is refused."""
     from eagle_kit.train.__main__ import main as train
 
-    if (args.out / "run.yaml").is_file():
+    if (args.out / MARKER).is_file():
         shutil.rmtree(args.out)
     steps = num_steps(args.minutes)
     overrides = {
@@ -84,6 +86,8 @@ def _train(args: argparse.Namespace) -> None:
     }
     arguments = [str(args.config), "--stop-after", f"{60 * args.minutes:.0f}s"]
     code = train([*arguments, *(f"{key}={value}" for key, value in overrides.items())])
+    if (args.out / "run.yaml").is_file():
+        (args.out / MARKER).touch()
     if code:
         raise SystemExit(code)
 

@@ -138,6 +138,8 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
     chats: list[TokenizedChat] = []
     heldout: list[list[int]] = []
     held_turns: set[tuple[Message, ...]] = set()
+    turns: list[tuple[Message, ...]] = []
+    places: list[str] = []
     total = settings.limit * len(_sources(settings)) if settings.limit else None
     bar = tqdm(
         conversations_of(settings, skipped),
@@ -163,6 +165,12 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
                 held_turns.add(_first_turns(conversation))
                 continue
         chats.append(chat)
+        turns.append(_first_turns(conversation))
+        places.append(conversation.where)
+    early = [turn in held_turns for turn in turns]
+    for where in (place for place, is_held in zip(places, early, strict=True) if is_held):
+        skipped.add(where, "it begins like a held-out conversation")
+    chats = [chat for chat, is_held in zip(chats, early, strict=True) if not is_held]
     _check_mask(chats, ", ".join(_sources(settings)), skipped)
     ids = np.concatenate([chat.ids for chat in chats])
     reply = np.concatenate([chat.reply for chat in chats])

@@ -12,8 +12,8 @@ from eagle_kit.models.layers import Attend
 
 class PagedKV:
     """Keys and values ``[L, Hkv, R, D]``; rows are ``num_slots`` pool slots, then a scratch of ``window``
-    rows per request of a batch, then one dummy row that padding reads and nobody writes, and one trash row where
-    rejected tokens go.
+    rows per request of a batch, then one dummy row that padding reads and nobody writes, and one trash
+    row where rejected tokens go.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit`
     copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eagle_kit.checkpoints.draft import read_metadata
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
@@ -142,7 +143,9 @@ class Trainer:
                     why = f"Stopped after step {state.step}."
                     break
                 self._record(self.stepper.step(state), line)
-                if judge_every and state.step % judge_every == 0 and self._judge(line):
+                is_last = state.step == self.stepper.schedule.total_steps
+                due = judge_every and (is_last or state.step % judge_every == 0)
+                if due and self._judge(line):
                     why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
                     break
                 if state.step % self.config.training.save_every == 0:
@@ -223,6 +226,13 @@ class Trainer:
         config, found, device = self.config, self.ingredients, self.accelerator.device
         checkpoints = self.folder.checkpoints() if self.options.resume else []
         if checkpoints:
+            learned = read_metadata(checkpoints[-1][1]).get("data", {}).get("fingerprint")
+            if learned != found.data.fingerprint:
+                raise UserError(
+                    f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
+                    f"({found.data.fingerprint}).",
+                    "Restore the data, or start a new run with output_dir=FOLDER.",
+                )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
             return head, optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)

@@ -100,6 +100,7 @@ def metadata(
             "fingerprint": data.fingerprint,
             "vocab_coverage": data.vocab_map.coverage,
         },
+        "config": {"training": config.training.model_dump(mode="json")},
         "step": state.step,
         "tokens_seen": state.tokens,
         "seconds": round(state.seconds, 1),

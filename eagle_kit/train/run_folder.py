@@ -24,7 +24,6 @@ FREE_TO_CHANGE = (
     "output_dir",
     "data.cache_dir",
     "data.preview",
-    "training.max_steps",
     "training.cache_hidden_states",
     "training.cpu_threads",
     "training.save_every",
@@ -118,7 +117,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python, platform and the packages that decide the figures."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in VERSIONED_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
