@@ -39,6 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longer ones are left out (default %(default)s)",
     )
+    regenerate.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="answer every N-th conversation, from the I-th of 0..N-1: N processes share the work",
+    )
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
     regenerate.set_defaults(action_run=_regenerate)
 
@@ -46,6 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action."""
     return args.action_run(args)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """``0/2`` as numbers; argparse turns a ValueError into its own message."""
+    part, _, parts = text.partition("/")
+    return int(part), int(parts)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +130,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         max_turns=args.max_turns,
         max_prompt_tokens=args.max_prompt_tokens,
         with_ids=args.ids,
+        shard=args.shard,
     )
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")

@@ -35,6 +35,8 @@ class RegenerateOptions:
         max_turns: human turns answered per conversation.
         max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
+        shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). Files of
+            all shards together are what one process would have written.
     """
 
     limit: int | None = None
@@ -42,12 +44,16 @@ class RegenerateOptions:
     max_turns: int = 2
     max_prompt_tokens: int = 1024
     with_ids: bool = False
+    shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens", "max_turns", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}.", "Give a number of at least one.")
+        part, parts = self.shard
+        if not 0 <= part < parts:
+            raise UserError(f"shard is {part}/{parts}.", "Count the shards of n from 0/n to (n-1)/n.")
 
 
 @dataclass
@@ -157,7 +163,7 @@ def _new_dialogues(
             skipped.add(conversation.where, "the same human turns as an earlier conversation")
             continue
         seen.add(tuple(turns))
-        if conversation.id in done:
+        if (len(seen) - 1) % options.shard[1] != options.shard[0] or conversation.id in done:
             continue
         dialogue = _Dialogue(conversation.id, system, turns)
         if len(llm.tokenize(dialogue.ask())) > min(options.max_prompt_tokens, llm.max_context - 1):

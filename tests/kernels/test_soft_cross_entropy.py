@@ -31,3 +31,17 @@ def test_a_teacher_of_probability_one_gives_hard_cross_entropy():
     probs = torch.eye(8)[truth]
     out = linear_soft_cross_entropy(h, w, probs, torch.arange(8), torch.ones(8))
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(h @ w.t(), truth, reduction="sum"))
+
+
+def test_autocast_runs_the_matmuls_in_bfloat16_and_keeps_fp32_gradients():
+    generator = torch.Generator().manual_seed(3)
+    h = torch.randn(40, 24, generator=generator, requires_grad=True)
+    w = torch.randn(96, 24, generator=generator, requires_grad=True)
+    probs, index, weights = torch.rand(40, 96).softmax(-1), torch.arange(40), torch.ones(40)
+    exact = torch.autograd.grad(linear_soft_cross_entropy(h, w, probs, index, weights).loss, (h, w))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_soft_cross_entropy(h, w, probs, index, weights)
+    for ours, theirs in zip(torch.autograd.grad(out.loss, (h, w)), exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert not torch.equal(ours, theirs)
+        assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.999

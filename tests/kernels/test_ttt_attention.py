@@ -34,3 +34,15 @@ def test_a_key_of_another_document_or_a_later_row_has_no_weight():
     k, v = torch.zeros(6, 1, 2), torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
     out = ttt_attention(q, k, v, none, none, plan_rows(rows, doc_start), 1.0)
     assert out[:, 0, 0].tolist() == [0.5, 3.5]
+
+
+def test_half_inputs_are_attended_in_fp32_and_come_back_as_they_were():
+    rows, generator = torch.arange(7), torch.Generator().manual_seed(0)
+    inputs = [torch.randn(7, 4, 8, generator=generator).bfloat16() for _ in range(3)]
+    inputs += [torch.randn(7, 4, 2, 8, generator=generator).bfloat16() for _ in range(2)]
+    blocks = plan_rows(rows, torch.zeros_like(rows))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ttt_attention(*inputs, blocks, 0.3)
+    exact = ttt_attention(*(x.float() for x in inputs), blocks, 0.3, backend="reference")
+    torch.testing.assert_close(out.float(), exact, rtol=0.01, atol=0.01)
+    assert out.dtype == torch.bfloat16

@@ -18,7 +18,12 @@ class Run:
         self.folder, self.config, self.output = folder, config, folder / "run"
 
     def __call__(self, *arguments: str) -> int:
-        return main([str(self.config), *arguments])
+        from accelerate.state import AcceleratorState
+
+        try:
+            return main([str(self.config), *arguments])
+        finally:  # accelerate keeps the first run's precision for the whole process
+            AcceleratorState._reset_state(reset_partial_state=True)
 
     def metrics(self, output: str = "run") -> list[dict[str, Any]]:
         """Rows of metrics.jsonl without the one that depends on the clock."""

@@ -23,6 +23,19 @@ def test_loss_falls_and_match_rises(make_run: Callable) -> None:
     assert sum(row["match_per_step"][0] for row in last) > sum(row["match_per_step"][0] for row in first)
 
 
+def test_bfloat16_learns_judges_and_resumes_as_fp32_does(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "10") == 0
+    half = make_run(training={"precision": "bfloat16"}, judge={"every": 10})
+    elsewhere = f"output_dir={run.folder / 'half'}"
+    assert half("--max-steps", "5", elsewhere) == 0
+    assert half("--resume", "--max-steps", "10", elsewhere) == 0
+    rounded, exact = half.metrics("half"), run.metrics()
+    assert rounded[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-3)
+    for ours, theirs in zip(rounded, exact, strict=True):  # AdamW's first steps magnify every rounding
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05)
+
+
 def test_metrics_row_is_the_weighted_mean_of_its_steps(make_run: Callable) -> None:
     run = make_run(training={"step_weights": [1.0, 0.5, 0.25]})
     assert run("--max-steps", "2") == 0

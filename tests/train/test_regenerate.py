@@ -127,3 +127,18 @@ def test_another_file_is_not_appended_to(tmp_path):
     with pytest.raises(UserError, match="line 1, was not written by regeneration"):
         _run(Parrot(), source, out)
     assert len(_records(out)) == 1
+
+
+def test_shards_together_are_the_whole(tmp_path):
+    source = _source(tmp_path, [["a"], ["b"], ["a"], ["c"], ["d"]])
+    _run(Parrot(), source, tmp_path / "whole.jsonl")
+    for part in range(2):
+        _run(Parrot(), source, tmp_path / f"{part}.jsonl", shard=(part, 2))
+    parts = [_records(tmp_path / f"{part}.jsonl") for part in range(2)]
+    assert [record["id"] for record in parts[0]] == ["c0", "c3"]
+    assert sorted(parts[0] + parts[1], key=lambda record: record["id"]) == _records(tmp_path / "whole.jsonl")
+
+
+def test_a_shard_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="shard is 2/2"):
+        RegenerateOptions(shard=(2, 2))

@@ -46,9 +46,11 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         m, vd = h.shape[0], weight.shape[0]
         dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+        dtype = _matmul_dtype(h)
+        h, weight = h.to(dtype), weight.to(dtype)
         row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
         best = torch.empty(m, dtype=torch.int64, device=h.device)
-        group = torch.empty(min(group_rows, m), vd, dtype=h.dtype, device=h.device)
+        group = torch.empty(min(group_rows, m), vd, dtype=dtype, device=h.device)
         for base in range(0, m, group_rows):
             end = min(base + group_rows, m)
             for start in range(base, end, chunk_rows):
@@ -73,6 +75,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
         return dh * grads[0], dw * grads[0], None, None, None, None, None
+
+
+def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
+    """What autocast would run a matmul of ``x`` in; the weight is then cast once, not once a chunk."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def linear_soft_cross_entropy(

@@ -23,9 +23,11 @@ def ttt_attention(
     """See :func:`eagle_kit.kernels.ttt_attention.reference.ttt_attention`.
 
     Args:
-        backend: ``"auto"`` takes flash attention for fp32 on a CPU and the reference otherwise;
-            ``"reference"`` or ``"cpu"`` force one.
+        backend: ``"auto"`` takes flash attention on a CPU, in fp32 whatever the dtype of the inputs, and the
+            reference otherwise; ``"reference"`` or ``"cpu"`` force one.
     """
-    fits = q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[0] > 0
-    run = cpu if backend == "cpu" or (backend == "auto" and fits) else reference
-    return run.ttt_attention(q, k, v, own_k, own_v, blocks, scale)
+    if backend == "cpu" or (backend == "auto" and q.device.type == "cpu" and q.shape[0] > 0):
+        inputs = (x.float() for x in (q, k, v, own_k, own_v))
+        with torch.autocast("cpu", enabled=False):
+            return cpu.ttt_attention(*inputs, blocks, scale).to(q.dtype)
+    return reference.ttt_attention(q, k, v, own_k, own_v, blocks, scale)
