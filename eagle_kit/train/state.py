@@ -89,7 +89,7 @@ def load_checkpoint(folder: Path, device: torch.device) -> tuple[Eagle3Head, dic
     head = load_draft(folder, dtype=torch.float32, device=str(device))
     trainer = folder / "trainer"
     try:
-        optimizer_state = torch.load(trainer / "optimizer.pt", map_location=device, weights_only=True)
+        optimizer_state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
         rng = torch.load(trainer / "rng.pt", map_location="cpu", weights_only=True)
         state = TrainState(**json.loads((trainer / "state.json").read_text(encoding="utf-8")))
     except (OSError, RuntimeError, ValueError, TypeError, EOFError) as error:

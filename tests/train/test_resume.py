@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.train.state import load_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -168,3 +169,10 @@ def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seco
             return
         time.sleep(0.05)
     raise AssertionError(f"no {count} rows in {path} (exit code {process.poll()})")
+
+
+def test_one_of_several_processes_on_a_cpu_can_load_its_checkpoint(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    _, optimizer_state, state = load_checkpoint(run.output / "step-2", torch.device("cpu", 0))
+    assert state.step == 2 and optimizer_state["state"]
