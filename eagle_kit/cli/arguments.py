@@ -31,6 +31,31 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size
     )
 
 
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """``--algorithm --token-map --max-context --dtype --device``: how target and draft are loaded."""
+    parser.add_argument(
+        "--algorithm", default="auto", help="EAGLE3, EAGLE or STANDALONE; default what the draft says"
+    )
+    parser.add_argument(
+        "--token-map", type=Path, metavar="FILE", help="target ids that an EAGLE draft may propose"
+    )
+    parser.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and reply")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """``--temperature --top-k --top-p --min-p --seed --stop``: the law that replies are drawn from."""
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="most likely tokens kept; 0 is all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws; without it they differ")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the reply")
+
+
 def check_positive(args: argparse.Namespace, *names: str) -> None:
     """Raise UserError when one of the named numbers was given and is below one."""
     for name in names:

@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
+from eagle_kit.cli.arguments import add_decoding, add_engine, add_sampling, add_target, check_positive
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -16,6 +17,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``generate``."""
     add_target(parser)
     add_decoding(parser, max_tokens=256, batch_size=8)
+    add_engine(parser)
+    add_sampling(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--prompt", action="append", metavar="TEXT", help="a user turn; may be given several times"
@@ -31,12 +34,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
     prompts = read_prompts(args.prompt, args.file)
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
     check_shape(args.shape, args.draft)
-    check_positive(args, "batch_size")
+    check_positive(args, "batch_size", "max_context")
     from eagle_kit.serve.llm import LLM
 
-    llm = LLM(args.target, args.draft, shape=args.shape, max_batch_size=min(args.batch_size, len(prompts)))
+    llm = LLM(
+        args.target,
+        args.draft,
+        algorithm=args.algorithm,
+        token_map=args.token_map,
+        shape=args.shape,
+        max_batch_size=min(args.batch_size, len(prompts)),
+        max_context=args.max_context,
+        dtype=args.dtype,
+        device=args.device,
+        seed=random.getrandbits(62),
+    )
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
     return 0
@@ -61,7 +83,7 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
     elif file.suffix == ".jsonl":
         prompts = _read_jsonl(file)
     else:
-        prompts = [file.read_text(encoding="utf-8")]
+        prompts = [_read_text(file)]
     if not prompts or any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
         raise UserError("The prompt is empty.", "Give some text with --prompt, --file or standard input.")
     return prompts
@@ -69,17 +91,44 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
 
 def _read_jsonl(file: Path) -> list[Any]:
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            prompts.append(record["prompt"] if "prompt" in record else record["messages"])
+            prompt = record["prompt"] if "prompt" in record else record["messages"]
         except (json.JSONDecodeError, KeyError, TypeError):
+            prompt = None
+        if not _is_prompt(prompt):
             raise UserError(
-                f"{file}, line {number}, is not an object with `prompt` or `messages`.", "Correct that line."
-            ) from None
+                f"{file}, line {number}, is not an object with a text `prompt`, or with `messages` of "
+                "`role` and `content`.",
+                "Correct that line.",
+            )
+        prompts.append(prompt)
     return prompts
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The file {file} cannot be read as text ({error}).", "Save it as UTF-8.") from None
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
+        )
+    )
 
 
 def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:

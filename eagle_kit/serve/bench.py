@@ -17,9 +17,10 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.linear import onednn
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.serve.cycle import cycle
-from eagle_kit.serve.engine import Request
+from eagle_kit.serve.cycle import Settings, cycle
 from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.runner import COLUMN_BUCKET
 
 
 def median_seconds(run: Callable[[], Any], repeats: int = 15, warmup: int = 3) -> float:
@@ -53,15 +54,15 @@ def window_cost(
 ) -> dict[int, float]:
     """Milliseconds of one target forward over a window of N nodes at batch 1, logits and choice included."""
     engine = llm.engine(SpecShape.parse(None))
-    table = torch.arange(engine.max_pages)[None]
+    table = torch.arange(engine.runner.max_pages)[None]
     lens = torch.tensor([context])
 
     def forward(n: int) -> Callable[[], torch.Tensor]:
         ids, positions = torch.arange(n) + 5, context + torch.arange(n)
-        columns = -(-(context + n) // 64) * 64
+        columns = -(-(context + n) // COLUMN_BUCKET) * COLUMN_BUCKET
 
         def run() -> torch.Tensor:
-            attend = engine.kv.window_attend(table, lens, chain_bits(n, ids.device)[None], n, columns)
+            attend = engine.runner.kv.window_attend(table, lens, chain_bits(n, ids.device)[None], n, columns)
             return llm.target.logits(llm.target(ids, positions, attend).hidden).argmax(-1)
 
         return run
@@ -81,10 +82,14 @@ def cycle_cost(
         request = Request(
             0, [5 + i % 90 for i in range(context)], SamplingParams(max_tokens=256, ignore_eos=True)
         )
-        engine.add(request)
-        state, columns = engine.state, engine._num_columns()
-        assert state is not None
-        run = partial(cycle, engine.target, engine.kv, engine.proposer, state, shape, columns)
+        engine.add_request(request)
+        while request.is_prefilling or not request.token_ids:
+            engine.step()
+        runner = engine.runner
+        runner.set_pages(request)
+        state = runner.slots.gather(torch.tensor([request.slot]))
+        columns = -(-(context + 64) // COLUMN_BUCKET) * COLUMN_BUCKET
+        run = partial(cycle, llm.target, runner.kv, runner.drafter, state, Settings(shape, columns))
         out[text] = 1e3 * median_seconds(run)
         engine.abort(request)
     return out

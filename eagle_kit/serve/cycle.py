@@ -4,7 +4,7 @@ A pure function of fixed shapes from device tensors to device tensors: nothing i
 same code runs eagerly on a CPU and can be captured whole as one CUDA graph. Its only side effects are the
 writes into the key-value stores. Ordinary decoding is a window of one node.
 
-Legend: B requests, N window nodes, S steps.
+Legend: B requests, N window nodes, S steps, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import accept_greedy
+from eagle_kit.kernels.accept import Accepted, accept_greedy
+from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.speculation.eagle3 import DraftState, Eagle3Proposer
+from eagle_kit.models.llama import LlamaModel, TargetOutput
+from eagle_kit.serve.choose import choose
+from eagle_kit.speculation.drafter import Drafter, DraftState
 from eagle_kit.speculation.paged_kv import PagedKV
 
 
@@ -24,52 +26,108 @@ class CycleState(NamedTuple):
 
     ``page_table`` int64 ``[B, P]``; ``seq_lens`` int64 ``[B]``, tokens in the pool; ``roots`` int64 ``[B]``,
     the last emitted token, whose position is ``seq_lens`` and whose key is not in the target's pool yet;
-    ``draft``, the candidates behind it (None without a draft).
+    ``active`` bool ``[B]``, False for padding, which changes nothing; ``draft``, the candidates behind the
+    root (None without a draft model).
     """
 
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     roots: torch.Tensor
+    active: torch.Tensor
     draft: DraftState | None
+
+
+class Logprobs(NamedTuple):
+    """Of the emitted tokens under the target: ``chosen`` fp32 ``[B, S + 1]``; the most likely ``ids`` int64
+    and their ``values`` fp32 ``[B, S + 1, top]``."""
+
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
 
 
 class CycleOutput(NamedTuple):
     """``state`` of the next cycle; ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]``
-    are new."""
+    are new; ``counts`` of ``SamplingBatch`` after them; ``logprobs`` when asked for."""
 
     state: CycleState
     tokens: torch.Tensor
     num_emitted: torch.Tensor
+    counts: torch.Tensor | None
+    logprobs: Logprobs | None
+
+
+class Settings(NamedTuple):
+    """What the host knows of a cycle before it runs, and a captured graph is made for.
+
+    Attributes:
+        shape: how much to draft and to verify; without a draft it must be a window of one.
+        num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 2``.
+        num_logprobs: alternatives to report for every emitted token; None reports nothing.
+    """
+
+    shape: SpecShape
+    num_columns: int
+    num_logprobs: int | None = None
 
 
 def cycle(
     target: LlamaModel,
     kv: PagedKV,
-    proposer: Eagle3Proposer | None,
+    drafter: Drafter | None,
     state: CycleState,
-    shape: SpecShape,
-    num_columns: int,
+    settings: Settings,
+    sampling: SamplingBatch | None = None,
 ) -> CycleOutput:
-    """Decode once for every request of the batch.
+    """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
+    tree = propose(drafter, state, settings)
+    return verify_cycle(target, kv, drafter, state, tree, settings, sampling)
+
+
+def propose(drafter: Drafter | None, state: CycleState, settings: Settings) -> Tree:
+    """The part of a cycle that makes the window; without a draft model it is the root alone."""
+    if drafter is None or state.draft is None:
+        return root_only(state.roots)
+    return drafter.propose(
+        state.draft, state.roots, state.seq_lens, state.page_table, settings.shape, settings.num_columns
+    )
+
+
+def verify_cycle(
+    target: LlamaModel,
+    kv: PagedKV,
+    drafter: Drafter | None,
+    state: CycleState,
+    tree: Tree,
+    settings: Settings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> CycleOutput:
+    """The part of a cycle that follows the draft.
 
     Args:
-        shape: how much to draft and to verify; without a proposer it must be a window of one.
-        num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 2`` that the host knows.
+        allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
-    page_table, seq_lens, roots, draft = state
-    if proposer is not None and draft is not None:
-        tree = proposer.propose(draft, roots, seq_lens, page_table, shape, num_columns)
-    else:
-        tree = root_only(roots)
-    predicted, aux = verify(target, kv, tree, state, num_columns, proposer)
-    accepted = accept_greedy(predicted, tree.tokens, tree.parents, shape.steps)
-    num_emitted = accepted.num_accepted + 1
+    page_table, seq_lens, _, active, draft = state
+    b, n = tree.tokens.shape
+    out = verify(target, kv, tree, state, settings.num_columns, drafter)
+    logits = target.logits(out.hidden).view(b, n, -1)
+    predicted = choose(logits, tree, seq_lens, sampling, allowed)
+    accepted = accept_greedy(predicted, tree.tokens, tree.parents, settings.shape.steps)
+    num_emitted = (accepted.num_accepted + 1) * active
     kv.commit_window(page_table, accepted.path, seq_lens, num_emitted)
-    if proposer is not None and draft is not None:
-        draft = proposer.extend(aux, accepted, seq_lens, page_table, shape.topk, num_columns)
+    if drafter is not None and draft is not None:
+        topk, columns = settings.shape.topk, settings.num_columns
+        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, topk, columns)
     next_roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
-    next_state = CycleState(page_table, seq_lens + num_emitted, next_roots, draft)
-    return CycleOutput(next_state, accepted.tokens, num_emitted)
+    next_state = CycleState(page_table, seq_lens + num_emitted, next_roots, active, draft)
+    counts = None
+    if sampling is not None and sampling.counts is not None:
+        counts = counts_after(sampling.counts, accepted.tokens, num_emitted)
+    logprobs = None
+    if settings.num_logprobs is not None:
+        logprobs = _logprobs(logits, accepted, settings.num_logprobs)
+    return CycleOutput(next_state, accepted.tokens, num_emitted, counts, logprobs)
 
 
 def verify(
@@ -78,19 +136,24 @@ def verify(
     tree: Tree,
     state: CycleState,
     num_columns: int,
-    proposer: Eagle3Proposer | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's most likely token after every node, int64 ``[B, N]``, and the captured states ``[B, N, 3
-    H]``."""
-    b, n = tree.tokens.shape
+    drafter: Drafter | None,
+) -> TargetOutput:
+    """The target over the window's nodes, ``[B * N]`` rows, with the states that the draft captures."""
+    n = tree.tokens.shape[1]
     attend = kv.window_attend(state.page_table, state.seq_lens, tree.ancestors, n, num_columns)
     positions = (state.seq_lens[:, None] + tree.depths).view(-1)
-    capture = proposer.head.config.aux_layer_ids if proposer is not None else ()
-    out = target(tree.tokens.view(-1), positions, attend, capture)
-    return target.logits(out.hidden).argmax(-1).view(b, n), out.aux.view(b, n, -1)
+    return target(tree.tokens.view(-1), positions, attend, drafter.capture if drafter is not None else ())
 
 
 def root_only(roots: torch.Tensor) -> Tree:
     """The window of ordinary decoding."""
     zero = torch.zeros_like(roots)[:, None]
     return Tree(roots[:, None], zero, zero, zero + 1)
+
+
+def _logprobs(logits: torch.Tensor, accepted: Accepted, top: int) -> Logprobs:
+    b, _, v = logits.shape
+    rows = logits.gather(1, accepted.path[:, :, None].expand(-1, -1, v))
+    chosen, ids, values = token_logprobs(rows.reshape(-1, v), accepted.tokens.reshape(-1), top)
+    length = accepted.path.shape[1]
+    return Logprobs(chosen.view(b, length), ids.view(b, length, top), values.view(b, length, top))

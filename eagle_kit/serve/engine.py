@@ -1,248 +1,328 @@
-"""Requests in, replies out: admission, prefill, cycles, stops.
+"""Requests in, replies out. One step schedules, sends prompts and a cycle to the device, and takes in the
+results of the step ``lag`` before: the host works while the device does.
 
-The engine owns the stores, the pages and the running batch. Requests join and leave between cycles.
+With a lag of 1 a request's end is seen one cycle late; what that cycle decoded behind it is dropped. Lag 0 is
+the same code without the delay.
 
-Legend: B running requests, P pages a request may have.
+Legend: S draft steps.
 """
 
+import random
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.core.request import FinishReason, TokenLogprobs
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
-from eagle_kit.serve.cycle import CycleState, cycle
-from eagle_kit.serve.kv_pool import PagePool
-from eagle_kit.speculation.eagle3 import DraftState, Eagle3Proposer
-from eagle_kit.speculation.paged_kv import PagedKV
+from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.kv_cache import KVCache
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.runner import Results, Runner
+from eagle_kit.serve.scheduler import Chunk, Scheduler
+from eagle_kit.speculation.draft_model import DraftModel
 
-COLUMN_BUCKET = 64
-PREFILL_CHUNK = 512
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and policies, resolved once.
+
+    Attributes:
+        max_running: most requests decoded together.
+        max_context: most tokens of a prompt and its reply.
+        kv_tokens: tokens that the pool holds, all requests and the prefix cache together.
+        page_size: tokens per page.
+        prefix_cache: share and remember the pages of common beginnings.
+        prefill_tokens: most prompt tokens computed in one step.
+        lag: steps between a cycle and its results on the host.
+        batch_sizes: batches are padded to the next of these; empty for exact sizes.
+        seed: of the seeds of requests that bring none.
+    """
+
+    max_running: int
+    max_context: int
+    kv_tokens: int
+    page_size: int = 16
+    prefix_cache: bool = True
+    prefill_tokens: int = 512
+    lag: int = 0
+    batch_sizes: tuple[int, ...] = ()
+    seed: int = 0
 
 
 @dataclass
-class Request:
-    """One reply in the making. ``token_ids`` grows; ``finish_reason`` is set once, by the engine."""
+class EngineTotals:
+    """Counters since the engine was made; they only grow."""
 
-    number: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: SpecStats = field(default_factory=SpecStats)
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and reply together."""
-        return len(self.prompt_ids) + len(self.token_ids)
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: Counter[str] = field(default_factory=Counter)
+    num_draft_tokens: int = 0
+    spec: SpecStats = field(default_factory=SpecStats)
 
 
 class Engine:
-    """Decodes up to ``max_batch_size`` requests together, each at most ``max_context`` tokens with its
-    prompt.
+    """Serves requests with a target and perhaps a draft. One thread calls all of it.
 
-    It starts with ordinary decoding; :meth:`use_shape` changes that while nothing runs.
+    It starts with ordinary decoding; :meth:`use_shape` changes that while nothing is being served.
+
+    Args:
+        make_grammars: called when a request brings the first grammar; None refuses grammars.
     """
 
     def __init__(
         self,
         target: LlamaModel,
-        head: Eagle3Head | None,
-        *,
-        max_batch_size: int,
-        max_context: int,
-        page_size: int,
+        draft: DraftModel | None,
+        options: EngineOptions,
+        make_grammars: Callable[[], GrammarCompiler] | None = None,
     ) -> None:
-        self.target, self.max_context, self.max_batch_size = target, max_context, max_batch_size
-        self.shape = NO_SPECULATION
-        config, weight = target.config, target.embed_tokens.weight
-        # A last cycle may commit up to `steps` tokens past the end, and the draft's entry of the root is one
-        # ahead.
-        self.max_pages = -(-(max_context + MAX_WINDOW + 2) // page_size)
-        self.pool = PagePool(self.max_pages * max_batch_size, page_size)
-        self.kv = PagedKV(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            num_pages=self.pool.num_pages,
-            page_size=page_size,
-            max_batch_size=max_batch_size,
-            window=MAX_WINDOW,
-            dtype=weight.dtype,
-            device=weight.device,
+        self.target, self.draft, self.options = target, draft, options
+        self._make_grammars = make_grammars
+        self._grammars: GrammarCompiler | None = None
+        # Behind the known tokens of a request lie those of cycles on their way and of the next, and a draft's
+        # entry of its root; the deepest shape decides, so that a change of shape needs no other tables.
+        room = self._room(SpecShape(63, 1, 64))
+        kv_pages = -(-options.kv_tokens // options.page_size)
+        self.cache = KVCache(kv_pages, options.page_size, prefix_cache=options.prefix_cache)
+        self.runner = Runner(
+            target,
+            draft,
+            num_pages=kv_pages,
+            page_size=options.page_size,
+            max_pages=self.cache.pages_for(options.max_context + room),
+            batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
         )
-        self._proposer: Eagle3Proposer | None = None
-        if head is not None:
-            draft_kv = Eagle3Proposer.make_kv(
-                head, num_pages=self.pool.num_pages, page_size=page_size, max_batch_size=max_batch_size
-            )
-            self._proposer = Eagle3Proposer(head, target, draft_kv)
-        self.running: list[Request] = []
-        self.state: CycleState | None = None
+        self.totals = EngineTotals()
+        self._seeds = random.Random(options.seed)
+        self._pending: deque[Results] = deque()
+        self._news: dict[Request, None] = {}
+        self.use_shape(NO_SPECULATION)
 
     @property
-    def proposer(self) -> Eagle3Proposer | None:
-        """The drafter of the current shape; None in ordinary decoding."""
-        return self._proposer if self.shape.steps else None
+    def shape(self) -> SpecShape:
+        """How much is drafted and verified."""
+        return self.runner.shape
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do something."""
+        return bool(self.scheduler.running or self.num_waiting or self._pending)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch, those whose prompt is being computed included."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that running requests hold, 0 to 1."""
+        return 1.0 - self.cache.num_available / self.cache.num_pages
 
     def use_shape(self, shape: SpecShape) -> None:
-        """Speculate with ``shape`` from the next request on. Raises UserError when there is no draft for
-        it."""
-        assert not self.running, "the shape can change only while nothing runs"
-        if shape.steps and self._proposer is None:
+        """Speculate with ``shape`` from the next request on.
+
+        Raises:
+            UserError: there is no draft for it, or its vocabulary is smaller than the asked candidates.
+        """
+        assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
+        if shape.steps and self.draft is None:
             raise UserError(
                 f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
             )
-        if self._proposer is not None and shape.topk > (size := self._proposer.head.config.draft_vocab_size):
+        if self.draft is not None and shape.topk > (size := self.draft.draft_vocab_size):
             raise UserError(
                 f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk."
             )
-        self.shape = shape
+        if bool(shape.steps) != bool(self.shape.steps):
+            self.cache.clear()  # pages written without a draft have no entries of it
+        self.runner.use_shape(shape)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running=self.options.max_running,
+            prefill_tokens=self.options.prefill_tokens,
+            room=self._room(shape),
+            needs_last=self.runner.drafter is not None,
+        )
 
-    def check_request(self, prompt_ids: list[int]) -> None:
-        """Raises UserError for a prompt that cannot be decoded."""
+    def _room(self, shape: SpecShape) -> int:
+        return (self.options.lag + 1) * (shape.steps + 1) + 2
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        """Raises UserError for a prompt that can never be served."""
+        options, top = self.options, self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
-        if len(prompt_ids) >= self.max_context:
+        if len(prompt_ids) >= options.max_context:
             raise UserError(
-                f"The prompt has {len(prompt_ids)} tokens, but the context holds {self.max_context} "
+                f"The prompt has {len(prompt_ids)} tokens, but the context holds {options.max_context} "
                 "with the reply.",
                 "Shorten the prompt, or raise max_context if the model allows it.",
             )
-        top = self.target.config.vocab_size
         if not all(0 <= token < top for token in prompt_ids):
             raise UserError(
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
+        tokens = min(len(prompt_ids) + max_tokens, options.max_context)
+        if self.cache.pages_for(tokens + self._room(self.shape)) > self.cache.num_pages:
+            raise UserError(
+                f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
+                f"key-value pool of {self.cache.num_pages * options.page_size} tokens.",
+                "Lower max_tokens, or give the pool more tokens.",
+            )
 
-    def has_room(self, request: Request) -> bool:
-        """Whether :meth:`add` can take the request now."""
-        return len(self.running) < self.max_batch_size and self.pool.can_allocate(self._need(request))
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue. Raises UserError for what can never be served."""
+        self.check_prompt(request.prompt_ids, request.params.max_tokens)
+        top = self.target.config.vocab_size
+        if not all(0 <= token < top for token in request.params.logit_bias):
+            raise UserError(f"logit_bias names a token outside 0..{top - 1}.", "Use the target's token ids.")
+        seed = request.params.seed
+        if request.params.grammar is not None:
+            request.match = self._grammar_compiler().start(request.params.grammar)
+        request.seed = self._seeds.getrandbits(62) if seed is None else seed
+        self.scheduler.add(request)
 
-    def _need(self, request: Request) -> int:
-        wanted = len(request.prompt_ids) + request.params.max_tokens
-        return min(wanted, self.max_context) + self.shape.steps + 2
+    def _grammar_compiler(self) -> GrammarCompiler:
+        if self._make_grammars is None:
+            raise UserError("A grammar needs a tokenizer, and the model has none.", "Leave the grammar out.")
+        if self._grammars is None:
+            self._grammars = self._make_grammars()
+        return self._grammars
 
-    @torch.inference_mode()
-    def add(self, request: Request) -> None:
-        """Prefill the request and let it join the batch, unless its first token already ends it."""
-        request.admitted_at = time.perf_counter()
-        pages = self.pool.allocate(request.number, self._need(request))
-        device = self.kv.k.device
-        table = torch.zeros(1, self.max_pages, dtype=torch.int64, device=device)
-        table[0, : len(pages)] = torch.tensor(pages, device=device)
-        try:
-            root, draft = self._prefill(request.prompt_ids, table)
-            first_token = int(root)
-        except BaseException:
-            self.pool.free(request.number)
-            raise
-        request.first_token_at = time.perf_counter()
-        self._take(request, [first_token])
-        if request.finish_reason is not None:
-            self.pool.free(request.number)
-            return
-        lens = torch.tensor([len(request.prompt_ids)], device=device)
-        joined = CycleState(table, lens, root, draft)
-        self.state = joined if self.state is None else _join(self.state, joined)
-        self.running.append(request)
-
-    def _prefill(self, prompt_ids: list[int], table: torch.Tensor) -> tuple[torch.Tensor, DraftState | None]:
-        """Run the prompt through target and draft -> the first token ``[1]`` and its candidates."""
-        ids = torch.tensor(prompt_ids, device=self.kv.k.device)
-        capture = self.proposer.head.config.aux_layer_ids if self.proposer is not None else ()
-        draft: DraftState | None = None
-        root = ids[:1]
-        for start in range(0, len(prompt_ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
-            stop = start + chunk.shape[0]
-            attend = self.kv.prefill_attend(table, start, stop)
-            out = self.target(chunk, torch.arange(start, stop, device=ids.device), attend, capture)
-            following = ids[stop : stop + 1]
-            if stop == len(prompt_ids):
-                root = self.target.logits(out.hidden[-1:]).argmax(-1)
-                following = root
-            if self.proposer is not None:
-                next_tokens = torch.cat((chunk[1:], following))
-                draft = self.proposer.prefill(out.aux, next_tokens, start, table, self.shape.topk)
-        return root, draft
+    def abort(self, request: Request) -> None:
+        """End a request now, wherever it is; what it has so far stays."""
+        if request.finish_reason is None:
+            self._finish(request, "abort")
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One cycle for the running batch -> the requests it finished."""
-        if self.state is None:
-            return []
-        out = cycle(self.target, self.kv, self.proposer, self.state, self.shape, self._num_columns())
-        tokens, counts = out.tokens.tolist(), out.num_emitted.tolist()
-        for request, row, count in zip(self.running, tokens, counts, strict=True):
-            kept = self._take(request, row[:count])
-            request.stats.observe(kept, min(kept, count - 1))
-        self.state = out.state
-        return self._leave()
+        """Schedule, compute, and take in results -> requests with new tokens or an end."""
+        plan = self.scheduler.plan()
+        self.totals.num_preemptions += len(plan.preempted)
+        launched = len(self._pending)
+        if plan.chunks:
+            self._prefill(plan.chunks)
+        # A request whose prompt was finished above decodes from the next step on, as if it had just arrived.
+        decoding = plan.decoding
+        if any(request.match for request in decoding):
+            # A grammar is walked on the host, which has to know every token first. That may end requests.
+            self._collect_until(0)
+            decoding = [request for request in decoding if request.finish_reason is None]
+            launched = 0
+        if decoding:
+            self._pending.append(self.runner.decode(decoding, self._longest(decoding)))
+        self._collect_until(len(self._pending) - launched if self.options.lag else 0)
+        self.totals.num_steps += 1
+        news, self._news = list(self._news), {}
+        return news
 
-    def _num_columns(self) -> int:
-        longest = max(request.num_tokens for request in self.running) - 1
-        steps, topk, tokens = self.shape
-        need = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
-        return -(-need // COLUMN_BUCKET) * COLUMN_BUCKET
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        for request, start, _ in chunks:
+            if start <= request.num_cached_tokens and request.admitted_at == 0.0:
+                request.admitted_at = time.perf_counter()
+                self.totals.num_prompt_tokens += len(request.prompt_ids)
+                self.totals.num_cached_prompt_tokens += request.num_cached_tokens
+        results = self.runner.prefill(chunks)
+        for request, _, stop in chunks:
+            request.num_computed = stop
+            if not request.is_prefilling and self.cache.publish(request.lease, request.tokens(0, stop)):
+                request.num_pages_written = -1
+        if results is not None:
+            self._pending.append(results)
+
+    def _collect_until(self, count: int) -> None:
+        """Take in the oldest results until ``count`` are left on their way."""
+        while len(self._pending) > count:
+            self._collect(self._pending.popleft())
+
+    def _longest(self, requests: Sequence[Request]) -> int:
+        """A bound on the tokens that any of ``requests`` has in the pool."""
+        unseen = self.options.lag * (self.shape.steps + 2)
+        return max(request.num_tokens for request in requests) - 1 + unseen
+
+    def _collect(self, results: Results) -> None:
+        """Wait for results and hand them to the requests that are still there."""
+        tokens, counts = results.tokens.tolist(), results.num_emitted.tolist()
+        logprobs = None if results.logprobs is None else [part.tolist() for part in results.logprobs]
+        for i, (request, epoch) in enumerate(zip(results.requests, results.epochs, strict=True)):
+            if request.epoch != epoch or not counts[i]:
+                continue
+            kept = self._take(request, tokens[i][: counts[i]])
+            if logprobs is not None and (top := request.params.logprobs) is not None:
+                chosen, ids, values = (part[i] for part in logprobs)
+                for j in range(kept):
+                    pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
+                    request.logprobs.append(TokenLogprobs(chosen[j], pairs))
+            if results.is_verify:
+                for stats in (request.stats, self.totals.spec):
+                    stats.observe(kept, min(kept, counts[i] - 1))
+                self.totals.num_draft_tokens += self.shape.tokens - 1
+            self.totals.num_generated_tokens += kept
+            self._news[request] = None
+            if request.finish_reason is not None:
+                self._leave(request)
 
     def _take(self, request: Request, tokens: list[int]) -> int:
         """Append new tokens up to the first that ends the reply -> how many were kept."""
-        params = request.params
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= set(self.target.config.eos_token_ids)
+        params, reason = request.params, None
+        kept = len(tokens)
+        for i, token in enumerate(tokens, 1):
+            if token in params.stop_token_ids or (
+                not params.ignore_eos and token in self.target.config.eos_token_ids
+            ):
+                reason = "stop"
+            elif len(request.token_ids) + i >= params.max_tokens:
+                reason = "length"
+            elif request.num_tokens + i >= self.options.max_context:
+                reason = "context"
+            if reason is not None:
+                kept = i
+                break
+        if request.match is not None:
+            until_end = request.match.advance(tokens[:kept])
+            if request.match.is_complete:
+                kept, reason = until_end, "stop"
+        if request.stream is not None:
+            until_stop = request.stream.push(tokens[:kept])
+            if until_stop is not None:
+                kept, reason = until_stop, "stop"
+        request.token_ids += tokens[:kept]
+        request.num_computed = request.num_to_compute
         request.last_token_at = time.perf_counter()
-        for kept, token in enumerate(tokens, 1):
-            request.token_ids.append(token)
-            if token in ends:
-                request.finish_reason = "stop"
-            elif len(request.token_ids) >= params.max_tokens:
-                request.finish_reason = "length"
-            elif request.num_tokens >= self.max_context:
-                request.finish_reason = "context"
-            if request.finish_reason is not None:
-                return kept
-        return len(tokens)
+        request.first_token_at = request.first_token_at or request.last_token_at
+        request.finish_reason = reason
+        return kept
 
-    def abort(self, request: Request) -> None:
-        """Take a running request out of the batch between two cycles."""
-        request.finish_reason = "abort"
-        self._leave()
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._news[request] = None
+        self._leave(request)
 
-    def _leave(self) -> list[Request]:
-        finished = [request for request in self.running if request.finish_reason is not None]
-        if finished:
-            for request in finished:
-                self.pool.free(request.number)
-            staying = [i for i, request in enumerate(self.running) if request.finish_reason is None]
-            self.running = [self.running[i] for i in staying]
-            assert self.state is not None
-            self.state = _select(self.state, staying) if staying else None
-        return finished
+    def _leave(self, request: Request) -> None:
+        """Take a request with a finish reason out; its pages stay cached as long as there is room."""
+        assert request.finish_reason is not None
+        if request.stream is not None:
+            request.stream.finish()
+        if request.slot >= 0:
+            done = request.num_computed if request.is_prefilling else request.num_tokens - 1
+            self.cache.publish(request.lease, request.tokens(0, done))
+        self.scheduler.remove(request)
+        self.totals.num_finished[request.finish_reason] += 1
 
-
-def _join(a: CycleState, b: CycleState) -> CycleState:
-    draft = None
-    if a.draft is not None and b.draft is not None:
-        draft = DraftState(*(torch.cat(pair) for pair in zip(a.draft, b.draft, strict=True)))
-    return CycleState(
-        torch.cat((a.page_table, b.page_table)),
-        torch.cat((a.seq_lens, b.seq_lens)),
-        torch.cat((a.roots, b.roots)),
-        draft,
-    )
-
-
-def _select(state: CycleState, rows: list[int]) -> CycleState:
-    index = torch.tensor(rows, device=state.roots.device)
-    draft = DraftState(*(t[index] for t in state.draft)) if state.draft is not None else None
-    return CycleState(state.page_table[index], state.seq_lens[index], state.roots[index], draft)
+    def check(self) -> None:
+        """Assert that no page is lost, owned twice, or counted wrongly."""
+        self.cache.check(request.lease for request in self.scheduler.running)

@@ -1,8 +1,8 @@
 """The facade: a target, perhaps a draft, and ``generate``."""
 
-import copy
-from collections import deque
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,20 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.data.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.linear import Linear, pack_linears
+from eagle_kit.kernels.linear import pack_linears
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
-from eagle_kit.serve.engine import Engine, Request
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.text_stream import TextStream
+from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft
 
 Prompt = str | list[int] | list[dict[str, Any]]
 DEFAULT_SHAPE = SpecShape(4, 1, 5)
@@ -25,41 +31,59 @@ DEFAULT_MAX_CONTEXT = 8192
 
 
 class LLM:
-    """A target LLM, decoded plainly or with an EAGLE-3 draft; the text is the same either way.
+    """A target LLM, decoded plainly or with a draft; the text is the same either way.
 
     Args:
         target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
             which is then used as it is.
-        draft: a draft checkpoint folder or a head, which is copied; None for ordinary decoding.
+        draft: a draft's folder, an EAGLE-3 head (which is copied), any other draft model, or None for
+            ordinary decoding.
+        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` and ``"STANDALONE"`` insist.
+        token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
+            2502.14856); EAGLE-3 heads bring their own.
         shape: ``steps,topk,tokens``; default 4,1,5 with a draft. :meth:`generate` may choose another.
         max_batch_size: most requests decoded together.
         max_context: most tokens of prompt and reply; default the target's context, at most 8,192.
         page_size: tokens per page of the key-value pool.
+        prefix_cache: share and remember the keys of common beginnings.
+        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8,192 on a GPU.
+        kv_tokens: tokens that the pool holds; default what the batch needs, or what fits.
+        lag: steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU.
+        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on
+            a GPU.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: fp32 on a CPU, bf16 on a GPU.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         tokenizer: needed for text prompts when ``target`` is a loaded model.
+        seed: of the draws of requests that bring no seed.
     """
 
     def __init__(
         self,
         target: str | Path | LlamaModel,
-        draft: str | Path | Eagle3Head | None = None,
+        draft: "str | Path | Eagle3Head | DraftModel | None" = None,
         *,
+        algorithm: str = "auto",
+        token_map: str | Path | None = None,
         shape: str | SpecShape | None = None,
         max_batch_size: int = 8,
         max_context: int | None = None,
         page_size: int = 16,
+        prefix_cache: bool = True,
+        prefill_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        lag: int | None = None,
+        batch_sizes: Sequence[int] | None = None,
         dtype: str = "auto",
         device: str = "auto",
         tokenizer: Any = None,
+        seed: int = 0,
     ) -> None:
-        for name, value in (("max_batch_size", max_batch_size), ("page_size", page_size)):
-            if value < 1:
+        sizes = {"max_batch_size": max_batch_size, "page_size": page_size, "kv_tokens": kv_tokens}
+        for name, value in {**sizes, "prefill_tokens": prefill_tokens}.items():
+            if value is not None and value < 1:
                 raise UserError(f"{name} is {value}.", "Give at least 1.")
         if max_context is not None and max_context < 2:
             raise UserError(f"max_context is {max_context}.", "Give room for a prompt and a reply.")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"The device {device} was asked for, but CUDA is not there.", "Use cpu or auto.")
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
@@ -69,72 +93,82 @@ class LLM:
             from eagle_kit.models.loader import load_target
             from eagle_kit.models.source import load_tokenizer, resolve_target
 
+            place = _device(device)
             folder = resolve_target(str(target))
             self._target_name = folder
-            place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
             self.target = load_target(folder, dtype=_dtype(dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         pack_linears(self.target)
         self.config = self.target.config
         self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
-        self.max_batch_size, self.page_size = max_batch_size, page_size
+        self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens
+        on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        self._policies: dict[str, Any] = {
+            "prefix_cache": prefix_cache,
+            "prefill_tokens": prefill_tokens or (8192 if on_gpu else 512),
+            "lag": lag if lag is not None else int(on_gpu),
+            "seed": seed,
+        }
+        self._batch_sizes = batch_sizes
+        self._on_gpu = on_gpu
         self._engine: Engine | None = None
+        self._numbers = itertools.count()
+        self.memory_plan: MemoryPlan | None = None
+        self.draft: DraftModel | None = None
         self.head: Eagle3Head | None = None
         self.default_shape = NO_SPECULATION
-        self.set_draft(draft)
-        if shape is not None:
-            self.default_shape = SpecShape.parse(shape)
+        self._wanted_shape = None if shape is None else SpecShape.parse(shape)
+        self.set_draft(draft, algorithm=algorithm, token_map=token_map)
 
-    def set_draft(self, draft: str | Path | Eagle3Head | None) -> None:
+    def set_draft(
+        self,
+        draft: "str | Path | Eagle3Head | DraftModel | None",
+        *,
+        algorithm: str = "auto",
+        token_map: str | Path | None = None,
+    ) -> None:
         """Use another draft from now on. Raises UserError when it does not fit the target."""
         self._engine = None
-        if draft is None:
-            self.head, self.default_shape = None, NO_SPECULATION
-            return
-        weight = self.target.embed_tokens.weight
-        if isinstance(draft, Eagle3Head):
-            packed = (module._packed for module in draft.modules() if isinstance(module, Linear))
-            head = copy.deepcopy(draft, {id(tensor): None for tensor in packed if tensor is not None})
+        self.head, self.draft = None, None
+        if draft is not None:
+            self.draft = load_draft_model(
+                draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
+            )
+            if isinstance(self.draft, Eagle3Draft):
+                self.head = self.draft.head
+        if self._wanted_shape is not None:
+            self.default_shape = self._wanted_shape
         else:
-            from eagle_kit.checkpoints.draft import load_draft
-            from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
+            self.default_shape = DEFAULT_SHAPE if self.draft is not None else NO_SPECULATION
 
-            if self._target_name is not None:
-                raise_on_errors(validate_draft(draft, self._target_name))
-            head = load_draft(draft, target=self.target)
-        if (
-            head.config.target_hidden_size != self.config.hidden_size
-            or head.config.vocab_size != self.config.vocab_size
-        ):
-            raise UserError(
-                f"The draft was made for hidden size {head.config.target_hidden_size} and vocabulary "
-                f"{head.config.vocab_size}, the target has {self.config.hidden_size} and "
-                f"{self.config.vocab_size}.",
-                "Use the draft's own target, or train a draft for this one.",
-            )
-        if max(head.config.aux_layer_ids) > self.config.num_layers:
-            raise UserError(
-                f"The draft reads the inputs of layers {list(head.config.aux_layer_ids)}, the target has "
-                f"{self.config.num_layers} layers.",
-                "Use the draft's own target.",
-            )
-        self.head = head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
-        pack_linears(self.head)
-        if self.default_shape == NO_SPECULATION:
-            self.default_shape = DEFAULT_SHAPE
-
-    def engine(self, shape: SpecShape) -> Engine:
-        """The engine, set to ``shape``; its memory is taken on first use."""
+    def engine(self, shape: SpecShape | None = None) -> Engine:
+        """The engine, set to ``shape`` or the default one; its memory is taken on first use."""
         if self._engine is None:
-            self._engine = Engine(
+            room = MAX_WINDOW * (self._policies["lag"] + 1) + 2
+            self.memory_plan = plan_memory(
                 self.target,
-                self.head,
-                max_batch_size=self.max_batch_size,
-                max_context=self.max_context,
-                page_size=self.page_size,
+                self.draft,
+                max_running=self.max_batch_size,
+                wanted_tokens=self.max_batch_size * (self.max_context + room + self.page_size),
+                kv_tokens=self.kv_tokens,
             )
-        self._engine.use_shape(shape)
+            options = EngineOptions(
+                max_running=self.max_batch_size,
+                max_context=self.max_context,
+                kv_tokens=self.memory_plan.kv_tokens,
+                page_size=self.page_size,
+                batch_sizes=_batch_sizes(self._batch_sizes, self.max_batch_size, self._on_gpu),
+                **self._policies,
+            )
+            grammars = None
+            if self.tokenizer is not None:
+                ends = self.config.eos_token_ids
+                grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
+            self._engine = Engine(self.target, self.draft, options, grammars)
+        wanted = self.default_shape if shape is None else shape
+        if self._engine.shape != wanted:
+            self._engine.use_shape(wanted)
         return self._engine
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -177,50 +211,43 @@ class LLM:
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
         params = params or SamplingParams()
         engine = self.engine(self.default_shape if shape is None else SpecShape.parse(shape))
-        waiting = deque(Request(i, self.tokenize(prompt), params) for i, prompt in enumerate(prompts))
-        for request in waiting:
-            engine.check_request(request.prompt_ids)
-        outputs: list[RequestOutput | None] = [None] * len(waiting)
-        bar = _progress_bar(len(waiting)) if progress else None
+        requests = [self.make_request(prompt, params) for prompt in prompts]
+        for i, request in enumerate(requests):
+            try:
+                engine.check_prompt(request.prompt_ids, params.max_tokens)
+            except UserError as error:
+                which = f"Prompt {i} of {len(requests)}: " if len(requests) > 1 else ""
+                raise UserError(which + error.cause, error.remedy) from None
+        place = {request: i for i, request in enumerate(requests)}
+        bar = _progress_bar(len(requests)) if progress else None
         try:
-            while waiting or engine.running:
-                finished = []
-                if waiting and not engine.running and not engine.has_room(waiting[0]):
-                    raise UserError(
-                        f"Prompt {waiting[0].number} and its reply do not fit the pool.", "Lower max_tokens."
-                    )
-                while waiting and engine.has_room(waiting[0]):
-                    request = waiting.popleft()
-                    engine.add(request)
-                    if request.finish_reason is not None:
-                        finished.append(request)
-                finished += engine.step()
-                for request in finished:
-                    output = outputs[request.number] = self._output(request)
+            for request in requests:
+                engine.add_request(request)
+            while engine.has_work:
+                for request in engine.step():
+                    if request.finish_reason is None:
+                        continue
                     if bar is not None:
                         bar.update()
                     if on_finish is not None:
-                        on_finish(request.number, output)
+                        on_finish(place[request], request.output())
         finally:
-            for request in list(engine.running):
+            for request in requests:
                 engine.abort(request)
             if bar is not None:
                 bar.close()
-        return [output for output in outputs if output is not None]
+        return [request.output() for request in requests]
 
-    def _output(self, request: Request) -> RequestOutput:
-        text = ""
+    def make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
+        """A request for the engine of this model: tokenised, numbered in the order of the calls."""
+        stream = None
         if self.tokenizer is not None:
-            text = self.tokenizer.decode(request.token_ids, skip_special_tokens=True)
-        return RequestOutput(
-            prompt_ids=request.prompt_ids,
-            token_ids=request.token_ids,
-            text=text,
-            finish_reason=request.finish_reason or "",
-            stats=request.stats,
-            prefill_s=request.first_token_at - request.admitted_at,
-            decode_s=request.last_token_at - request.first_token_at,
-        )
+            stream = TextStream(self.tokenizer, stop=params.stop)
+        elif params.stop:
+            raise UserError(
+                "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
+        return Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> torch.Tensor:
@@ -243,6 +270,23 @@ def _dtype(name: str, device: str) -> torch.dtype:
     if name not in dtypes:
         raise UserError(f"The dtype {name!r} is not known.", f"Use auto, {', '.join(dtypes)}.")
     return dtypes[name]
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"The device {name!r} is not known.", "Use cpu, cuda or auto.")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"The device {name} was asked for, but CUDA is not there.", "Use cpu or auto.")
+    return name
+
+
+def _batch_sizes(given: Sequence[int] | None, largest: int, on_gpu: bool) -> tuple[int, ...]:
+    """Sizes that batches are padded to, the largest batch last."""
+    if given is None:
+        given = [2**i for i in range(largest.bit_length())] if on_gpu else range(1, largest + 1)
+    return tuple(sorted({size for size in given if size < largest} | {largest}))
 
 
 def _progress_bar(total: int) -> Any:

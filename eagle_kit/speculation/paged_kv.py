@@ -3,6 +3,9 @@
 Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
@@ -10,14 +13,24 @@ from eagle_kit.kernels.window_attention import plan_window, window_attention
 from eagle_kit.models.layers import Attend
 
 
+class Segment(NamedTuple):
+    """Prompt tokens of one request that own slots start..stop-1 under ``page_table [P]``. Those before
+    ``write_from`` lie in pages shared with other requests and are computed again without being stored."""
+
+    page_table: torch.Tensor
+    start: int
+    stop: int
+    write_from: int
+
+
 class PagedKV:
-    """Keys and values ``[L, Hkv, R, D]``; rows are ``num_slots`` pool slots, then a scratch of ``window``
-    rows per request of a batch, then one dummy row that padding reads and nobody writes, and one trash
-    row where rejected tokens go.
+    """Keys and values ``[L, Hkv, R, D]``; rows are the slots of ``num_pages`` pages and of one *dummy page*,
+    then a scratch of ``window`` rows per request of a batch, then one dummy row that padding reads and nobody
+    writes, and one trash row where rejected tokens go.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit`
     copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to
-    position p.
+    position p. Page tables name the dummy page where a request has no page.
     """
 
     def __init__(
@@ -35,7 +48,8 @@ class PagedKV:
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size, self.window, self.first_slot = page_size, window, first_slot
-        self.num_slots = num_pages * page_size
+        self.dummy_page = num_pages
+        self.num_slots = (num_pages + 1) * page_size
         self.dummy_row = self.num_slots + max_batch_size * window
         self.trash_row = self.dummy_row + 1
         shape = (num_layers, num_heads, self.trash_row + 1, head_dim)
@@ -97,27 +111,35 @@ class PagedKV:
 
         return attend
 
-    def prefill_attend(self, page_table: torch.Tensor, start: int, stop: int) -> Attend:
-        """Attention for a forward over the prompt tokens that own slots start..stop-1 of one request.
+    def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
+        """Attention for a forward over prompt tokens of one or several requests, packed in this order.
 
-        The returned callable stores their keys and values into the pool and attends causally from
-        ``first_slot`` on. ``page_table`` is ``[1, P]``.
+        The returned callable stores keys and values into the pool and attends causally from ``first_slot``
+        on, every request by itself.
         """
-        positions = torch.arange(self.first_slot, stop, device=self.k.device)[None]
-        rows = self.slots(page_table, positions)[0]
-        written = rows[start - self.first_slot :]
-        cached = rows[: start - self.first_slot]
+        written, cached = [], []
+        for table, start, stop, write_from in segments:
+            positions = torch.arange(self.first_slot, stop, device=self.k.device)
+            rows = self.slots(table[None], positions[None])[0]
+            own = rows[start - self.first_slot :]
+            keep = positions[start - self.first_slot :] >= write_from
+            written.append(torch.where(keep, own, self.trash_row))
+            cached.append(rows[: start - self.first_slot])
+        target_rows = torch.cat(written)
+        sizes = [segment.stop - segment.start for segment in segments]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_rows, v_rows = self.k[layer], self.v[layer]
-            k_rows.index_copy_(1, written, k.transpose(0, 1))
-            v_rows.index_copy_(1, written, v.transpose(0, 1))
-            if cached.numel():
-                k, v = (
-                    torch.cat((rows[:, cached].transpose(0, 1), new))
-                    for rows, new in ((k_rows, k), (v_rows, v))
-                )
-            return prefill_attention(q, k, v, self.scale)
+            k_rows.index_copy_(1, target_rows, k.transpose(0, 1))
+            v_rows.index_copy_(1, target_rows, v.transpose(0, 1))
+            out = []
+            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, strict=True)
+            for my_q, my_k, my_v, rows in parts:
+                if rows.numel():
+                    my_k = torch.cat((k_rows[:, rows].transpose(0, 1), my_k))
+                    my_v = torch.cat((v_rows[:, rows].transpose(0, 1), my_v))
+                out.append(prefill_attention(my_q, my_k, my_v, self.scale))
+            return torch.cat(out) if len(out) > 1 else out[0]
 
         return attend
 

@@ -3,7 +3,8 @@ back."""
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_target
+from tiny import tiny_target
+from tiny_engine import PROMPTS, decode, make_engine, serve
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -11,35 +12,8 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
-from eagle_kit.serve.engine import Engine, Request
 from eagle_kit.serve.llm import LLM
-
-PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
-
-
-@pytest.fixture(scope="module")
-def models():
-    """A vocabulary of 11 lets random heads guess right often enough to exercise acceptance."""
-    target = tiny_target(vocab_size=11)
-    return target, tiny_head(target, draft_vocab_size=9)
-
-
-def decode(
-    models, shape=None, batch=1, page_size=16, max_context=256, prompts=PROMPTS, **params
-) -> list[Request]:
-    engine = Engine(*models, max_batch_size=batch, max_context=max_context, page_size=page_size)
-    engine.use_shape(SpecShape.parse(shape))
-    requests = [
-        Request(i, list(p), SamplingParams(**{"max_tokens": 40, **params})) for i, p in enumerate(prompts)
-    ]
-    waiting = list(requests)
-    while waiting or engine.running:
-        while waiting and engine.has_room(waiting[0]):
-            engine.add(waiting.pop(0))
-        engine.step()
-        engine.pool.check()
-    assert engine.pool.num_free == engine.pool.num_pages
-    return requests
+from eagle_kit.serve.request import Request
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
@@ -61,13 +35,13 @@ def test_accept_length_does_not_depend_on_batch_or_page(models):
     assert one == many
 
 
-def test_a_prompt_longer_than_a_prefill_chunk_decodes_as_in_one_chunk(models, monkeypatch):
-    long = [[(i * i) % 11 for i in range(201)]]
-    whole = decode(models, "4,1,5", prompts=long, max_tokens=25)
-    monkeypatch.setattr("eagle_kit.serve.engine.PREFILL_CHUNK", 37)
-    chunked = decode(models, "4,1,5", prompts=long, max_tokens=25)
-    assert chunked[0].token_ids == whole[0].token_ids
-    assert chunked[0].stats == whole[0].stats
+@pytest.mark.parametrize("chunk", [1, 37, 64])
+def test_a_prompt_in_chunks_decodes_as_in_one(models, chunk):
+    long = [[(i * i) % 11 for i in range(201)], [3, 1, 4]]
+    whole = decode(models, "4,1,5", batch=2, prompts=long, max_tokens=25)
+    chunked = decode(models, "4,1,5", batch=2, prompts=long, max_tokens=25, options={"prefill_tokens": chunk})
+    assert [r.token_ids for r in chunked] == [r.token_ids for r in whole]
+    assert [r.stats for r in chunked] == [r.stats for r in whole]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -117,20 +91,6 @@ def test_an_interrupted_call_gives_its_pages_back(models):
     assert [o.token_ids for o in again] == [r.token_ids for r in decode(models)]
 
 
-def test_an_interrupted_prefill_gives_its_pages_back(models, monkeypatch):
-    engine = Engine(*models, max_batch_size=2, max_context=64, page_size=16)
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_prefill", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.add(Request(0, [1, 2], SamplingParams()))
-    assert engine.pool.num_free == engine.pool.num_pages
-    engine.add(Request(0, [1, 2], SamplingParams(max_tokens=3)))
-
-
 def test_the_longest_chain_fits_the_pool(models):
     llm = LLM(*models, max_batch_size=1, max_context=64)
     output = llm.generate([[1, 2]], SamplingParams(max_tokens=64), shape="63,1,64")[0]
@@ -138,14 +98,12 @@ def test_the_longest_chain_fits_the_pool(models):
 
 
 def test_what_a_rejected_token_left_behind_is_never_read(models):
-    engine = Engine(*models, max_batch_size=1, max_context=64, page_size=16)
-    for kv in (engine.kv, engine._proposer.kv):
+    engine = make_engine(models, max_context=64)
+    for kv in (engine.runner.kv, engine.runner._drafter.kv):
         kv.k[:, :, kv.trash_row] = kv.v[:, :, kv.trash_row] = float("nan")
     engine.use_shape(SpecShape(4, 1, 5))
     request = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
-    engine.add(request)
-    while engine.running:
-        engine.step()
+    serve(engine, [request])
     assert request.token_ids == decode(models, prompts=[[1, 2, 3]], max_tokens=20)[0].token_ids
 
 
@@ -157,7 +115,8 @@ def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
     first = []
     for n in (1, 2, 5, 16):
         bits = chain_bits(n, torch.device("cpu"))[None]
-        attend = engine.kv.window_attend(torch.arange(engine.max_pages)[None], torch.tensor([0]), bits, n, 64)
+        table = torch.arange(engine.runner.max_pages)[None]
+        attend = engine.runner.kv.window_attend(table, torch.tensor([0]), bits, n, 64)
         first.append(llm.target.logits(llm.target(torch.arange(n) + 3, torch.arange(n), attend).hidden)[0])
     assert all(torch.equal(logits, first[0]) for logits in first[1:])
 
@@ -167,7 +126,7 @@ class KnowsTheAnswer:
 
     def __init__(self, proposer, answers, prompt_lens, wrong_at):
         self.real, self.answers, self.prompt_lens, self.wrong_at = proposer, answers, prompt_lens, wrong_at
-        self.head, self.kv = proposer.head, proposer.kv
+        self.capture, self.empty_state = proposer.capture, proposer.empty_state
         self.prefill, self.extend = proposer.prefill, proposer.extend
 
     def propose(self, state, roots, seq_lens, page_table, shape, num_columns):
@@ -190,17 +149,99 @@ class KnowsTheAnswer:
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])
 def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
     plain = decode(models, max_tokens=31)
-    engine = Engine(*models, max_batch_size=5, max_context=128, page_size=3)
+    engine = make_engine(models, batch=5, max_context=128, page_size=3)
     engine.use_shape(SpecShape(5, 4, 11))
-    oracle = KnowsTheAnswer(
-        engine.proposer, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at
+    engine.runner._drafter = KnowsTheAnswer(
+        engine.runner.drafter, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at
     )
-    engine._proposer = oracle
     requests = [Request(i, list(p), SamplingParams(max_tokens=31)) for i, p in enumerate(PROMPTS)]
-    for request in requests:
-        engine.add(request)
-    while engine.running:
-        engine.step()
+    serve(engine, requests)
     for request, full in zip(requests, plain, strict=True):
         assert request.token_ids == full.token_ids
         assert request.stats.accept_length == pytest.approx(wrong_at + 1, abs=0.01)
+
+
+@pytest.mark.parametrize("shape", [None, "4,1,5", "5,4,16"])
+def test_lag_padding_and_the_prefix_cache_change_nothing(models, shape):
+    alone = decode(models, shape)
+    for options in ({"lag": 1}, {"batch_sizes": (2, 4)}, {"prefix_cache": False}):
+        other = decode(models, shape, batch=4, page_size=1, options=options)
+        assert [r.token_ids for r in other] == [r.token_ids for r in alone], options
+        assert [r.stats for r in other] == [r.stats for r in alone], options
+
+
+@pytest.mark.parametrize("shape", [None, "5,4,16"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, shape, page_size):
+    engine = make_engine(models, batch=2, page_size=page_size, max_context=128)
+    engine.use_shape(SpecShape.parse(shape))
+    beginning = [(3 * i * i) % 11 for i in range(33)]
+    prompts = [beginning + [2, 5], beginning + [7], list(beginning), beginning + [2, 5]]
+    fresh = decode(models, shape, prompts=prompts, max_tokens=12)
+    for i, prompt in enumerate(prompts):
+        request = Request(i, list(prompt), SamplingParams(max_tokens=12))
+        serve(engine, [request])
+        assert (request.token_ids, request.stats) == (fresh[i].token_ids, fresh[i].stats)
+        whole = (33 if i < 2 else len(prompt) - 1) // page_size * page_size
+        assert request.num_cached_tokens == (0 if i == 0 else whole)
+
+
+def test_a_next_turn_finds_the_reply_of_the_last(models):
+    engine = make_engine(models, page_size=4, max_context=128)
+    engine.use_shape(SpecShape(4, 1, 5))
+    first = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
+    serve(engine, [first])
+    prompt = [1, 2, 3, *first.token_ids, 9, 9]
+    second = Request(1, list(prompt), SamplingParams(max_tokens=20))
+    serve(engine, [second])
+    assert second.num_cached_tokens == 20
+    (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
+    assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [None, "5,4,16"])
+def test_a_full_pool_sends_the_last_back_and_loses_nothing(models, shape, lag):
+    engine = make_engine(models, batch=4, page_size=2, max_context=100, kv_tokens=130, lag=lag)
+    engine.use_shape(SpecShape.parse(shape))
+    requests = [Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=40)) for i in range(4)]
+    serve(engine, requests)
+    assert engine.totals.num_preemptions > 0
+    assert [r.token_ids for r in requests] == [r.token_ids for r in decode(models, shape)[:4]]
+    assert requests[0].num_preemptions == 0, "the first must not wait for those behind it"
+
+
+def test_priority_goes_first_and_nobody_overtakes(models):
+    engine = make_engine(models, batch=1)
+    requests = [Request(i, [1, 2], SamplingParams(max_tokens=3), priority=p) for i, p in enumerate((0, 5, 0))]
+    finished = []
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        finished += [r.number for r in engine.step() if r.finish_reason]
+    assert finished == [1, 0, 2]
+
+
+def test_abort_works_in_every_state(models):
+    engine = make_engine(models, batch=2, page_size=4, prefill_tokens=8, lag=1)
+    engine.use_shape(SpecShape(4, 1, 5))
+    requests = [Request(i, [1] * 20, SamplingParams(max_tokens=50)) for i in range(4)]
+    for request in requests:
+        engine.add_request(request)
+    engine.abort(requests[3])
+    engine.step()
+    assert requests[0].is_prefilling
+    engine.abort(requests[0])
+    for _ in range(8):
+        engine.step()
+        engine.check()
+    engine.abort(requests[1])
+    serve(engine, [])
+    assert [r.finish_reason for r in requests] == ["abort", "abort", "length", "abort"]
+    assert requests[1].token_ids and len(requests[2].token_ids) == 50
+
+
+def test_a_reply_that_can_never_fit_is_refused(models):
+    engine = make_engine(models, kv_tokens=64)
+    with pytest.raises(UserError, match="do not fit"):
+        engine.add_request(Request(0, [1] * 40, SamplingParams(max_tokens=60)))

@@ -1,0 +1,46 @@
+"""Which algorithm a draft folder is for."""
+
+from pathlib import Path
+from typing import Literal
+
+from eagle_kit.checkpoints.layout import ARCHITECTURES
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.loader import read_json
+
+Algorithm = Literal["EAGLE3", "EAGLE", "STANDALONE"]
+
+
+def algorithm_of(folder: str | Path) -> Algorithm:
+    """Read it from ``config.json``: the architectures of EAGLE-3 and EAGLE name themselves; a published
+    EAGLE-1 head may also call itself a plain Llama of one layer, whose config then has no vocabulary of its own
+    weights but ``fc`` (see :func:`_has_fc`). Everything else is a whole model.
+
+    Raises:
+        UserError: the folder or its config cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"The draft folder {folder} does not exist.", "Give a folder with config.json and weights."
+        )
+    config = read_json(folder / "config.json")
+    names = config.get("architectures") or ["?"]
+    if names[0] in ARCHITECTURES or "Eagle3" in str(names[0]):
+        return "EAGLE3"
+    if "eagle" in str(names[0]).lower() or (config.get("num_hidden_layers") == 1 and _has_fc(folder)):
+        return "EAGLE"
+    return "STANDALONE"
+
+
+def _has_fc(folder: Path) -> bool:
+    """Whether the weights have the layer that joins feature and embedding, which no whole model has."""
+    weights = folder / "model.safetensors"
+    if weights.is_file():
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(weights, framework="pt") as file:
+                return any(name.endswith("fc.weight") for name in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return False  # the loader says what is wrong with it
+    return (folder / "pytorch_model.bin").is_file()

@@ -1,0 +1,57 @@
+"""Random numbers that depend on a request's seed and a position, and on nothing else.
+
+A coin is a hash of (seed, position, stream). So a reply does not depend on what it is batched with, on how
+many tokens a cycle accepted, or on being preempted and computed anew; and every device draws the same.
+
+The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed and once for the rest.
+"""
+
+import torch
+
+TARGET_COINS, DRAFT_COINS, VERIFY_COINS = 0, 1, 2
+"""Streams: the target's choice at a position, a draft's choice, and the acceptance of a sampled draft."""
+
+_MIX = (-0xAE502812AA7333, -0x3B314601E57A13AD)
+_GOLDEN = -0x61C8864680B583EB
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    for factor in _MIX:
+        x = (x ^ _shift_right(x, 33)) * factor
+    return x ^ _shift_right(x, 33)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """Coins in [0, 1 - 2^-53], fp64 ``[B, n]``.
+
+    Args:
+        seeds: int64 ``[B]``.
+        positions: int64 ``[B, n]``, of the tokens that are decided.
+        stream: coins of different use are independent.
+    """
+    key = _mix(seeds + _GOLDEN)[:, None] + positions * _GOLDEN + stream * 0x5851F42D4C957F2D
+    return _shift_right(_mix(key), 11).double() * 2.0**-53
+
+
+def sample(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """Draw by the inverse of the cumulative distribution: the first token whose sum exceeds the coin.
+
+    The sum is fp64, so a token's share is off by no more than the rounding of its own fp32 probability. A
+    token of probability zero adds nothing to the sum and is never the first to exceed anything.
+
+    Args:
+        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one.
+        coins: fp64 ``[...]`` in [0, 1).
+
+    Returns:
+        int64 ``[...]``.
+    """
+    sums = probs.double().cumsum(-1)
+    total = sums[..., -1:]
+    # A coin just below one may round up to the total, which nothing exceeds.
+    bound = torch.minimum(coins[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, bound, right=True)[..., 0]

@@ -1,0 +1,173 @@
+"""The law a token is drawn from: logits bent by penalties and bias, then cut by temperature and filters.
+
+Legend: B requests, N window nodes, V vocabulary, S draft steps.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.request import SamplingParams
+
+
+class SamplingBatch(NamedTuple):
+    """The laws of a batch. What no request of it uses is None, so that its cost is paid only when asked for.
+
+    ``temperature`` fp32 ``[B]``, 0 for greedy; ``seeds`` int64 ``[B]``; ``top_k`` int64 ``[B]`` (V keeps
+    all); ``top_p``, ``min_p`` fp32 ``[B]``; ``repetition``, ``frequency``, ``presence`` fp32 ``[B]``;
+    ``bias`` fp32 ``[B, V]``; ``prompt_mask`` bool ``[B, V]``, tokens of the prompt; ``counts`` int32
+    ``[B, V]``, occurrences in the reply so far, the root included.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    repetition: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+    presence: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    prompt_mask: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+
+
+def make_sampling_batch(
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingBatch:
+    """The laws of requests with ``params``, whose replies are empty so far.
+
+    Args:
+        prompts: token ids of each prompt.
+        seeds: of each request's coins.
+    """
+
+    def column(name: str, neutral: float, kind: torch.dtype = torch.float32) -> torch.Tensor | None:
+        values = [getattr(p, name) for p in params]
+        if all(value == neutral for value in values):
+            return None
+        return torch.tensor(values, dtype=kind, device=device)
+
+    top_k = column("top_k", 0, torch.int64)
+    if top_k is not None:
+        top_k = torch.where(top_k == 0, vocab_size, top_k)
+    repetition = column("repetition_penalty", 1.0)
+    frequency, presence = column("frequency_penalty", 0.0), column("presence_penalty", 0.0)
+    bias = prompt_mask = counts = None
+    if any(p.logit_bias for p in params):
+        bias = torch.zeros(len(params), vocab_size)
+        for i, p in enumerate(params):
+            for token, value in p.logit_bias.items():
+                bias[i, token] = value
+        bias = bias.to(device)
+    if repetition is not None:
+        prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            prompt_mask[i, torch.tensor(list(prompt), dtype=torch.int64)] = True
+        prompt_mask = prompt_mask.to(device)
+    if any(p.has_penalties for p in params):
+        counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
+    return SamplingBatch(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+        top_k=top_k,
+        top_p=column("top_p", 1.0),
+        min_p=column("min_p", 0.0),
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+        bias=bias,
+        prompt_mask=prompt_mask,
+        counts=counts,
+    )
+
+
+def adjust_logits(
+    logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, ancestors: torch.Tensor
+) -> torch.Tensor:
+    """Bend logits by what every node's own path holds: repetition, then frequency and presence, then bias.
+
+    Args:
+        logits: fp32 ``[B, N, V]``, after each node.
+        tokens: int64 ``[B, N]``, the window; its root is already in ``batch.counts``.
+        ancestors: int64 bits ``[B, N]``, a node's own bit included.
+
+    Returns:
+        ``[B, N, V]``, new when anything is bent.
+    """
+    if batch.counts is not None:
+        b, n, v = logits.shape
+        node = torch.arange(n, device=logits.device)
+        on_path = ((ancestors[:, :, None] >> node) & 1) * (node > 0)
+        index = tokens[:, None].expand(b, n, n)
+        counts = batch.counts[:, None].expand(b, n, v).clone()
+        counts.scatter_add_(2, index, on_path.to(torch.int32))
+        if batch.repetition is not None and batch.prompt_mask is not None:
+            penalty = batch.repetition[:, None, None]
+            seen = batch.prompt_mask[:, None] | (counts > 0)
+            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if batch.frequency is not None:
+            logits = logits - batch.frequency[:, None, None] * counts
+        if batch.presence is not None:
+            logits = logits - batch.presence[:, None, None] * (counts > 0)
+    return logits if batch.bias is None else logits + batch.bias[:, None]
+
+
+def target_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Temperature, then top-k, top-p and min-p, each on what the one before left -> fp32 ``[B, N, V]``.
+
+    Equal logits are ranked by token id, so top-k keeps exactly k. A temperature of 0 is the law that has all
+    its weight on the most likely token, the lowest id among equals.
+
+    Args:
+        logits: fp32 ``[B, N, V]``.
+    """
+    greedy = batch.temperature == 0
+    scale = torch.where(greedy, 1.0, batch.temperature)[:, None, None]
+    best, at = logits.max(-1, keepdim=True)
+    scores = (logits - best) / scale
+    if batch.top_k is not None or batch.top_p is not None:
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        if batch.top_k is not None:
+            rank = torch.arange(scores.shape[-1], device=scores.device)
+            scores = scores.masked_fill(rank >= batch.top_k[:, None, None], float("-inf"))
+        if batch.top_p is not None:
+            probs = scores.softmax(-1)
+            before = probs.cumsum(-1) - probs
+            before[..., 0] = 0.0
+            scores = scores.masked_fill(before >= batch.top_p[:, None, None], float("-inf"))
+        scores = torch.empty_like(scores).scatter_(-1, order, scores)
+    if batch.min_p is not None:
+        least = batch.min_p.log()[:, None, None]  # the best score is 0
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    one_hot = torch.zeros_like(scores).scatter_(-1, at, 1.0)
+    return torch.where(greedy[:, None, None], one_hot, scores.softmax(-1))
+
+
+def counts_after(counts: torch.Tensor, tokens: torch.Tensor, num_emitted: torch.Tensor) -> torch.Tensor:
+    """``counts [B, V]`` with the first ``num_emitted [B]`` of ``tokens`` int64 ``[B, S + 1]`` added."""
+    new = torch.arange(tokens.shape[1], device=tokens.device) < num_emitted[:, None]
+    return counts.scatter_add(1, tokens, new.to(counts.dtype))
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities under the logits as they are.
+
+    Args:
+        logits: ``[R, V]``.
+        tokens: int64 ``[R]``.
+        top: alternatives to report, best first; may be 0.
+
+    Returns:
+        fp32 ``[R]`` of the tokens, int64 ``[R, top]`` ids, fp32 ``[R, top]`` of those.
+    """
+    laws = logits.float().log_softmax(-1)
+    values, ids = laws.topk(top, -1)
+    return laws.gather(1, tokens[:, None])[:, 0], ids, values

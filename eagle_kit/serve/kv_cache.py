@@ -1,0 +1,169 @@
+"""Pages: who holds them, which are shared, and which are only remembered.
+
+A page is free, private to one request, or *cached*: a node of a radix tree whose edges are the tokens of one
+page. Requests with a common beginning hold the same nodes. Target and draft share page numbers, because a
+draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's.
+Tensors are elsewhere; this is bookkeeping on the host.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+class Node:
+    """A cached page. ``refs`` requests hold it; with none it may be evicted. Its tokens, after those of its
+    ancestors, are ``key``."""
+
+    __slots__ = ("children", "key", "page", "parent", "refs")
+
+    def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int) -> None:
+        self.parent, self.key, self.page = parent, key, page
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.refs = 0
+
+
+@dataclass
+class Lease:
+    """The pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
+
+    nodes: list[Node] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.nodes) + len(self.pages)
+
+    @property
+    def table(self) -> list[int]:
+        """Page numbers, first token first."""
+        return [node.page for node in self.nodes] + self.pages
+
+
+class KVCache:
+    """Hands out page numbers 0..num_pages-1 and remembers what finished requests left in theirs.
+
+    Args:
+        prefix_cache: keep pages of finished requests until their room is needed.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+        self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._root = Node(None, (), -1)
+        # A request holds every ancestor of a node it holds and lets go of the deepest first, so the oldest
+        # unused node never has children.
+        self._unused: OrderedDict[Node, None] = OrderedDict()
+        self.num_evicted = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or cached and held by nobody."""
+        return len(self._free) + len(self._unused)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.page_size)
+
+    def match(self, tokens: Sequence[int]) -> list[Node]:
+        """The longest cached beginning of ``tokens``, whole pages only. Nothing is held."""
+        nodes, node = [], self._root
+        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            child = node.children.get(tuple(tokens[start : start + self.page_size]))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def lease(self, nodes: Iterable[Node], num_pages: int) -> Lease | None:
+        """Hold ``nodes`` and ``num_pages`` private pages; None, changing nothing, when too few are left."""
+        lease = Lease()
+        for node in nodes:
+            self._hold(node)
+            lease.nodes.append(node)
+        if not self.extend(lease, num_pages):
+            self.release(lease)
+            return None
+        return lease
+
+    def extend(self, lease: Lease, num_pages: int) -> bool:
+        """Add private pages to ``lease``, all or none; cached pages give way, the longest unused first."""
+        if num_pages > self.num_available:
+            return False
+        while len(self._free) < num_pages:
+            self._evict()
+        lease.pages += [self._free.pop() for _ in range(num_pages)]
+        return True
+
+    def publish(self, lease: Lease, tokens: Sequence[int]) -> bool:
+        """Cache the whole pages of ``tokens``, which the request has computed; it goes on holding them.
+
+        Where the tree has a page of the same tokens already, that one is held and the request's own is freed.
+
+        Returns:
+            Whether a page number of the lease changed.
+        """
+        if not self.prefix_cache:
+            return False
+        changed = False
+        node = lease.nodes[-1] if lease.nodes else self._root
+        for i in range(len(lease.nodes), len(tokens) // self.page_size):
+            key = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+            page = lease.pages.pop(0)
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(node, key, page)
+            else:
+                self._free.append(page)
+                changed = True
+            self._hold(child)
+            lease.nodes.append(child)
+            node = child
+        return changed
+
+    def release(self, lease: Lease) -> None:
+        """Let go of every page; the lease is empty afterwards."""
+        for node in reversed(lease.nodes):
+            node.refs -= 1
+            if node.refs == 0:
+                self._unused[node] = None
+        self._free += reversed(lease.pages)
+        lease.nodes, lease.pages = [], []
+
+    def clear(self) -> None:
+        """Forget every cached page that nobody holds."""
+        while self._unused:
+            self._evict()
+
+    def _hold(self, node: Node) -> None:
+        if node.refs == 0:
+            self._unused.pop(node, None)
+        node.refs += 1
+
+    def _evict(self) -> None:
+        node, _ = self._unused.popitem(last=False)
+        assert not node.children and node.parent is not None
+        del node.parent.children[node.key]
+        self._free.append(node.page)
+        self.num_evicted += 1
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Assert that free, cached and private pages are together all pages, each once, and that every node
+        is held by as many of ``leases`` as it says."""
+        cached: list[Node] = []
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            cached.append(node)
+            stack += node.children.values()
+        leases = list(leases)
+        private = [page for lease in leases for page in lease.pages]
+        everything = sorted(self._free + private + [node.page for node in cached])
+        assert everything == list(range(self.num_pages)), "a page was lost or has two owners"
+        holders: dict[Node, int] = {}
+        for lease in leases:
+            for node in lease.nodes:
+                holders[node] = holders.get(node, 0) + 1
+        for node in cached:
+            assert node.refs == holders.get(node, 0), "a cached page counts its holders wrongly"
+            assert (node.refs == 0) == (node in self._unused), "a cached page is in the wrong list"

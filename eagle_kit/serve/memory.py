@@ -1,0 +1,102 @@
+"""Memory planned once, before anything is taken: weights, pool, scratch, the largest buffers.
+
+Legend: B requests, N window nodes, V vocabulary.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW
+from eagle_kit.models.llama import LlamaModel
+from eagle_kit.speculation.draft_model import DraftModel
+
+FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+"""Share of the free memory that the pool may take when its size is not given."""
+LOGITS_NODES = 16
+"""Window nodes per request that the plan counts logits for."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by use, and the pool's tokens.
+
+    Attributes:
+        kv_tokens: tokens that the pool holds.
+        bytes_per_token: of the pool, target and draft together.
+        weights, scratch, logits: bytes.
+        free: bytes that were free before the pool, weights already there.
+    """
+
+    kv_tokens: int
+    bytes_per_token: int
+    weights: int
+    scratch: int
+    logits: int
+    free: int
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool."""
+        return self.kv_tokens * self.bytes_per_token
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch, "logits": self.logits}
+        total = sum(parts.values())
+        sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return (
+            f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
+            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free"
+        )
+
+
+def plan_memory(
+    target: LlamaModel,
+    draft: DraftModel | None,
+    *,
+    max_running: int,
+    wanted_tokens: int,
+    kv_tokens: int | None,
+) -> MemoryPlan:
+    """Size the pool.
+
+    Args:
+        max_running: B.
+        wanted_tokens: what lets every request reach the context's end; the pool gets this, or what fits.
+        kv_tokens: the pool's size when the user gave one.
+
+    Raises:
+        UserError: the given size does not fit into the free memory.
+    """
+    config, weight = target.config, target.embed_tokens.weight
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.element_size()
+    if draft is not None:
+        per_token += 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * weight.element_size()
+    scratch = per_token * max_running * MAX_WINDOW
+    logits = max_running * LOGITS_NODES * config.vocab_size * 4
+    weights = sum(p.numel() * p.element_size() for p in target.parameters())
+    free = free_memory(weight.device)
+    room = int(FREE_SHARE[weight.device.type] * free) - scratch - logits
+    if kv_tokens is None:
+        kv_tokens = max(1, min(wanted_tokens, room // per_token))
+    elif kv_tokens * per_token > free - scratch - logits:
+        raise UserError(
+            f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free.",
+            "Lower kv_tokens.",
+        )
+    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,94 @@
+"""A request while it is served."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from eagle_kit.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.serve.kv_cache import Lease
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.grammar import GrammarMatch
+    from eagle_kit.serve.text_stream import TextStream
+
+
+@dataclass(eq=False)
+class Request:
+    """One reply in the making. The caller fills in the first five; all else is the engine's.
+
+    Attributes:
+        number: unique among the requests of an engine; lower ones came first.
+        priority: larger is served first.
+        stream: turns tokens into text and finds stop texts; None for token ids only.
+        token_ids: the reply so far.
+        logprobs: one entry per token of the reply when they were asked for.
+        finish_reason: set once.
+        num_cached_tokens: prompt tokens whose pages were shared at the last admission.
+        num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
+        slot: row of the device's tables while it runs, else -1.
+        num_pages_written: pages that the device's table has; -1 when it must be written anew.
+        seed: of its draws; ``params.seed``, or drawn when it arrived.
+        match: how far the reply has come in its grammar.
+        epoch: raised whenever the request leaves the batch, so that results on their way are dropped.
+        arrived_at, admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds.
+    """
+
+    number: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    stream: "TextStream | None" = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stats: SpecStats = field(default_factory=SpecStats)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_computed: int = 0
+    slot: int = -1
+    epoch: int = 0
+    num_pages_written: int = -1
+    seed: int = 0
+    match: "GrammarMatch | None" = None
+    lease: Lease = field(default_factory=Lease)
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and reply together."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that prefill enters: all but the last of the reply, which is the next window's root."""
+        return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether part of the prompt is still to be computed."""
+        return self.num_computed < self.num_to_compute
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop-1 of prompt and reply."""
+        prompt = len(self.prompt_ids)
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.token_ids[max(0, start - prompt) : stop - prompt]
+
+    def output(self) -> RequestOutput:
+        """What the user gets."""
+        return RequestOutput(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids,
+            text=self.stream.text if self.stream is not None else "",
+            finish_reason=self.finish_reason or "",
+            stats=self.stats,
+            logprobs=self.logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            prefill_s=self.first_token_at - self.admitted_at if self.token_ids else 0.0,
+            decode_s=self.last_token_at - self.first_token_at,
+        )

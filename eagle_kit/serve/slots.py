@@ -1,0 +1,83 @@
+"""What the device knows of every running request, a row each.
+
+Legend: M slots, P pages a request may have, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from eagle_kit.serve.cycle import CycleState
+from eagle_kit.speculation.drafter import Drafter, DraftState
+
+
+class Slots:
+    """Tables of M requests and, last, of a dummy that pads batches: it owns no page and stays inactive.
+
+    Args:
+        dummy_page: what page tables name where a request has no page.
+        topk: candidates that a draft keeps; the drafter may be None.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        max_pages: int,
+        dummy_page: int,
+        drafter: Drafter | None,
+        topk: int,
+        device: torch.device,
+    ) -> None:
+        self.dummy, self.dummy_page = count, dummy_page
+        self.page_table = torch.full((count + 1, max_pages), dummy_page, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        self.roots = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
+        self.active[count] = False
+        self.draft = drafter.empty_state(count + 1, topk) if drafter is not None else None
+        self.counts: torch.Tensor | None = None
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Write a request's page numbers."""
+        self.page_table[slot] = self.dummy_page
+        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+    def join(
+        self, slots: torch.Tensor, seq_lens: torch.Tensor, roots: torch.Tensor, draft: DraftState | None
+    ) -> None:
+        """Put requests whose prompt is computed into ``slots`` int64 ``[n]``."""
+        self.seq_lens[slots] = seq_lens
+        self.roots[slots] = roots
+        if draft is not None and self.draft is not None:
+            for mine, new in zip(self.draft, draft, strict=True):
+                mine[slots] = new
+
+    def gather(self, rows: torch.Tensor) -> CycleState:
+        """The state of the batch in ``rows`` int64 ``[B]``."""
+        draft = DraftState(*(t[rows] for t in self.draft)) if self.draft is not None else None
+        return CycleState(
+            self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft
+        )
+
+    def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
+        """Take over what a cycle changed."""
+        self.seq_lens[rows] = state.seq_lens
+        self.roots[rows] = state.roots
+        if self.draft is not None and state.draft is not None:
+            for mine, new in zip(self.draft, state.draft, strict=True):
+                mine[rows] = new
+        if self.counts is not None and counts is not None:
+            self.counts[rows] = counts
+
+    def start_counts(self, slot: int, vocab_size: int, tokens: Sequence[int], root: torch.Tensor) -> None:
+        """Count a request's reply for its penalties: ``tokens`` the host knows, or the ``root [1]`` it does
+        not know yet."""
+        if self.counts is None:
+            shape = (self.dummy + 1, vocab_size)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.roots.device)
+        self.counts[slot] = 0
+        if tokens:
+            known = torch.bincount(torch.tensor(tokens), minlength=vocab_size)
+            self.counts[slot] = known.to(self.counts)
+        else:
+            self.counts[slot].index_add_(0, root, torch.ones_like(root, dtype=torch.int32))

@@ -1,0 +1,153 @@
+"""Tokens to text while they arrive: what is safe to show, and where a stop text ends the reply.
+
+Two things are held back. The end of a text may be the first bytes of a character (it decodes to U+FFFD), and
+it may be the beginning of a stop text. Both are released by :meth:`TextStream.finish` when nothing follows.
+
+``tokenizers.decoders.DecodeStream`` is not used: it cannot release what it holds back at the end of a reply,
+it raises when a run of byte tokens turns out to be ill-formed, and it decodes an ever longer window while the
+text ends in ill-formed bytes, which sampling at a high temperature does produce.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_HELD_IDS = 32
+"""Tokens that may end in an unfinished character before the window is cut; a character has 4 bytes."""
+
+
+class Detokenizer:
+    """Incremental decoding: the pieces that :meth:`push` and :meth:`flush` return join to the decoded text.
+
+    A window of recent tokens is decoded every time, and what is new in it is returned. It starts with tokens
+    whose text was already returned, since decoders treat the first token in a special way (SentencePiece
+    drops its leading space).
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer, or anything with its ``decode``.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        # The Rust tokenizer itself: the wrapper around it costs five times the decoding of a short window.
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_shown_ids = 0
+        self._shown = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Decode further tokens -> the text that they settle, without an unfinished character at the end."""
+        self._window += token_ids
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            return self._show(text)
+        if len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
+            return self._cut(text)
+        settled = text.rstrip(REPLACEMENT)
+        new = settled[len(self._shown) :]
+        self._shown += new
+        return new
+
+    def flush(self) -> str:
+        """The text held back until now; an unfinished character is U+FFFD."""
+        return self._show(self._decode(self._window))
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _show(self, text: str) -> str:
+        """Return what ``text``, the decoded window, adds, and start the next window with it."""
+        # By length, not as a prefix: byte tokens that were a character turn into U+FFFD when ill-formed ones
+        # follow them (SentencePiece), and what was shown stays.
+        new = text[len(self._shown) :]
+        behind = self._window[self._num_shown_ids :]
+        shown = self._decode(behind)
+        if shown:
+            self._window, self._num_shown_ids, self._shown = behind, len(behind), shown
+        else:
+            self._shown = text
+        return new
+
+    def _cut(self, text: str) -> str:
+        """Show the front of a long run of ill-formed bytes, up to a place that no later byte can change."""
+        for cut in range(len(self._window) - 8, len(self._window) - 4):
+            front, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
+            if front + rest == text and front.startswith(self._shown):
+                new = front[len(self._shown) :]
+                self._window, self._num_shown_ids, self._shown = self._window[cut:], 0, ""
+                return new
+        return ""
+
+
+class TextStream:
+    """The text of one reply while its tokens arrive.
+
+    Of several stop texts the one that is complete first ends the reply, of two that are complete at the same
+    character the one that began first; so the text does not depend on how it was cut into tokens.
+
+    Args:
+        tokenizer: see :class:`Detokenizer`.
+        stop: texts that end the reply, none of them empty.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Attributes:
+        text: everything that is safe to show by now; it only grows.
+        stopped: whether a stop text was completed.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+        assert all(stop), "an empty stop text would end every reply"
+        self.text = ""
+        self.stopped = False
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Take further tokens.
+
+        Returns:
+            None, or how many of these tokens are kept when they complete a stop text: those up to the token
+            that completes it. The stop text and what follows it are no part of :attr:`text`.
+        """
+        assert not self.stopped, "the reply has ended"
+        if not self._stop:
+            self.text += self._detokenizer.push(token_ids)
+            return None
+        for count, token in enumerate(token_ids, 1):
+            if self._take(self._detokenizer.push((token,))):
+                return count
+        return None
+
+    def finish(self) -> None:
+        """Release what is held back: no more tokens come. May be called again."""
+        if self.stopped:
+            return
+        if not self._take(self._detokenizer.flush()):
+            self.text += self._held
+            self._held = ""
+
+    def _take(self, new: str) -> bool:
+        """Add settled text; returns whether it completes a stop text."""
+        if not new:
+            return False
+        text = self._held + new
+        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if ends:
+            self.text += text[: min(ends)[1]]
+            self._held, self.stopped = "", True
+            return True
+        hold = self._beginning_of_stop(text)
+        self.text += text[: len(text) - hold]
+        self._held = text[len(text) - hold :]
+        return False
+
+    def _beginning_of_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that a stop text begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,104 @@
+"""Sampling in the engine: neither speculation nor a batch changes a draw, and the laws are the target's."""
+
+import pytest
+import torch
+from tiny_engine import PROMPTS, decode, make_engine, serve
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.request import Request
+
+LAWS = {
+    "warm": {"temperature": 0.8},
+    "filtered": {"temperature": 1.2, "top_k": 7, "top_p": 0.9, "min_p": 0.02},
+    "penalised": {
+        "temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2,
+        "logit_bias": {3: 1.5, 4: -100.0},
+    },
+    "greedy and penalised": {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_with_a_seed_speculation_and_batches_change_no_token(models, law):
+    params = LAWS[law] | {"seed": 11}
+    alone = decode(models, None, **params)
+    for shape, batch, options in (
+        ("4,1,5", 1, {}),
+        ("5,4,16", 4, {"lag": 1}),
+        (None, 5, {"batch_sizes": (8,)}),
+    ):
+        other = decode(models, shape, batch=batch, page_size=4, options=options, **params)
+        assert [r.token_ids for r in other] == [r.token_ids for r in alone], (shape, batch)
+    greedy = decode(models, None)
+    assert [r.token_ids for r in alone] != [r.token_ids for r in greedy]
+
+
+def test_a_mixed_batch_serves_each_request_by_its_own_law(models):
+    laws = [{}, LAWS["warm"] | {"seed": 3}, LAWS["penalised"] | {"seed": 4}, {"temperature": 2.0, "seed": 5}]
+    engine = make_engine(models, batch=4)
+    engine.use_shape(SpecShape(4, 1, 5))
+    requests = [
+        Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=25 + i, **law)) for i, law in enumerate(laws)
+    ]
+    serve(engine, requests)
+    for i, law in enumerate(laws):
+        (alone,) = decode(models, None, prompts=[PROMPTS[i]], **(law | {"max_tokens": 25 + i}))
+        assert requests[i].token_ids == alone.token_ids
+
+
+def test_a_preempted_request_goes_on_with_the_same_draws(models):
+    params = SamplingParams(max_tokens=40, **LAWS["penalised"], seed=8)
+    engine = make_engine(models, batch=4, page_size=2, max_context=100, kv_tokens=130)
+    engine.use_shape(SpecShape(4, 1, 5))
+    requests = [Request(i, list(PROMPTS[i]), params) for i in range(4)]
+    serve(engine, requests)
+    assert engine.totals.num_preemptions > 0
+    alone = decode(models, None, prompts=PROMPTS[:4], **LAWS["penalised"], seed=8)
+    assert [r.token_ids for r in requests] == [r.token_ids for r in alone]
+
+
+def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engines_seed(models):
+    def texts(seed):
+        return [
+            r.token_ids
+            for r in decode(models, None, prompts=[[1, 2]] * 4, temperature=1.5, options={"seed": seed})
+        ]
+
+    assert len(set(map(tuple, texts(0)))) == 4
+    assert texts(0) == texts(0) != texts(1)
+
+
+@pytest.mark.parametrize("shape", [None, "4,1,5", "5,4,16"])
+def test_logprobs_equal_scoring_the_text_anew(models, shape):
+    llm = LLM(*models, max_context=256)
+    for params in ({}, LAWS["penalised"] | {"seed": 1}):
+        (request,) = decode(models, shape, prompts=PROMPTS[2:3], logprobs=3, **params)
+        ids = request.prompt_ids + request.token_ids
+        laws = llm.logits(ids).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        assert len(request.logprobs) == len(request.token_ids)
+        for row, token, entry in zip(laws, request.token_ids, request.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            values, _ = row.topk(3)
+            assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
+            for token_id, value in entry.top:
+                assert value == pytest.approx(float(row[token_id]), abs=1e-4)
+
+
+def test_first_tokens_follow_the_law_of_the_prompt(models):
+    """2,000 draws of the first token against the law that the logits give."""
+    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95)
+    engine = make_engine(models, batch=50, max_context=16)
+    requests = [Request(i, [1, 2, 3], params) for i in range(2000)]
+    serve(engine, requests)
+    counts = torch.bincount(torch.tensor([r.token_ids[0] for r in requests]), minlength=11).double()
+    logits = LLM(models[0]).logits([1, 2, 3])[-1].view(1, 1, -1)
+    batch = make_sampling_batch([params], [[1, 2, 3]], [0], 11, torch.device("cpu"))
+    ones = torch.ones(1, 1, dtype=torch.int64)
+    law = target_probs(adjust_logits(logits, batch, ones, ones), batch)[0, 0].double()
+    assert counts[law == 0].sum() == 0
+    expected = 2000 * law[law > 0]
+    freedom = len(expected) - 1
+    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5

@@ -1,0 +1,199 @@
+"""Incremental text equals the text decoded at once, whatever the tokens and wherever a stop text falls."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from eagle_kit.serve.text_stream import Detokenizer, TextStream
+
+TEXTS = (
+    "The cat sees the dog.\n\nÜber den Wolken, 雲の上 — naïve café 👩‍👩‍👧‍👦 end.",
+    "def f(x):\n    return x ** 2  # ∑ ∞ €\n```\n",
+    "<|im_end|> User: Привет, мир! \U0001f600\U0001f600 �� done",
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """Byte-level BPE with merges, so that tokens cut characters anywhere; id 0 is special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=340, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """SentencePiece manners: a leading space is dropped, unknown characters are byte tokens, 0 is special."""
+    words = ["<eos>", "▁the", "▁cat", "▁", "s", "a", "▁sees", "."]
+    vocab = {word: i for i, word in enumerate(words + [f"<0x{byte:02X}>" for byte in range(256)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    return tokenizer
+
+
+def cut(text: str, stops: tuple[str, ...]) -> str:
+    """The definition: up to the stop text that is complete first, the earlier beginning among equals."""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return text[: min(ends)[1]] if ends else text
+
+
+def runs(ids: list[int], rng: random.Random) -> list[list[int]]:
+    """Cut into runs of 1 to 6 tokens, as speculation emits them."""
+    out = []
+    while ids:
+        n = rng.randint(1, 6)
+        out.append(ids[:n])
+        ids = ids[n:]
+    return out
+
+
+def stream_all(tokenizer, ids, stops, rng) -> tuple[str, int]:
+    """Push everything, checking that the text only grows -> (text, tokens kept)."""
+    stream = TextStream(tokenizer, stops)
+    deltas, shown, kept = [], 0, 0
+    for run in runs(ids, rng):
+        count = stream.push(run)
+        deltas.append(stream.text[shown:])
+        shown = len(stream.text)
+        kept += len(run) if count is None else count
+        if count is not None:
+            break
+    stream.finish()
+    deltas.append(stream.text[shown:])
+    assert "".join(deltas) == stream.text
+    return stream.text, kept
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_deltas_join_to_the_text_decoded_at_once_cut_before_the_first_stop(byte_level, seed):
+    rng = random.Random(seed)
+    for _ in range(12):
+        if rng.random() < 0.5:
+            ids = byte_level.encode(rng.choice(TEXTS)).ids
+            for _ in range(rng.randint(0, 4)):
+                ids.insert(rng.randrange(len(ids)), rng.randrange(byte_level.get_vocab_size()))
+        else:
+            ids = [rng.randrange(byte_level.get_vocab_size()) for _ in range(rng.randint(1, 120))]
+        text = byte_level.decode(ids, skip_special_tokens=True)
+        stops = []
+        for _ in range(rng.randint(0, 3)):
+            at, length = rng.randrange(len(text) + 1), rng.randint(1, 9)
+            stops.append(text[at : at + length] or "\n")
+            if rng.random() < 0.4:
+                stops[-1] += rng.choice("xyz")
+        shown, kept = stream_all(byte_level, ids, tuple(stops), rng)
+        assert shown == cut(text, tuple(stops))
+        if shown == text:
+            assert kept == len(ids)
+
+
+def test_a_character_cut_into_bytes_is_shown_when_it_is_whole(byte_level):
+    ids = [byte_level.token_to_id(c) for c in "ðŁĺĢ"]
+    assert None not in ids and byte_level.decode(ids) == "\U0001f600"
+    stream = TextStream(byte_level)
+    for token in ids[:-1]:
+        assert stream.push([token]) is None and stream.text == ""
+    stream.push(ids[-1:])
+    assert stream.text == "\U0001f600"
+
+
+def test_an_unfinished_character_is_released_at_the_end(byte_level):
+    ids = byte_level.encode("ok").ids + [byte_level.token_to_id("ð")]
+    stream = TextStream(byte_level)
+    stream.push(ids)
+    assert stream.text == "ok"
+    stream.finish()
+    stream.finish()
+    assert stream.text == "ok�"
+
+
+def test_a_possible_beginning_of_a_stop_text_is_held_back_and_released(byte_level):
+    stream = TextStream(byte_level, ("###",))
+    one, other = byte_level.encode("#").ids, byte_level.encode("a").ids
+    assert stream.push(other + one) is None and stream.text == "a"
+    assert stream.push(one) is None and stream.text == "a"
+    assert stream.push(other) is None and stream.text == "a##a"
+    assert stream.push(one * 2) is None and stream.text == "a##a"
+    stream.finish()
+    assert stream.text == "a##a##" and not stream.stopped
+
+
+def test_the_tokens_up_to_the_one_that_completes_the_stop_are_kept(byte_level):
+    ids = [byte_level.token_to_id(c) for c in "abcde"]
+    stream = TextStream(byte_level, ("cd",))
+    assert stream.push(ids[:3]) is None
+    assert stream.push(ids[3:]) == 1
+    stream.finish()
+    assert (stream.text, stream.stopped) == ("ab", True)
+
+
+def test_the_stop_text_that_is_complete_first_wins_however_the_text_is_cut(byte_level):
+    letters = [byte_level.token_to_id(c) for c in "abcd"]
+    for stops, text in ((("abcd", "bc"), "a"), (("bc", "abc"), ""), (("d", "abcd"), "")):
+        for sizes in ((1, 1, 1, 1), (4,), (2, 2), (3, 1)):
+            stream, at = TextStream(byte_level, stops), 0
+            for size in sizes:
+                if stream.push(letters[at : at + size]) is not None:
+                    break
+                at += size
+            assert stream.text == text and stream.stopped
+
+
+def test_ill_formed_bytes_without_end_are_shown_in_time(byte_level):
+    token = byte_level.token_to_id("Ģ")  # the byte 0x80, which begins no character
+    detokenizer = Detokenizer(byte_level)
+    pieces = [detokenizer.push([token]) for _ in range(500)]
+    assert len(detokenizer._window) < 50 and any(pieces)
+    assert "".join(pieces) + detokenizer.flush() == "�" * 500
+
+
+def test_a_leading_space_is_dropped_once_even_behind_special_tokens(byte_fallback):
+    the, cat, eos = (byte_fallback.token_to_id(word) for word in ("▁the", "▁cat", "<eos>"))
+    for ids in ([the, cat, the], [eos, the, eos, eos, cat, the], [the, eos, cat, eos, the, eos]):
+        stream = TextStream(byte_fallback)
+        for token in ids:
+            stream.push([token])
+        stream.finish()
+        assert stream.text == byte_fallback.decode(ids) == "the cat the"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_byte_tokens_of_whole_characters_decode_as_at_once(byte_fallback, seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        ids = []
+        for _ in range(rng.randint(1, 12)):
+            if rng.random() < 0.5:
+                ids.append(rng.randrange(1, 8))
+            else:
+                ids += [8 + byte for byte in rng.choice("é€\U0001f600ж").encode()]
+        assert stream_all(byte_fallback, ids, (), rng)[0] == byte_fallback.decode(ids)
+
+
+def test_ill_formed_byte_tokens_neither_raise_nor_take_text_back(byte_fallback):
+    rng = random.Random(4)
+    for _ in range(50):
+        ids = [rng.randrange(byte_fallback.get_vocab_size()) for _ in range(60)]
+        text, _ = stream_all(byte_fallback, ids, (), rng)
+        assert text
+
+
+def test_nothing_is_decoded_from_nothing(byte_level):
+    stream = TextStream(byte_level, ("x",))
+    assert stream.push([]) is None
+    stream.finish()
+    assert stream.text == "" and not stream.stopped

@@ -1,0 +1,38 @@
+"""An engine around tiny random models, and requests that run it."""
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.request import Request
+from eagle_kit.speculation.draft_model import Eagle3Draft
+
+PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
+
+
+def make_engine(models, batch=1, page_size=16, max_context=256, kv_tokens=None, **options) -> Engine:
+    target, head = models
+    sizes = {"max_running": batch, "max_context": max_context, "page_size": page_size}
+    tokens = kv_tokens or batch * (max_context + 200)
+    draft = None if head is None else Eagle3Draft(head, target)
+    return Engine(target, draft, EngineOptions(**sizes, kv_tokens=tokens, **options))
+
+
+def serve(engine, requests) -> None:
+    """Serve ``requests`` to their ends, the pool checked after every step."""
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.cache.num_available == engine.cache.num_pages
+
+
+def decode(
+    models, shape=None, batch=1, page_size=16, max_context=256, prompts=PROMPTS, options=None, **params
+) -> list[Request]:
+    engine = make_engine(models, batch, page_size, max_context, **(options or {}))
+    engine.use_shape(SpecShape.parse(shape))
+    params = SamplingParams(**{"max_tokens": 40, **params})
+    requests = [Request(i, list(p), params) for i, p in enumerate(prompts)]
+    serve(engine, requests)
+    return requests
