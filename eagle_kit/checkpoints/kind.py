@@ -11,9 +11,10 @@ Algorithm = Literal["EAGLE3", "EAGLE", "STANDALONE"]
 
 
 def algorithm_of(folder: str | Path) -> Algorithm:
-    """Read it from ``config.json``: the architectures of EAGLE-3 and EAGLE name themselves; a published
-    EAGLE-1 head may also call itself a plain Llama of one layer, whose config then has no vocabulary of its own
-    weights but ``fc`` (see :func:`_has_fc`). Everything else is a whole model.
+    """Read it from ``config.json``.
+
+    The architectures of EAGLE-3 and EAGLE name themselves; a published EAGLE-1 head may also call itself a
+    Llama of one layer, and is then known by its ``fc``. Everything else is a whole model.
 
     Raises:
         UserError: the folder or its config cannot be read.

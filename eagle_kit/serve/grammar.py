@@ -77,7 +77,7 @@ class GrammarCompiler:
         compiler = self._compiler
         try:
             if grammar.kind == "json_object":
-                compiled = compiler.compile_builtin_json_grammar()
+                compiled = compiler.compile_json_schema('{"type": "object"}')  # not any JSON value
             elif grammar.kind == "json_schema":
                 compiled = compiler.compile_json_schema(grammar.text)
             else:

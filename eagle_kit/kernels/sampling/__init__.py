@@ -1,6 +1,13 @@
 """From the target's logits to the law that is sampled, and the coins it is sampled with."""
 
-from eagle_kit.kernels.sampling.coins import DRAFT_COINS, TARGET_COINS, VERIFY_COINS, sample, uniforms
+from eagle_kit.kernels.sampling.coins import (
+    DRAFT_COINS,
+    TARGET_COINS,
+    VERIFY_COINS,
+    sample,
+    uniforms,
+    window_uniforms,
+)
 from eagle_kit.kernels.sampling.law import (
     SamplingBatch,
     adjust_logits,
@@ -22,4 +29,5 @@ __all__ = [
     "target_probs",
     "token_logprobs",
     "uniforms",
+    "window_uniforms",
 ]

@@ -33,8 +33,26 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch
         positions: int64 ``[B, n]``, of the tokens that are decided.
         stream: coins of different use are independent.
     """
-    key = _mix(seeds + _GOLDEN)[:, None] + positions * _GOLDEN + stream * 0x5851F42D4C957F2D
-    return _shift_right(_mix(key), 11).double() * 2.0**-53
+    return _shift_right(_hash(seeds[:, None], positions, stream), 11).double() * 2.0**-53
+
+
+def window_uniforms(
+    seeds: torch.Tensor, root_positions: torch.Tensor, count: int, stream: int
+) -> torch.Tensor:
+    """Coins of one cycle, fp64 ``[B, count]``: they belong to its root's position, which grows from cycle to
+    cycle, so that nothing drawn for a rejected draft is used again.
+
+    Args:
+        seeds, root_positions: int64 ``[B]``.
+        count: coins per request.
+        stream: coins of different use are independent.
+    """
+    index = torch.arange(count, device=seeds.device).expand(seeds.shape[0], count)
+    return uniforms(_hash(seeds, root_positions, stream), index, stream)
+
+
+def _hash(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + stream * 0x5851F42D4C957F2D)
 
 
 def sample(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""A hundred thousand random events: whatever arrives, stops, is aborted or sent back, no page and no token is
+lost. The models are replaced by random results; scheduler, prefix cache and engine are the real ones."""
+
+import random
+
+import pytest
+import torch
+from tiny import tiny_target
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.runner import Results
+
+STOP = 5
+
+
+class RandomRunner:
+    """Results of random length. It asserts what the device relies on: pages for all that is written."""
+
+    def __init__(self, seed: int, page_size: int, lag: int) -> None:
+        self.rng, self.page_size, self.lag = random.Random(seed), page_size, lag
+        self.shape, self.drafter = SpecShape.parse(None), None
+
+    def use_shape(self, shape):
+        self.shape = shape
+
+    def _token(self):
+        return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))
+
+    def prefill(self, chunks):
+        ended = []
+        for request, start, stop in chunks:
+            assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
+            assert len(request.lease) * self.page_size >= stop
+            if stop == request.num_to_compute:
+                ended.append(request)
+        if not ended:
+            return None
+        counts = torch.tensor([0 if request.token_ids else 1 for request in ended])
+        tokens = torch.tensor([[self._token()] for _ in ended])
+        return Results(ended, [request.epoch for request in ended], tokens, counts, None, False)
+
+    def decode(self, requests, longest):
+        width = self.shape.steps + 1
+        assert len({request.slot for request in requests}) == len(requests)
+        for request in requests:
+            assert request.num_tokens - 1 <= longest
+            assert len(request.lease) * self.page_size >= request.num_tokens - 1 + (1 + self.lag) * width
+        counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
+        tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
+        return Results(requests, [request.epoch for request in requests], tokens, counts, None, True)
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    """Often one of a few beginnings, so that pages are shared."""
+    beginning = rng.choice(([], [1] * 9, [1, 2] * 8, [3] * 21))
+    return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
+
+
+@pytest.mark.parametrize(("page_size", "lag", "shape"), [(1, 0, "5,4,16"), (4, 1, "4,1,5"), (16, 1, None)])
+def test_a_storm_of_events_loses_nothing(page_size, lag, shape):
+    rng = random.Random(page_size)
+    options = EngineOptions(
+        max_running=8, max_context=60, kv_tokens=128, page_size=page_size, prefill_tokens=24, lag=lag
+    )
+    engine = Engine(tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,)), None, options)
+    engine.draft = None
+    engine.runner = RandomRunner(page_size, page_size, lag)
+    shape = SpecShape.parse(shape)
+    engine.runner.use_shape(shape)
+    engine.scheduler.room = engine._room(shape)
+    alive: list[Request] = []
+    finished: list[Request] = []
+    number, events = 0, 0
+    while events < 33_400:
+        events += 1
+        event = rng.random()
+        if event < 0.25 and engine.num_waiting < 20:
+            params = SamplingParams(max_tokens=rng.choice((1, 2, 3, 10, 200)), ignore_eos=rng.random() < 0.3)
+            request = Request(number, _prompt(rng), params, priority=rng.choice((0, 0, 0, 1)))
+            engine.add_request(request)
+            alive.append(request)
+            number += 1
+        elif event < 0.3 and alive:
+            engine.abort(rng.choice(alive))
+        else:
+            engine.step()
+        engine.check()
+        for request in [request for request in alive if request.finish_reason is not None]:
+            alive.remove(request)
+            finished.append(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.cache.num_available == engine.cache.num_pages and engine.num_running == 0
+    for request in finished + alive:
+        tokens, params = request.token_ids, request.params
+        assert not request.lease.nodes and not request.lease.pages
+        assert len(tokens) <= params.max_tokens and request.num_tokens <= 60
+        if request.finish_reason == "length":
+            assert len(tokens) == params.max_tokens
+        elif request.finish_reason == "context":
+            assert request.num_tokens == 60
+        elif request.finish_reason == "stop":
+            assert tokens[-1] == STOP and not params.ignore_eos
+        if not params.ignore_eos:
+            assert STOP not in tokens[:-1]
+    reasons = engine.totals.num_finished
+    assert all(reasons[reason] > 50 for reason in ("stop", "length", "context", "abort")), reasons
+    assert engine.totals.num_preemptions > 50 and engine.cache.num_evicted > 100
+    assert engine.totals.num_cached_prompt_tokens > 1000
