@@ -1,14 +1,15 @@
 """The target's next token after every node of a window.
 
 A node's token is drawn with the coin of its position, so all nodes of one depth share a coin; only one of
-them is on the path. The draft is then followed as far as it agrees. Whatever was drafted, the text is the one
-that plain decoding draws with the same seed.
+them is on the path. A deterministic draft is then followed as far as it agrees: whatever was drafted, the
+text is the one that plain decoding draws with the same seed.
 
 Legend: B requests, N window nodes, V vocabulary.
 """
 
 import torch
 
+from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Verifier, accept, accept_greedy
 from eagle_kit.kernels.sampling import (
     TARGET_COINS,
     SamplingBatch,
@@ -35,11 +36,38 @@ def choose(
         sampling: None takes the most likely token everywhere.
         allowed: bool ``[B, N, V]``, what a grammar allows; every node must allow something.
     """
-    if sampling is not None:
-        logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, float("-inf"))
     if sampling is None:
-        return logits.argmax(-1)
+        return _masked(logits, allowed).argmax(-1)
     positions = seq_lens[:, None] + 1 + tree.depths
-    return sample(target_probs(logits, sampling), uniforms(sampling.seeds, positions, TARGET_COINS))
+    coins = uniforms(sampling.seeds, positions, TARGET_COINS)
+    return sample(target_law(logits, tree, sampling, allowed), coins)
+
+
+def decide(
+    logits: torch.Tensor,
+    tree: Tree,
+    proposal: Proposal,
+    verifier: Verifier,
+    seq_lens: torch.Tensor,
+    sampling: SamplingBatch | None,
+    allowed: torch.Tensor | None,
+    steps: int,
+) -> Accepted:
+    """Which drafts are kept, and the token that follows them: see :func:`choose` and ``kernels.accept``."""
+    if sampling is None:
+        assert isinstance(proposal, Deterministic), "a draft of greedy requests has nothing to draw"
+        return accept_greedy(choose(logits, tree, seq_lens, None, allowed), tree.tokens, tree.parents, steps)
+    probs = target_law(logits, tree, sampling, allowed)
+    return accept(probs, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
+
+
+def target_law(
+    logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    """The law after every node, fp32 ``[B, N, V]``: penalties and bias, the grammar, then the filters."""
+    bent = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
+    return target_probs(_masked(bent, allowed), sampling)
+
+
+def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))

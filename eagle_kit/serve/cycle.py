@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Accepted, accept_greedy
+from eagle_kit.kernels.accept import Accepted, Deterministic, TargetOnly, Verifier
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel, TargetOutput
-from eagle_kit.serve.choose import choose
-from eagle_kit.speculation.drafter import Drafter, DraftState
+from eagle_kit.serve.choose import decide
+from eagle_kit.speculation.drafter import Draft, Drafter, DraftState
 from eagle_kit.speculation.paged_kv import PagedKV
 
 
@@ -64,11 +64,13 @@ class Settings(NamedTuple):
         shape: how much to draft and to verify; without a draft it must be a window of one.
         num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 2``.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
+        verifier: what decides on drafts of requests that sample; it must fit the drafter's law.
     """
 
     shape: SpecShape
     num_columns: int
     num_logprobs: int | None = None
+    verifier: Verifier = TargetOnly()
 
 
 def cycle(
@@ -80,16 +82,19 @@ def cycle(
     sampling: SamplingBatch | None = None,
 ) -> CycleOutput:
     """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
-    tree = propose(drafter, state, settings)
-    return verify_cycle(target, kv, drafter, state, tree, settings, sampling)
+    draft = propose(drafter, state, settings, sampling)
+    return verify_cycle(target, kv, drafter, state, draft, settings, sampling)
 
 
-def propose(drafter: Drafter | None, state: CycleState, settings: Settings) -> Tree:
+def propose(
+    drafter: Drafter | None, state: CycleState, settings: Settings, sampling: SamplingBatch | None
+) -> Draft:
     """The part of a cycle that makes the window; without a draft model it is the root alone."""
     if drafter is None or state.draft is None:
-        return root_only(state.roots)
+        return Draft(root_only(state.roots), Deterministic())
+    _, seq_lens, roots, _, _ = state
     return drafter.propose(
-        state.draft, state.roots, state.seq_lens, state.page_table, settings.shape, settings.num_columns
+        state.draft, roots, seq_lens, state.page_table, settings.shape, settings.num_columns, sampling
     )
 
 
@@ -98,7 +103,7 @@ def verify_cycle(
     kv: PagedKV,
     drafter: Drafter | None,
     state: CycleState,
-    tree: Tree,
+    proposed: Draft,
     settings: Settings,
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
@@ -109,11 +114,12 @@ def verify_cycle(
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
     page_table, seq_lens, _, active, draft = state
+    tree, proposal = proposed
     b, n = tree.tokens.shape
     out = verify(target, kv, tree, state, settings.num_columns, drafter)
     logits = target.logits(out.hidden).view(b, n, -1)
-    predicted = choose(logits, tree, seq_lens, sampling, allowed)
-    accepted = accept_greedy(predicted, tree.tokens, tree.parents, settings.shape.steps)
+    steps, verifier = settings.shape.steps, settings.verifier
+    accepted = decide(logits, tree, proposal, verifier, seq_lens, sampling, allowed, steps)
     num_emitted = (accepted.num_accepted + 1) * active
     kv.commit_window(page_table, accepted.path, seq_lens, num_emitted)
     if drafter is not None and draft is not None:

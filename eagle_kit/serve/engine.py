@@ -19,6 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.accept import Verifier
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.grammar import GrammarCompiler
 from eagle_kit.serve.kv_cache import KVCache
@@ -41,6 +42,8 @@ class EngineOptions:
         prefill_tokens: most prompt tokens computed in one step.
         lag: steps between a cycle and its results on the host.
         batch_sizes: batches are padded to the next of these; empty for exact sizes.
+        sampled_drafts: draw drafts from the draft's own law; chains only.
+        verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's law.
         seed: of the seeds of requests that bring none.
     """
 
@@ -52,6 +55,8 @@ class EngineOptions:
     prefill_tokens: int = 512
     lag: int = 0
     batch_sizes: tuple[int, ...] = ()
+    sampled_drafts: bool = False
+    verifier: Verifier | None = None
     seed: int = 0
 
 
@@ -100,7 +105,16 @@ class Engine:
             page_size=options.page_size,
             max_pages=self.cache.pages_for(options.max_context + room),
             batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
+            sampled_drafts=options.sampled_drafts,
+            verifier=options.verifier,
         )
+        drafter = self.runner._drafter
+        if drafter is not None and not isinstance(self.runner.verifier, drafter.verifiers):
+            fit = " or ".join(kind.__name__ for kind in drafter.verifiers)
+            raise UserError(
+                f"{type(self.runner.verifier).__name__} verification does not fit the law of the drafts.",
+                f"Use {fit}.",
+            )
         self.totals = EngineTotals()
         self._seeds = random.Random(options.seed)
         self._pending: deque[Results] = deque()
@@ -146,6 +160,11 @@ class Engine:
         if self.draft is not None and shape.topk > (size := self.draft.draft_vocab_size):
             raise UserError(
                 f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk."
+            )
+        if self.options.sampled_drafts and shape.topk > 1:
+            raise UserError(
+                f"The shape {shape} is a tree, and drafts are to be drawn.",
+                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not draw drafts.",
             )
         if bool(shape.steps) != bool(self.shape.steps):
             self.cache.clear()  # pages written without a draft have no entries of it

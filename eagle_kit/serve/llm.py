@@ -12,6 +12,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.data.template import prompt_token_ids
+from eagle_kit.kernels.accept import Verifier
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_linears
 from eagle_kit.kernels.prefill_attention import prefill_attention
@@ -54,6 +55,9 @@ class LLM:
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: fp32 on a CPU, bf16 on a GPU.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         tokenizer: needed for text prompts when ``target`` is a loaded model.
+        sampled_drafts: for requests that sample, draw drafts from the draft's own law (chains only).
+        verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
+            lossless one. ``Relaxed`` is LOSSY.
         seed: of the draws of requests that bring no seed.
     """
 
@@ -76,6 +80,8 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         tokenizer: Any = None,
+        sampled_drafts: bool = False,
+        verifier: Verifier | None = None,
         seed: int = 0,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "page_size": page_size, "kv_tokens": kv_tokens}
@@ -108,6 +114,8 @@ class LLM:
             "prefix_cache": prefix_cache,
             "prefill_tokens": prefill_tokens or (8192 if on_gpu else 512),
             "lag": lag if lag is not None else int(on_gpu),
+            "sampled_drafts": sampled_drafts,
+            "verifier": verifier,
             "seed": seed,
         }
         self._batch_sizes = batch_sizes

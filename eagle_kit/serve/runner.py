@@ -10,6 +10,7 @@ import torch
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.accept import TargetOnly, Verifier
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.choose import choose
@@ -21,6 +22,7 @@ from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Drafter
 from eagle_kit.speculation.paged_kv import PagedKV, Segment
+from eagle_kit.speculation.sampled import SampledDrafter
 
 COLUMN_BUCKET = 64
 
@@ -44,6 +46,8 @@ class Runner:
         num_pages, page_size: of the pool.
         max_pages: most pages of one request.
         batch_sizes: batches are padded to the next of these with dummies.
+        sampled_drafts: draw drafts from the draft's law instead of taking its most likely tokens.
+        verifier: decides on drafts of requests that sample; default the lossless one for the draft's law.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Runner:
         page_size: int,
         max_pages: int,
         batch_sizes: Sequence[int],
+        sampled_drafts: bool = False,
+        verifier: Verifier | None = None,
     ) -> None:
         self.target, self.batch_sizes = target, batch_sizes
         self.num_slots, self.max_pages = max(batch_sizes), max_pages
@@ -73,8 +79,15 @@ class Runner:
         )
         self._drafter: Drafter | None = None
         if draft is not None:
-            sizes = {"num_pages": num_pages, "page_size": page_size, "max_batch_size": self.num_slots}
-            self._drafter = Drafter(draft, **sizes)
+            self._drafter = (SampledDrafter if sampled_drafts else Drafter)(
+                draft,
+                vocab_size=config.vocab_size,
+                num_pages=num_pages,
+                page_size=page_size,
+                max_batch_size=self.num_slots,
+            )
+        default = TargetOnly() if self._drafter is None else self._drafter.verifiers[0]()
+        self.verifier = verifier or default
         self.use_shape(SpecShape.parse(None))
 
     @property
@@ -157,15 +170,17 @@ class Runner:
         rows = self._tensor([request.slot for request in requests] + padding)
         steps, topk, tokens = self.shape
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
-        settings = Settings(self.shape, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, _num_logprobs(requests))
+        columns = -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
+        settings = Settings(self.shape, columns, _num_logprobs(requests), self.verifier)
         sampling = self._sampling(requests, rows, len(padding))
         state = self.slots.gather(rows)
         models = self.target, self.kv, self.drafter
         matches = [request.match for request in requests]
         if any(matches):  # the host must see the draft: the cycle is in two parts
-            tree = propose(self.drafter, state, settings)
-            allowed = allowed_tokens([*matches, *[None] * len(padding)], tree, self.target.config.vocab_size)
-            out = verify_cycle(*models, state, tree, settings, sampling, allowed)
+            draft = propose(self.drafter, state, settings, sampling)
+            vocab = self.target.config.vocab_size
+            allowed = allowed_tokens([*matches, *[None] * len(padding)], draft.tree, vocab)
+            out = verify_cycle(*models, state, draft, settings, sampling, allowed)
         else:
             out = cycle(*models, state, settings, sampling)
         self.slots.scatter(rows, out.state, out.counts)

@@ -54,7 +54,7 @@ class Slots:
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """The state of the batch in ``rows`` int64 ``[B]``."""
-        draft = DraftState(*(t[rows] for t in self.draft)) if self.draft is not None else None
+        draft = self.draft._make(t[rows] for t in self.draft) if self.draft is not None else None
         return CycleState(
             self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft
         )

@@ -74,4 +74,6 @@ class Eagle3Draft:
 
 
 class Eagle1Draft: ...
+
+
 class StandaloneDraft: ...

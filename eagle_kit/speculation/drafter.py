@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.accept import Accepted
+from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Relaxed, TargetOnly
+from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import Tree, chain_build, top_scores, tree_build
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.models.llama import TargetOutput
@@ -32,11 +33,25 @@ class DraftState(NamedTuple):
     features: torch.Tensor
 
 
-class Drafter:
-    """A draft model with its key-value store. Mutates only the store."""
+class Draft(NamedTuple):
+    """A window to verify, and the law its tokens come from."""
 
-    def __init__(self, model: DraftModel, *, num_pages: int, page_size: int, max_batch_size: int) -> None:
-        self.model = model
+    tree: Tree
+    proposal: Proposal
+
+
+class Drafter:
+    """A draft model with its key-value store. Mutates only the store.
+
+    Args:
+        vocab_size: V of the target.
+        num_pages, page_size: of the pool that the target's store shares with this one.
+    """
+
+    def __init__(
+        self, model: DraftModel, *, vocab_size: int, num_pages: int, page_size: int, max_batch_size: int
+    ) -> None:
+        self.model, self.vocab_size = model, vocab_size
         self.kv = PagedKV(
             model.num_layers,
             model.num_kv_heads,
@@ -49,6 +64,9 @@ class Drafter:
             dtype=model.dtype,
             device=model.device,
         )
+
+    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
+    """Kinds of verification that fit the law of these drafts, the default first."""
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -72,10 +90,25 @@ class Drafter:
         page_table: torch.Tensor,
         shape: SpecShape,
         num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> Draft:
+        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes.
+
+        Args:
+            sampling: the laws of the requests; this drafter proposes the same whatever they are.
+        """
+        grow = self._grow_chain if shape.topk == 1 else self._grow_tree
+        return Draft(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
+
+    def _grow_tree(
+        self,
+        state: DraftState,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
     ) -> Tree:
-        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes."""
-        if shape.topk == 1:
-            return self._propose_chain(state, roots, seq_lens, page_table, shape, num_columns)
         b, topk = roots.shape[0], shape.topk
         tokens, scores = state.tokens, state.scores
         features = state.features[:, None].expand(b, topk, -1).reshape(b * topk, -1)
@@ -106,7 +139,7 @@ class Drafter:
             roots, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1), shape
         )
 
-    def _propose_chain(
+    def _grow_chain(
         self,
         state: DraftState,
         roots: torch.Tensor,
@@ -115,7 +148,7 @@ class Drafter:
         shape: SpecShape,
         num_columns: int,
     ) -> Tree:
-        """:meth:`propose` without anything to rank: the best token of every step."""
+        """A tree without anything to rank: the best token of every step."""
         tokens, features, drafted = state.tokens, state.features, [state.tokens]
         for step in range(1, shape.steps):
             bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)

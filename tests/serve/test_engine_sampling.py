@@ -4,8 +4,10 @@ import pytest
 import torch
 from tiny_engine import PROMPTS, decode, make_engine, serve
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import Rejection, Relaxed
 from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
@@ -102,3 +104,73 @@ def test_first_tokens_follow_the_law_of_the_prompt(models):
     expected = 2000 * law[law > 0]
     freedom = len(expected) - 1
     assert ((counts[law > 0] - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def _pair_counts(models, count, **engine_options) -> torch.Tensor:
+    """How often each pair of first tokens is sampled, ``[11, 11]``."""
+    shape = engine_options.pop("shape")
+    options = {"max_context": 24, "kv_tokens": 40_000, "page_size": 4, **engine_options}
+    engine = make_engine(models, batch=1000, **options)
+    engine.use_shape(SpecShape.parse(shape))
+    params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)
+    requests = [Request(i, [1, 2, 3], params) for i in range(count)]
+    serve(engine, requests)
+    if engine.shape.steps:
+        assert engine.totals.spec.accept_length > 1.05
+    pairs = torch.tensor([r.token_ids[1] * 11 + r.token_ids[3] for r in requests])
+    return torch.bincount(pairs, minlength=121).double()
+
+
+@pytest.fixture(scope="module")
+def plain_counts(models):
+    return _pair_counts(models, 20_000, shape=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shape": "3,1,4", "seed": 1},
+        {"shape": "3,3,8", "seed": 2},
+        {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
+        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": Rejection()},
+        {"shape": "3,3,8", "seed": 5, "verifier": Relaxed(1.0, 1.0)},
+    ],
+)
+def test_twenty_thousand_continuations_have_the_law_of_plain_sampling(models, plain_counts, options):
+    """Two samples of one law: chi-square of their difference, over pairs of later tokens."""
+    counts = _pair_counts(models, 20_000, **options)
+    both = counts + plain_counts
+    seen = both > 20
+    distance = ((counts - plain_counts) ** 2 / both)[seen].sum()
+    freedom = int(seen.sum()) - 1
+    assert distance < freedom + 4 * (2 * freedom) ** 0.5
+    assert counts[~seen].sum() < 200
+
+
+def test_a_lossy_verifier_is_seen_by_the_same_test(models, plain_counts):
+    counts = _pair_counts(models, 20_000, shape="3,3,8", seed=6, verifier=Relaxed(0.1, 0.3))
+    both = counts + plain_counts
+    seen = both > 20
+    freedom = int(seen.sum()) - 1
+    assert ((counts - plain_counts) ** 2 / both)[seen].sum() > freedom + 10 * (2 * freedom) ** 0.5
+
+
+def test_drawn_drafts_leave_greedy_requests_alone(models):
+    alone = decode(models, None)
+    drawn = decode(models, "4,1,5", batch=3, options={"sampled_drafts": True})
+    assert [r.token_ids for r in drawn] == [r.token_ids for r in alone]
+    engine = make_engine(models, batch=2, sampled_drafts=True)
+    engine.use_shape(SpecShape(4, 1, 5))
+    warm = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
+    requests = [Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=40)), Request(1, [1, 2], warm)]
+    serve(engine, requests)
+    assert requests[0].token_ids == alone[0].token_ids
+
+
+def test_a_verifier_that_does_not_fit_the_drafts_is_refused(models):
+    with pytest.raises(UserError, match="does not fit"):
+        make_engine(models, sampled_drafts=True, verifier=Relaxed(0.5, 0.5))
+    with pytest.raises(UserError, match="does not fit"):
+        make_engine(models, verifier=Rejection())
+    with pytest.raises(UserError, match="is a tree"):
+        make_engine(models, sampled_drafts=True).use_shape(SpecShape(5, 4, 16))

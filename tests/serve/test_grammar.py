@@ -68,8 +68,17 @@ def test_a_batch_may_mix_grammars_with_free_text(llm):
 
 
 def test_max_tokens_cuts_a_reply_inside_its_grammar(llm):
-    answer = reply(llm, Grammar("json_object"), "3,1,4", max_tokens=3)
-    assert len(answer.token_ids) == 3 and answer.finish_reason == "length" and answer.text.startswith("{")
+    answer = reply(llm, Grammar("json_object"), "3,1,4", max_tokens=1)
+    assert (answer.text, answer.finish_reason) == ("{", "length")
+
+
+def test_a_json_object_is_an_object(llm):
+    for seed in range(5):
+        answer = reply(llm, Grammar("json_object"), "3,1,4", temperature=2.0, seed=seed, max_tokens=250)
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.text), dict)
+        else:
+            assert answer.text.startswith("{")
 
 
 @pytest.mark.parametrize("grammar", [Grammar("json_schema", "{"), Grammar("regex", "[")])

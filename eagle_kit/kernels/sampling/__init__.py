@@ -5,6 +5,7 @@ from eagle_kit.kernels.sampling.coins import (
     TARGET_COINS,
     VERIFY_COINS,
     sample,
+    sample_distinct,
     uniforms,
     window_uniforms,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "counts_after",
     "make_sampling_batch",
     "sample",
+    "sample_distinct",
     "target_probs",
     "token_logprobs",
     "uniforms",

@@ -66,10 +66,35 @@ def sample(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
         coins: fp64 ``[...]`` in [0, 1).
 
     Returns:
-        int64 ``[...]``.
+        int64 ``[...]``, 0..V - 1 also for a row that is no law (all zeros, NaN).
     """
-    sums = probs.double().cumsum(-1)
+    sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
     # A coin just below one may round up to the total, which nothing exceeds.
     bound = torch.minimum(coins[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, bound, right=True)[..., 0]
+    return torch.searchsorted(sums, bound, right=True)[..., 0].clamp(max=probs.shape[-1] - 1)
+
+
+def sample_distinct(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """Draw tokens one after another without replacement, as siblings of a sampled tree are.
+
+    When the law has no token left, the lowest ids not drawn yet follow, of probability zero: a verifier knows
+    them by that and passes over them.
+
+    Args:
+        probs: fp32 ``[B, V]``, as for ``sample``.
+        coins: fp64 ``[B, K]`` in [0, 1), K <= V.
+
+    Returns:
+        int64 ``[B, K]``, in the order of the draws, which must be their order in the window.
+    """
+    drawn = []
+    unused = torch.ones_like(probs)
+    for k in range(coins.shape[1]):
+        left = probs * unused
+        is_empty = left.amax(-1, keepdim=True) <= 0
+        coin = torch.where(is_empty[:, 0], 0.0, coins[:, k])
+        token = sample(torch.where(is_empty, unused, left), coin)
+        unused = unused.scatter(1, token[:, None], 0.0)
+        drawn.append(token)
+    return torch.stack(drawn, 1)

@@ -9,6 +9,11 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.request import SamplingParams
+from eagle_kit.kernels.sampling.nearest import nearest
+
+LARGEST = torch.finfo(torch.float32).max / 4
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Settings beyond fp32 are taken to its ends, so that no law becomes infinity over infinity."""
 
 
 class SamplingBatch(NamedTuple):
@@ -51,19 +56,23 @@ def make_sampling_batch(
         values = [getattr(p, name) for p in params]
         if all(value == neutral for value in values):
             return None
-        return torch.tensor(values, dtype=kind, device=device)
+        return torch.tensor([min(value, LARGEST) for value in values], dtype=kind, device=device)
 
-    top_k = column("top_k", 0, torch.int64)
-    if top_k is not None:
-        top_k = torch.where(top_k == 0, vocab_size, top_k)
+    top_k = top_p = None
+    if any(p.top_k for p in params):
+        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device)
+    if (top_p := column("top_p", 1.0)) is not None:
+        top_p = top_p.clamp(min=SMALLEST)
     repetition = column("repetition_penalty", 1.0)
     frequency, presence = column("frequency_penalty", 0.0), column("presence_penalty", 0.0)
+    if repetition is not None:
+        repetition = repetition.clamp(min=SMALLEST)
     bias = prompt_mask = counts = None
     if any(p.logit_bias for p in params):
         bias = torch.zeros(len(params), vocab_size)
         for i, p in enumerate(params):
             for token, value in p.logit_bias.items():
-                bias[i, token] = value
+                bias[i, token] = min(max(value, -LARGEST), LARGEST)
         bias = bias.to(device)
     if repetition is not None:
         prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool)
@@ -73,10 +82,12 @@ def make_sampling_batch(
     if any(p.has_penalties for p in params):
         counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
     return SamplingBatch(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        temperature=torch.tensor(
+            [min(p.temperature, LARGEST) for p in params], dtype=torch.float32, device=device
+        ),
         seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
         top_k=top_k,
-        top_p=column("top_p", 1.0),
+        top_p=top_p,
         min_p=column("min_p", 0.0),
         repetition=repetition,
         frequency=frequency,
@@ -111,6 +122,7 @@ def adjust_logits(
             penalty = batch.repetition[:, None, None]
             seen = batch.prompt_mask[:, None] | (counts > 0)
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = logits.clamp(max=LARGEST)
         if batch.frequency is not None:
             logits = logits - batch.frequency[:, None, None] * counts
         if batch.presence is not None:
@@ -121,32 +133,29 @@ def adjust_logits(
 def target_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Temperature, then top-k, top-p and min-p, each on what the one before left -> fp32 ``[B, N, V]``.
 
-    Equal logits are ranked by token id, so top-k keeps exactly k. A temperature of 0 is the law that has all
-    its weight on the most likely token, the lowest id among equals.
+    Equal logits are ranked by token id, so top-k keeps exactly k, and top-p no more than it needs. A
+    temperature of 0 is the law that has all its weight on the most likely token, the lowest id among equals.
+    A request's law does not depend on the filters of others in its batch.
 
     Args:
         logits: fp32 ``[B, N, V]``.
     """
-    greedy = batch.temperature == 0
-    scale = torch.where(greedy, 1.0, batch.temperature)[:, None, None]
+    greedy = (batch.temperature == 0)[:, None, None]
     best, at = logits.max(-1, keepdim=True)
-    scores = (logits - best) / scale
-    if batch.top_k is not None or batch.top_p is not None:
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        if batch.top_k is not None:
-            rank = torch.arange(scores.shape[-1], device=scores.device)
-            scores = scores.masked_fill(rank >= batch.top_k[:, None, None], float("-inf"))
-        if batch.top_p is not None:
-            probs = scores.softmax(-1)
-            before = probs.cumsum(-1) - probs
-            before[..., 0] = 0.0
-            scores = scores.masked_fill(before >= batch.top_p[:, None, None], float("-inf"))
-        scores = torch.empty_like(scores).scatter_(-1, order, scores)
+    distance = best - logits  # of every token from the best one, 0..inf
+    distance /= torch.where(greedy, 1.0, batch.temperature[:, None, None])
+    if batch.top_k is not None:
+        kept = nearest(distance, torch.ones_like(distance), batch.top_k[:, None, None].double())
+        distance.masked_fill_(~kept, float("inf"))
+    if batch.top_p is not None:
+        share = torch.where(batch.top_p < 1, batch.top_p, float("inf"))[:, None, None]
+        kept = nearest(distance, (-distance).softmax(-1), share.double())
+        distance.masked_fill_(~kept, float("inf"))
     if batch.min_p is not None:
-        least = batch.min_p.log()[:, None, None]  # the best score is 0
-        scores = scores.masked_fill(scores < least, float("-inf"))
-    one_hot = torch.zeros_like(scores).scatter_(-1, at, 1.0)
-    return torch.where(greedy[:, None, None], one_hot, scores.softmax(-1))
+        distance.masked_fill_(distance > -batch.min_p.log()[:, None, None], float("inf"))
+    probs = distance.neg_().softmax(-1)
+    at_best = torch.where(greedy, 1.0, probs.gather(-1, at))
+    return probs.masked_fill_(greedy, 0.0).scatter_(-1, at, at_best)
 
 
 def counts_after(counts: torch.Tensor, tokens: torch.Tensor, num_emitted: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""Two laws of drafts, and the verifiers that are sound for each.
+
+A deterministic draft is a function of the text: what it proposes was not drawn, so it has no q, and dividing
+by a softmax in its place would emit another law than the target's. A sampled draft was drawn from q and
+brings q along. The types keep them apart: ``accept`` refuses a verifier that does not fit.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle_kit.kernels.accept.block import accept_block
+from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
+from eagle_kit.kernels.accept.relaxed import accept_relaxed
+from eagle_kit.kernels.accept.target_only import accept_target_only
+from eagle_kit.kernels.sampling import TARGET_COINS, VERIFY_COINS, uniforms, window_uniforms
+from eagle_kit.kernels.tree_build import Tree
+
+
+@dataclass(frozen=True)
+class Deterministic:
+    """A window of any topology that depends on the text only: top-k drafts, n-grams."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampledChain:
+    """A chain whose every draft was drawn; ``q [B, S, V]`` the law that the child of each node came from."""
+
+    q: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTree:
+    """A tree of a topology fixed beforehand, whose siblings were drawn without replacement and lie in the
+    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the law that the children of each of
+    the first Q nodes came from, nodes from Q on have none."""
+
+    q: torch.Tensor
+
+
+Proposal = Deterministic | SampledChain | SampledTree
+
+
+@dataclass(frozen=True)
+class TargetOnly:
+    """Follow a deterministic draft while the target draws the same; lossless."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Keep drawn tokens with probability min(1, p / q); lossless."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weigh prefixes of a drawn chain (arXiv 2403.10444); lossless, keeps no fewer than rejection."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """LOSSY thresholds for deterministic drafts, see ``accept_relaxed``; 1 and 1 are lossless."""
+
+    threshold_single: float
+    threshold_acc: float
+
+
+Verifier = TargetOnly | Rejection | Block | Relaxed
+
+
+def default_verifier(proposal: Proposal) -> Verifier:
+    """The lossless verifier for a law of drafts; block verification is the better one for chains."""
+    if isinstance(proposal, Deterministic):
+        return TargetOnly()
+    return Block() if isinstance(proposal, SampledChain) else Rejection()
+
+
+def accept(
+    probs: torch.Tensor,
+    tree: Tree,
+    proposal: Proposal,
+    verifier: Verifier,
+    seeds: torch.Tensor,
+    root_positions: torch.Tensor,
+    steps: int,
+) -> Accepted:
+    """Verify a window with coins that depend on each request's seed and position only.
+
+    Target-only coins belong to the position of the decided token, so that text does not depend on the draft.
+    All others belong to the cycle (the position of its root, which grows from cycle to cycle), so that
+    nothing drawn for a thrown-away draft is used again.
+
+    Args:
+        probs: ``[B, N, V]``, the target's law after each node.
+        tree: the window.
+        seeds, root_positions: int64 ``[B]``.
+        steps: S, depth of the window.
+
+    Raises:
+        TypeError: when the verifier is not sound for the law of the draft.
+    """
+    n = tree.tokens.shape[1]
+    if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
+        places = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
+        coins = uniforms(seeds, places, TARGET_COINS)
+        return accept_target_only(probs, tree.tokens, tree.parents, tree.depths, coins, steps)
+    coins = window_uniforms(seeds, root_positions, n + 1, VERIFY_COINS)
+    nodes, bonus = coins[:, :n], coins[:, n]
+    match proposal, verifier:
+        case Deterministic(), Relaxed(single, acc):
+            # A coin per depth; there are no more depths than nodes.
+            return accept_relaxed(probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc)
+        case SampledChain(q), Rejection():
+            return accept_rejection_chain(probs, q, tree.tokens, nodes[:, 1:], bonus)
+        case SampledChain(q), Block():
+            return accept_block(probs, q, tree.tokens, nodes[:, 1:], bonus)
+        case SampledTree(q), Rejection():
+            return accept_rejection_tree(probs, q, tree.tokens, tree.parents, nodes, bonus, steps)
+    raise TypeError(
+        f"{type(verifier).__name__} verification is not sound for {type(proposal).__name__} drafts. Use "
+        "TargetOnly or Relaxed for Deterministic, Rejection or Block for SampledChain, Rejection for "
+        "SampledTree."
+    )
+
+
+def check_distinct_siblings(tokens: torch.Tensor, parents: torch.Tensor) -> None:
+    """Raise ``ValueError`` when a node of a window has two children of one token. Reads tensors on the host:
+    for tests and debugging. ``tokens``, ``parents`` int64 ``[B, N]``; -1 is an unused node."""
+    for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        first: dict[tuple[int, int], int] = {}
+        for node in range(1, len(row)):
+            other = first.setdefault((above[node], row[node]), node)
+            if other != node and row[node] >= 0:
+                raise ValueError(
+                    f"Request {b}: nodes {other} and {node}, children of node {above[node]}, are both token "
+                    f"{row[node]}. Siblings must be drawn without replacement."
+                )

@@ -1,0 +1,151 @@
+"""Verification of sampled drafts: a token is kept with probability min(1, p / q).
+
+Chains (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). The draft drew x from q, the
+target's law is p. Keep x with probability min(1, p(x) / q(x)), else draw from norm(relu(p - q)). Token y then
+comes out with probability
+
+    q(y) min(1, p(y) / q(y)) + P(refused) relu(p(y) - q(y)) / sum relu(p - q)
+        = min(p(y), q(y)) + relu(p(y) - q(y)) = p(y),
+
+because P(refused) = 1 - sum min(p, q) = sum relu(p - q). So the law is the target's whatever q is, as long as
+x was really drawn from q: a softmax put in the place of q for a top-k draft would emit another law.
+
+Trees (SpecInfer, arXiv 2305.09781; EAGLE-1). A node's children were drawn one after another from q without
+replacement. They are tried in that order; after a refusal what is still to be emitted is norm(relu(p - q)),
+by the identity above, and the next child came from q without the refused token, renormalised: the same step
+again. When all are refused, the token is drawn from what is left of p. The topology must not depend on the
+values that were drawn.
+
+A token is kept when ``coin * q(x) < p(x)``, in fp64. It is strict, so that a coin of 0 never keeps a token of
+target probability zero; and p = q keeps everything, as coins stay below 1.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+import torch
+
+from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.sampling import sample
+
+
+def accept_rejection_chain(
+    probs: torch.Tensor,
+    q: torch.Tensor,
+    tokens: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+) -> Accepted:
+    """Verify a chain token by token.
+
+    A token with q = 0 cannot have been drawn: it and what follows count as not drafted.
+
+    Args:
+        probs: ``[B, S + 1, V]``, the target's law after each node.
+        q: ``[B, S, V]``, the law that the child of each node was drawn from, S >= 1.
+        tokens: int64 ``[B, S + 1]``, the root and the drafts.
+        coins: ``[B, S]`` in [0, 1), one per draft.
+        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+    """
+    steps = q.shape[1]
+    drafts = tokens[:, 1:, None]
+    p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
+    keeps = (coins.double() * q_x < p_x) & (q_x > 0)
+    num_accepted = keeps.to(torch.int64).cumprod(1).sum(1)
+    p_end, q_end = node_rows(probs, num_accepted), node_rows(q, num_accepted.clamp(max=steps - 1))
+    # After the last draft, and where nothing can have been drawn, there is no q to subtract.
+    is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
+    left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
+    return chain_accepted(tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins))
+
+
+def accept_rejection_tree(
+    probs: torch.Tensor,
+    q: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+    steps: int,
+) -> Accepted:
+    """Verify a tree whose siblings were drawn without replacement and lie in the window in that order.
+
+    One pass over the window: as parents come before children, the children of an accepted node are still
+    ahead when it is accepted. A child that q cannot have drawn (q = 0: padding, a repeated sibling, or fill
+    when q had no token left) is passed over as if it were not in the tree. Siblings drawn *with* replacement
+    are therefore verified exactly too: leaving repetitions out, they are a draw without replacement.
+
+    Args:
+        probs: ``[B, N, V]``, the target's law after each node.
+        q: ``[B, Q, V]``, Q <= N, the law that the children of each of the first Q nodes were drawn from;
+            nodes from Q on have no children.
+        tokens, parents: int64 ``[B, N]``, the window; a token of -1 is an unused node.
+        coins: ``[B, N]`` in [0, 1), one per node; the root's is not used.
+        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+        steps: S, depth of the window.
+    """
+    node = torch.zeros_like(parents[:, :1])
+    path, num_accepted = node.expand(-1, steps + 1), node
+    p, law = probs[:, 0].double(), q[:, 0].double()
+    for j in range(1, tokens.shape[1]):
+        token = tokens[:, j : j + 1]
+        at = token.clamp(min=0)
+        p_x, q_x = p.gather(1, at), law.gather(1, at)
+        tried = (parents[:, j : j + 1] == node) & (token >= 0) & (q_x > 0)
+        kept = tried & (coins[:, j : j + 1].double() * q_x < p_x)
+        refused = tried & ~kept
+        left = (p - law).relu()
+        p = torch.where(kept, probs[:, j], torch.where(refused, _normalised(weights_or(left, p)), p))
+        law = torch.where(refused, _normalised(law.scatter(1, at, 0.0)), law)
+        if j < q.shape[1]:
+            law = torch.where(kept, q[:, j], law)
+        node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
+    return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_coins))
+
+
+def weights_or(weights: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
+    """``weights [B, V]``, but ``law [B, V]`` where they are all zero: two laws that differ by rounding only
+    leave nothing, on a path whose probability is of that size."""
+    return torch.where(weights.amax(-1, keepdim=True) > 0, weights, law)
+
+
+def node_rows(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """``x [B, N, ...]`` at ``nodes`` int64 ``[B]`` -> ``[B, ...]``."""
+    return x[torch.arange(x.shape[0], device=x.device), nodes]
+
+
+def chain_accepted(tokens: torch.Tensor, num_accepted: torch.Tensor, bonus: torch.Tensor) -> Accepted:
+    """The result of a chain ``tokens [B, S + 1]`` of which ``num_accepted [B]`` drafts are followed by
+    ``bonus [B]``."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    path = torch.minimum(place, num_accepted[:, None])
+    return tree_accepted(tokens, path, num_accepted, bonus)
+
+
+def tree_accepted(
+    tokens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor, bonus: torch.Tensor
+) -> Accepted:
+    """The result of following ``path [B, S + 1]`` through the window ``tokens [B, N]``."""
+    place = torch.arange(path.shape[1], device=path.device)
+    drafts = tokens.gather(1, path).roll(-1, 1)
+    emitted = torch.where(place == num_accepted[:, None], bonus[:, None], drafts)
+    return Accepted(path, emitted, num_accepted)
+
+
+def step_to(
+    j: int, kept: torch.Tensor, node: torch.Tensor, num_accepted: torch.Tensor, path: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; ``node``, ``num_accepted`` int64 ``[B, 1]`` and
+    ``path`` int64 ``[B, S + 1]`` come back anew."""
+    num_accepted = num_accepted + kept
+    place = torch.arange(path.shape[1], device=path.device)
+    return (
+        torch.where(kept, j, node),
+        num_accepted,
+        torch.where(kept & (place >= num_accepted), j, path),
+    )
+
+
+def _normalised(weights: torch.Tensor) -> torch.Tensor:
+    """Weights ``[B, V]`` with sum 1, or as they are when all zero."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)

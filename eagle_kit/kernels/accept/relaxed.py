@@ -1,0 +1,73 @@
+"""LOSSY verification by thresholds, as SGLang offers it: more drafts are kept than the target's law allows.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+import torch
+
+from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.accept.rejection import node_rows, step_to, tree_accepted, weights_or
+from eagle_kit.kernels.sampling import sample
+
+LEAST_THRESHOLD = 1e-9
+"""What a threshold of 0 divides by, SGLang's cap."""
+
+
+def accept_relaxed(
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+    steps: int,
+    threshold_single: float,
+    threshold_acc: float,
+) -> Accepted:
+    """Keep a child whose probability, or whose share of the coin, is large enough. LOSSY below thresholds
+    of 1: the text no longer follows the target's law, it leans towards what the draft proposes.
+
+    At a node with law p and coin u, children are tried in window order; x is kept when p(x) >=
+    ``threshold_single``, or when u < (the sum of p over x and the siblings tried before it) /
+    ``threshold_acc``. When none is kept, the token is drawn from p without them, with a coin of its own.
+
+    With both thresholds 1 this is lossless: x is kept with probability p(x) exactly, and the rest is drawn
+    from the rest. It then spends two coins where ``accept_target_only`` spends one, so it emits the same law
+    but not the same text.
+
+    SGLang compares ``u <=``; here it is ``<`` and p(x) > 0 is required besides, so that neither a coin of 0
+    nor a threshold of 0 emits a token that a filter or a grammar forbade. A repeated sibling is never kept,
+    its probability was spent. Source: SGLang, ``speculative_sampling.cuh``, read in 2026.
+
+    Args:
+        probs: ``[B, N, V]``, the target's law after each node.
+        tokens, parents: int64 ``[B, N]``, the window of a deterministic draft; -1 is an unused node.
+        coins: ``[B, S + 1]`` in [0, 1), one per depth.
+        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+        steps: S, depth of the window.
+        threshold_single, threshold_acc: 0..1.
+
+    Raises:
+        ValueError: when a threshold is not in 0..1.
+    """
+    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}. Give a number from 0 to 1; 1 is lossless.")
+    node = torch.zeros_like(parents[:, :1])
+    path, num_accepted = node.expand(-1, steps + 1), node
+    p = probs[:, 0].double()
+    tried_mass = torch.zeros_like(p[:, :1])
+    for j in range(1, tokens.shape[1]):
+        token = tokens[:, j : j + 1]
+        at = token.clamp(min=0)
+        p_x = p.gather(1, at)
+        tried = (parents[:, j : j + 1] == node) & (token >= 0)
+        mass = tried_mass + p_x
+        coin = coins.gather(1, num_accepted)
+        enough = (coin < mass / max(threshold_acc, LEAST_THRESHOLD)) | (p_x >= threshold_single)
+        kept = tried & enough & (p_x > 0)
+        refused = tried & ~kept
+        p = torch.where(kept, probs[:, j], torch.where(refused, p.scatter(1, at, 0.0), p))
+        tried_mass = torch.where(kept, 0.0, torch.where(refused, mass, tried_mass))
+        node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
+    bonus = sample(weights_or(p, node_rows(probs, node[:, 0]).double()), bonus_coins)
+    return tree_accepted(tokens, path, num_accepted[:, 0], bonus)

@@ -1,0 +1,35 @@
+"""Verification of deterministic drafts: the target's own draw decides, the draft is followed while it agrees.
+
+Lossless for any tree that does not depend on the coins: the tree only decides how many of the target's draws
+are already known. As a draw depends on its position's coin and on nothing else, text with speculation equals
+text without, token for token. A temperature of zero is the law of one token, and this is the greedy walk.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+import torch
+
+from eagle_kit.kernels.accept.reference import Accepted, accept_greedy
+from eagle_kit.kernels.sampling import sample
+
+
+def accept_target_only(
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    coins: torch.Tensor,
+    steps: int,
+) -> Accepted:
+    """Draw the target's token at every node and walk to the child that equals it.
+
+    Nodes of one depth share a coin; only one of them is on the path. A node's children are tried by what they
+    are, so their order and repeated siblings change nothing.
+
+    Args:
+        probs: ``[B, N, V]``, the target's law after each node.
+        tokens, parents, depths: int64 ``[B, N]``, the window.
+        coins: ``[B, S + 1]`` in [0, 1), of the tokens that follow nodes of depth 0..S.
+        steps: S, depth of the window.
+    """
+    return accept_greedy(sample(probs, coins.gather(1, depths)), tokens, parents, steps)

@@ -1,0 +1,58 @@
+"""The smallest set of most likely tokens that is heavy enough: top-k (every token weighs 1) and top-p (its
+probability), without sorting a vocabulary.
+
+Tokens are given by their distance d >= 0 from the best one. The bound t, the smallest distance such that the
+tokens within t weigh enough, is found by halving the interval of all fp32 numbers: bits of numbers >= 0 are
+ordered as the numbers are, and there are fewer than 2^31 of them up to infinity. 31 rounds, each one pass
+over the row, are exact, have no data-dependent shape, and cost a quarter to a half of a sort (49,152 tokens,
+one core).
+
+Legend: B requests, N window nodes, V vocabulary.
+"""
+
+import torch
+from torch.nn import functional
+
+CHUNK = 1024
+"""Summands that are added in fp32; their sums are added in fp64. Chunks also make the order of additions
+independent of how many rows a call has."""
+
+_ROUNDS, _INFINITY = 31, 0x7F800000
+
+
+def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -> torch.Tensor:
+    """Mask of the nearest tokens whose weights reach ``need``, no more of them than that takes.
+
+    Tokens of one distance are taken in the order of their ids. Where all together weigh less than ``need``,
+    all are taken.
+
+    Args:
+        distance: fp32 ``[B, N, V]``, 0 to infinity, no negative zero.
+        weights: fp32 ``[B, N, V]``, >= 0, equal where the distance is.
+        need: fp64 ``[B or 1, N or 1, 1]``, above 0.
+
+    Returns:
+        bool ``[B, N, V]``.
+    """
+    padding = (0, -distance.shape[-1] % CHUNK)
+    chunks = (*distance.shape[:-1], -1, CHUNK)
+    d = functional.pad(distance, padding, value=float("inf")).view(chunks)
+    w = functional.pad(weights, padding).view(chunks)
+    taken = torch.empty_like(w)
+    need = need.expand(*distance.shape[:-1], 1)
+    low = torch.full_like(need, -1, dtype=torch.int32)
+    high = torch.full_like(low, _INFINITY)
+    for _ in range(_ROUNDS):
+        middle = low + (high - low) // 2
+        torch.le(d, middle.view(torch.float32)[..., None], out=taken)
+        is_enough = _weight(taken, w) >= need
+        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+    bound = high.view(torch.float32)
+    missing = need - _weight(torch.lt(d, bound[..., None], out=taken), w)
+    tied = distance == bound
+    before = (tied.cumsum(-1) - 1) * weights  # weight of the ties with a lower id
+    return (distance < bound) | (tied & (before < missing))
+
+
+def _weight(taken: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return taken.mul_(w).sum(-1).sum(-1, keepdim=True, dtype=torch.float64)

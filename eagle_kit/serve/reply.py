@@ -1,0 +1,102 @@
+"""One reply as its reader sees it: deltas until the finish reason, or what went wrong."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from eagle_kit.core.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.request import Request
+
+
+class Overloaded(Exception):
+    """The queue is full, or the server is shutting down; try again later (HTTP 503)."""
+
+
+class EngineFailed(Exception):
+    """The engine raised what it should not: while it took this request, or in a step, which ends its thread
+    and with it every request (HTTP 500)."""
+
+
+@dataclass
+class Delta:
+    """What a request emitted since the last one: text, tokens, their log-probabilities when asked for, and at
+    the end the finish reason."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, later: "Delta") -> None:
+        """Append a later delta to this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+
+
+class Observer(Protocol):
+    """Told of latencies as they arise, in the engine's thread; cheap and never raising."""
+
+    def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
+        """``num_tokens`` came ``seconds`` after the ones before, or after the arrival when ``first``."""
+
+    def finished(self, request: "Request") -> None:
+        """The request has its finish reason."""
+
+
+class Reply:
+    """One admitted request, as its reader sees it: an async iterator of :class:`Delta`, the last of which has
+    the finish reason.
+
+    :meth:`close` may be called at any time, any number of times; it aborts what has not finished.
+    """
+
+    def __init__(self, request: "Request", abort: Callable[["Reply"], None]) -> None:
+        self.request = request
+        self.finish_reason: str | None = None
+        self._abort = abort
+        self._news = asyncio.Event()
+        self._unread: Delta | None = None
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while self._unread is None:
+            if self._error is not None:
+                raise self._error
+            if self.finish_reason is not None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        delta, self._unread = self._unread, None
+        return delta
+
+    async def collect(self) -> Delta:
+        """Everything until the end as one delta."""
+        whole = Delta()
+        async for delta in self:
+            whole.add(delta)
+        return whole
+
+    def close(self) -> None:
+        """Abort the request unless it has finished."""
+        if self.finish_reason is None and self._error is None:
+            self._abort(self)
+
+    def put(self, news: "Delta | Exception") -> None:
+        """Called on the loop only."""
+        if isinstance(news, Exception):
+            self._error = self._error or news
+        else:
+            self.finish_reason = news.finish_reason
+            if self._unread is None:
+                self._unread = news
+            else:
+                self._unread.add(news)
+        self._news.set()
