@@ -150,7 +150,7 @@ def _output() -> RequestOutput:
     stats = SpecStats()
     stats.observe(3, 2)
     stats.observe(1, 0)
-    return RequestOutput([1, 2], [5, 6, 7, 8, 9], "five words", "stop", stats, 0.1, 2.0)
+    return RequestOutput([1, 2], [5, 6, 7, 8, 9], "five words", "stop", stats, prefill_s=0.1, decode_s=2.0)
 
 
 def test_a_reply_is_followed_by_its_accept_length():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints.disk import ANOTHER_FOLDER, check_disk_space, sync_files
 from eagle_kit.checkpoints.layout import (
     canonical_name,
     config_from_dict,
@@ -80,30 +81,17 @@ def save_draft(
         (partial / WEIGHTS).chmod(0o644)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        _sync(partial)
+        sync_files(partial)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The draft could not be written to {folder} ({error}).",
-            "Free some space or choose another folder.",
-        ) from error
+        raise UserError(f"The draft could not be written to {folder} ({error}).", ANOTHER_FOLDER) from error
     finally:  # an interrupt between the two renames must not cost the older draft either
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def check_disk_space(folder: Path, num_bytes: int) -> None:
-    """Raises UserError when the disk of ``folder`` has less than ``num_bytes`` free."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise UserError(
-            f"The disk of {folder} has {free / 1e6:.0f} MB free, and {num_bytes / 1e6:.0f} MB are needed.",
-            "Free some space or choose another folder.",
-        )
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -116,12 +104,6 @@ def _check_replaceable(folder: Path) -> None:
             f"The folder {folder} holds other things than a draft ({', '.join(others[:4])}).",
             "Choose a new or empty folder.",
         )
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def read_draft_config(folder: str | Path, target: TargetConfig | None = None) -> DraftConfig:
@@ -155,7 +137,7 @@ def read_state(folder: str | Path, config: DraftConfig) -> dict[str, torch.Tenso
     """
     folder = Path(folder)
     raw = read_json(folder / CONFIG)
-    tensors = {canonical_name(name): tensor for name, tensor in _read_tensors(folder).items()}
+    tensors = {canonical_name(name): tensor for name, tensor in read_draft_tensors(folder).items()}
     d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, str(folder))
     fingerprint = (raw.get("eagle_kit") or {}).get("vocab_map")
     if fingerprint is not None and fingerprint != map_fingerprint(d2t):
@@ -215,7 +197,7 @@ def load_draft(
     return head.to(device=device, dtype=dtype)
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_draft_tensors(folder: Path) -> dict[str, torch.Tensor]:
     old = folder / OLD_WEIGHTS
     if (folder / WEIGHTS).is_file() or not old.is_file():
         return read_safetensors(folder / WEIGHTS)

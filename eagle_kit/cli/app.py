@@ -25,6 +25,7 @@ COMMANDS = {
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
+    "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
     "eval": Command("measure accept length and speed-up over tasks", "eagle_kit.cli.evaluate"),
     "bench": Command(
         "measure decoding and training against this machine's own ceilings", "eagle_kit.cli.bench"

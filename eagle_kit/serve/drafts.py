@@ -4,6 +4,8 @@ import copy
 import warnings
 from pathlib import Path
 
+import torch
+
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear, pack_linears
 from eagle_kit.models.eagle3 import Eagle3Head
@@ -57,11 +59,7 @@ def load_draft_model(
         hot = load_token_map(token_map, target.config.vocab_size)
     weight = target.embed_tokens.weight
     if kind == "STANDALONE":
-        from eagle_kit.speculation.draft_model import load_standalone
-
-        model = load_standalone(draft, target, weight.dtype, weight.device)
-        pack_linears(model)
-        return StandaloneDraft(model, hot)
+        return _standalone(draft, target, hot)
     if kind == "EAGLE":
         from eagle_kit.checkpoints.eagle1 import load_eagle1
 
@@ -78,6 +76,21 @@ def load_draft_model(
             if finding.level == "warning":
                 warnings.warn(f"{finding.subject}: {finding.cause} {finding.remedy}", stacklevel=4)
     return _eagle3(load_draft(draft, target=target), target)
+
+
+def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
+    from eagle_kit.models.loader import load_target
+
+    weight = target.embed_tokens.weight
+    model = load_target(draft, dtype=weight.dtype, device=weight.device)
+    if model.config.vocab_size != target.config.vocab_size:
+        raise UserError(
+            f"The draft model has a vocabulary of {model.config.vocab_size}, the target one of "
+            f"{target.config.vocab_size}.",
+            "Use a smaller model of the target's own family.",
+        )
+    pack_linears(model)
+    return StandaloneDraft(model, hot)
 
 
 def _eagle3(head: Eagle3Head, target: LlamaModel) -> Eagle3Draft:

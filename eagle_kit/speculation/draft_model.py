@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
@@ -73,7 +75,90 @@ class Eagle3Draft:
         return self.head.to_target(draft_ids)
 
 
-class Eagle1Draft: ...
+class Eagle1Draft:
+    """An EAGLE-1 head with the target's output layer (see :class:`DraftModel`).
+
+    Args:
+        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
+    """
+
+    first_slot, num_layers = 1, 1
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        self.head, self.target = head, target
+        config, weight = head.config, head.fc.weight
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.feature_size = config.hidden_size
+        self.dtype, self.device = weight.dtype, weight.device
+        self.output = _Output(target, token_map)
+        self.draft_vocab_size = self.output.size
+
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def step(
+        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.output.logits(states)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return self.output.to_target(draft_ids)
 
 
-class StandaloneDraft: ...
+class StandaloneDraft:
+    """A whole small model of the target's vocabulary (see :class:`DraftModel`). It reads no target states,
+    and its entries begin with the first token.
+
+    Args:
+        token_map: as of :class:`Eagle1Draft`.
+    """
+
+    first_slot, feature_size = 0, 0
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        self.model = model
+        config, weight = model.config, model.embed_tokens.weight
+        self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.dtype, self.device = weight.dtype, weight.device
+        self.output = _Output(model, token_map)
+        self.draft_vocab_size = self.output.size
+
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        return hidden[:, :0].to(self.dtype)
+
+    def step(
+        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        return self.model(tokens, slots, attend).hidden
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.output.logits(states)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return self.output.to_target(draft_ids)
+
+
+class _Output:
+    """A model's output layer, whole or only the rows of a token map."""
+
+    def __init__(self, model: LlamaModel, token_map: torch.Tensor | None) -> None:
+        self.layer: Linear = model.lm_head
+        self.token_map = token_map
+        if token_map is not None:
+            self.token_map = token_map.to(model.head_weight.device)
+            self.layer = Linear(model.config.hidden_size, len(token_map), bias=False)
+            self.layer.weight = torch.nn.Parameter(model.head_weight[self.token_map], requires_grad=False)
+            self.layer.pack()
+        self.size = self.layer.weight.shape[0]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.layer(states)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]

@@ -1,0 +1,222 @@
+"""`eagle-kit serve DRAFT_OR_TARGET`: OpenAI's API over HTTP."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.cli.arguments import DEFAULT_TARGET, check_positive
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.api.startup import Model
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NEXTN", "NONE")
+SHAPE_DEFAULTS = SpecShape(5, 4, 8)
+"""SGLang's for Llama-like models: what complements a shape that was given in part."""
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+KEY_VARIABLE = "EAGLE_KIT_API_KEY"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``serve``."""
+    parser.add_argument(
+        "model",
+        metavar="DRAFT_OR_TARGET",
+        help="a draft, which names its target, or a target, served plainly",
+    )
+    parser.add_argument("--target", help="folder, hub id or known name, if not the draft's own")
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
+    http.add_argument(
+        "--api-key", metavar="KEY", help=f"demanded of clients; default ${KEY_VARIABLE}, or none"
+    )
+    http.add_argument("--served-model-name", metavar="NAME", help="default the last part of the model's path")
+    http.add_argument(
+        "--max-queued-requests", type=int, default=256, metavar="N", help="more get 503 (default %(default)s)"
+    )
+    http.add_argument("--max-parallel-per-client", type=int, metavar="N", help="replies; more get 429")
+    http.add_argument("--max-requests-per-minute", type=int, metavar="N", help="per client; more get 429")
+    http.add_argument(
+        "--grace-period",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for running replies at SIGTERM (default %(default)s)",
+    )
+    spec = parser.add_argument_group("speculation")
+    spec.add_argument(
+        "--speculative-algorithm", choices=ALGORITHMS, metavar="NAME", help=f"of {', '.join(ALGORITHMS)}"
+    )
+    spec.add_argument("--shape", help="steps,topk,tokens such as 4,1,5, in place of the next three")
+    spec.add_argument("--speculative-num-steps", type=int, metavar="S", help="depth of the draft")
+    spec.add_argument(
+        "--speculative-eagle-topk", type=int, metavar="K", help="candidates per depth; 1 is a chain"
+    )
+    spec.add_argument("--speculative-num-draft-tokens", type=int, metavar="N", help="verified, root included")
+    spec.add_argument(
+        "--speculative-token-map", type=Path, metavar="FILE", help="target ids a draft may propose"
+    )
+    spec.add_argument(
+        "--no-self-test", action="store_true", help="do not compare with plain decoding at start"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--max-running-requests",
+        type=int,
+        default=8,
+        metavar="B",
+        help="decoded together (default %(default)s)",
+    )
+    engine.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and reply")
+    engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default %(default)s)")
+    engine.add_argument("--no-prefix-cache", action="store_true", help="do not share common beginnings")
+    engine.add_argument("--prefill-tokens", type=int, metavar="N", help="most prompt tokens of one step")
+    engine.add_argument("--kv-memory", metavar="SIZE", help="of the key-value pool, such as 4G or 512Mi")
+    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    engine.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, load, test, serve; returns when the server was told to stop."""
+    shape, kv_bytes = shape_of(args), parse_size(args.kv_memory)
+    check_positive(args, "max_running_requests", "max_context", "page_size", "prefill_tokens")
+    from eagle_kit.serve.api.app import check_packages, create_app
+    from eagle_kit.serve.api.server import bind, run_forever
+    from eagle_kit.serve.api.settings import Settings
+    from eagle_kit.serve.api.startup import find_model
+
+    check_packages()
+    model = check_algorithm(args, find_model(args.model, args.target, DEFAULT_TARGET))
+    settings = Settings(
+        model_name=args.served_model_name or Path(args.model).resolve().name,
+        api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
+        max_queued=args.max_queued_requests,
+        max_parallel_per_client=args.max_parallel_per_client,
+        max_requests_per_minute=args.max_requests_per_minute,
+        grace_period_s=args.grace_period,
+    )
+    sock = bind(args.host, args.port)
+    llm = load(args, model, shape, kv_bytes)
+    engine = llm.engine(llm.default_shape)
+    introduce(args, model, llm)
+    return run_forever(create_app(llm, engine, settings), sock)
+
+
+def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
+    """The model without a draft that the algorithm has no use for.
+
+    Raises:
+        UserError: an algorithm without the draft it needs, or one this build does not have.
+    """
+    from eagle_kit.serve.drafts import ALGORITHMS as BUILT
+
+    name = args.speculative_algorithm
+    if name in ("NONE", "NGRAM"):
+        model = type(model)(model.target, None)
+    if name == "NGRAM" and name not in BUILT:
+        raise UserError(
+            "The algorithm NGRAM is not in this build.", "Leave the algorithm out, or use a draft."
+        )
+    if model.draft is None and name not in (None, "NONE", "NGRAM"):
+        raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
+    if model.draft is None and args.speculative_token_map is not None:
+        raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
+    return model
+
+
+def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_bytes: int | None) -> Any:
+    """The model as the command line wants it, an :class:`~eagle_kit.serve.llm.LLM`."""
+    from eagle_kit.serve.api.startup import warnings_as_lines
+    from eagle_kit.serve.llm import LLM
+
+    options: dict[str, Any] = {}
+    if args.speculative_algorithm not in (None, "NONE"):
+        options["algorithm"] = {"NEXTN": "EAGLE"}.get(args.speculative_algorithm, args.speculative_algorithm)
+    if args.speculative_token_map is not None:
+        options["token_map"] = args.speculative_token_map
+    with warnings_as_lines(say):
+        llm = LLM(
+            model.target,
+            model.draft,
+            shape=shape,
+            max_batch_size=args.max_running_requests,
+            max_context=args.max_context,
+            page_size=args.page_size,
+            prefix_cache=not args.no_prefix_cache,
+            prefill_tokens=args.prefill_tokens,
+            dtype=args.dtype,
+            device=args.device,
+            **options,
+        )
+    if kv_bytes is not None:
+        from eagle_kit.serve.memory import plan_memory
+
+        plan = plan_memory(llm.target, llm.draft, max_running=1, wanted_tokens=1, kv_tokens=None)
+        llm.kv_tokens = max(1, kv_bytes // plan.bytes_per_token)
+    return llm
+
+
+def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
+    """Print what is served, and test it."""
+    dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
+    shape = llm.default_shape
+    say(f"target     {model.target}, {dtype}, context {llm.max_context}, batch {llm.max_batch_size}")
+    drafts = f"shape {shape}" if shape.steps else "ordinary decoding"
+    say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
+    if llm.memory_plan is not None:
+        say(str(llm.memory_plan))
+    if not shape.steps or args.no_self_test:
+        return
+    from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
+
+    def causes() -> list[str]:
+        if model.draft is None:
+            return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]
+        return causes_of_low_acceptance(model.draft, model.target, dtype)
+
+    for line in report(self_test(llm, shape), exact=dtype == "float32", low_causes=causes):
+        say(line)
+
+
+def shape_of(args: argparse.Namespace) -> SpecShape | None:
+    """``--shape`` or the three numbers as a shape; None lets the engine choose.
+
+    Raises:
+        UserError: both, numbers that do not go together, or speculation that was switched off.
+    """
+    given = (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
+    some = any(value is not None for value in given)
+    if args.shape is not None and some:
+        raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
+    if args.speculative_algorithm == "NONE" and (some or SpecShape.parse(args.shape).steps):
+        raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
+    if not some:
+        return SpecShape.parse(args.shape) if args.shape is not None else None
+    steps, topk, tokens = (
+        default if value is None else value for value, default in zip(given, SHAPE_DEFAULTS, strict=True)
+    )
+    if topk == 1 and tokens != steps + 1:
+        if given[2] is not None:
+            say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {tokens} is ignored.")
+        tokens = steps + 1
+    return SpecShape.parse(f"{steps},{topk},{tokens}")
+
+
+def parse_size(text: str | None) -> int | None:
+    """``"4G"``, ``"512Mi"``, ``"2.5GB"`` as bytes. Raises UserError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"The size {text!r} cannot be read.", "Write it like 4G, 512Mi or 1000000000.")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def say(line: str) -> None:
+    """One line for the person who started the server; the standard output stays free."""
+    print(line, file=sys.stderr, flush=True)

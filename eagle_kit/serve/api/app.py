@@ -1,0 +1,76 @@
+"""The FastAPI application: routes, their documentation, errors, and the engine's life."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit import __version__
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.middleware import RequestContext
+from eagle_kit.serve.api.routes_generate import add_generation_routes
+from eagle_kit.serve.api.routes_operate import add_operation_routes
+from eagle_kit.serve.api.routes_tokens import add_token_routes
+from eagle_kit.serve.api.service import Service
+from eagle_kit.serve.api.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from eagle_kit.serve.engine import Engine
+    from eagle_kit.serve.llm import LLM
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def check_packages() -> None:
+    """Raises UserError that names the first package the server lacks."""
+    from importlib.util import find_spec
+
+    for name in NEEDED:
+        if find_spec(name) is None:
+            raise UserError(
+                f"The package {name} is not installed.", "Install it with pip install 'eagle_kit[serve]'."
+            )
+
+
+def create_app(llm: "LLM", engine: "Engine", settings: Settings) -> "FastAPI":
+    """An application that serves one model.
+
+    The engine's thread runs from the application's start to its end; ``app.state.service`` is what the routes
+    use.
+
+    Args:
+        llm: tokenizer and templates.
+        engine: made by ``llm.engine(shape)``; from now on the application's alone.
+        settings: names and limits.
+    """
+    check_packages()
+    from fastapi import FastAPI
+    from starlette.exceptions import HTTPException
+
+    service = Service(llm, engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.engine.shutdown()
+        service.close()
+
+    app = FastAPI(title="eagle_kit", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.service = service
+    add_generation_routes(app, service)
+    add_token_routes(app, service)
+    add_operation_routes(app, service)
+    # Everything is raised up to the outermost layer, which writes errors in one place.
+    app.add_exception_handler(HTTPException, _raise_in_our_shape)
+    app.add_middleware(RequestContext, api_key=settings.api_key)
+    return app
+
+
+async def _raise_in_our_shape(request: Any, error: Any) -> Any:
+    """Unknown paths and methods, which the framework finds."""
+    raise ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}.", headers=error.headers
+    )

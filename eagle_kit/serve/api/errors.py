@@ -1,0 +1,96 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.reply import EngineFailed, Overloaded
+
+INVALID = "invalid_request_error"
+RETRY_AFTER_S = 1
+TYPES = {
+    400: INVALID,
+    401: "authentication_error",
+    404: INVALID,
+    405: INVALID,
+    413: INVALID,
+    415: INVALID,
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+TAG = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]|[A-Z]\w*")
+"""Parts of pydantic's error locations that name a branch of a union instead of a field."""
+
+
+class ApiError(Exception):
+    """An error response.
+
+    Args:
+        status: HTTP status, 400 to 599.
+        message: cause and remedy.
+        param: the request's parameter it is about.
+        code: for programs, such as ``"model_not_found"``.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON to send."""
+        kind = TYPES.get(self.status, INVALID if self.status < 500 else "internal_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any exception as the response it deserves; what is not known here is a defect, 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, Overloaded):
+        return ApiError(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, EngineFailed):
+        return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, "The server has made a mistake; its log says more.")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The one of pydantic's complaints that went deepest, which is the branch the sender meant."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    detail = max(details, key=lambda item: len(item["loc"]))
+    if detail["type"] == "json_invalid":
+        return ApiError(400, f"The body is no JSON that can be read: {detail['msg']}.", code="invalid_json")
+    param = _path(detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"The parameter {param} is not supported.", param=param, code="unsupported_parameter"
+        )
+    message = detail["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not TAG.fullmatch(part):
+            path += f".{part}" if path else part
+    return path

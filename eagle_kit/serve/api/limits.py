@@ -1,0 +1,63 @@
+"""What one client may ask for: replies at a time, and requests per minute."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from eagle_kit.serve.api.errors import ApiError
+
+
+@dataclass
+class ClientLimits:
+    """Counts per client address, on the event loop only.
+
+    Requests per minute are a bucket per client that holds a minute's worth and refills evenly.
+
+    Attributes:
+        max_parallel: replies one client may have in the works, or None.
+        per_minute: requests of one client per minute, or None.
+    """
+
+    max_parallel: int | None = None
+    per_minute: int | None = None
+    _parallel: Counter[str] = field(default_factory=Counter)
+    _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def enter(self, client: str, num_replies: int) -> None:
+        """Count a request of ``num_replies`` replies; :meth:`leave` must follow. Raises ApiError 429."""
+        if self.max_parallel is not None and self._parallel[client] + num_replies > self.max_parallel:
+            raise ApiError(
+                429,
+                f"The client has {self._parallel[client]} replies in the works and asks for {num_replies} "
+                f"more; {self.max_parallel} are allowed.",
+                code="too_many_parallel_requests",
+                headers={"Retry-After": "1"},
+            )
+        if self.per_minute is not None:
+            self._draw(client, self.per_minute, time.monotonic())
+        self._parallel[client] += num_replies
+
+    def leave(self, client: str, num_replies: int) -> None:
+        """The request is over."""
+        self._parallel[client] -= num_replies
+        if self._parallel[client] <= 0:
+            del self._parallel[client]
+
+    def _draw(self, client: str, per_minute: int, now: float) -> None:
+        level, since = self._buckets.get(client, (float(per_minute), now))
+        level = min(float(per_minute), level + (now - since) * per_minute / 60)
+        if level < 1:
+            wait = (1 - level) * 60 / per_minute
+            raise ApiError(
+                429,
+                f"The client has sent more than {per_minute} requests per minute.",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(int(wait) + 1)},
+            )
+        self._buckets[client] = (level - 1, now)
+        if len(self._buckets) > 10_000:  # full buckets say nothing, and addresses are many
+            self._buckets = {
+                name: (full, at)
+                for name, (full, at) in self._buckets.items()
+                if full + (now - at) * per_minute / 60 < per_minute
+            }

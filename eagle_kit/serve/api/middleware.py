@@ -1,0 +1,89 @@
+"""What surrounds every request: its id, the API key, uncaught errors, and cleaning up whatever happens."""
+
+import hmac
+import json
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from eagle_kit.serve.api.errors import ApiError, as_api_error
+from eagle_kit.serve.reply import EngineFailed
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+OPEN_PATHS = ("/health", "/metrics")
+
+
+class RequestContext:
+    """Outermost ASGI layer. Sets ``request.state.request_id`` (the client's ``X-Request-Id``, or a new one,
+    sent back as a header) and ``request.state.cleanup``, a list of functions that are called when the request
+    is over: answered, failed, or left by its client before a response even began.
+
+    Args:
+        app: the rest.
+        api_key: demanded as a bearer token everywhere but at :data:`OPEN_PATHS`; None demands nothing.
+    """
+
+    def __init__(self, app: App, api_key: str | None = None) -> None:
+        self.app, self._key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        cleanup: list[Callable[[], None]] = []
+        state = scope.setdefault("state", {})
+        state["request_id"], state["cleanup"] = request_id.decode(), cleanup
+        started = False
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            self._authorise(scope["path"], headers.get(b"authorization", b""))
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = as_api_error(error)
+            if answer.status == 500 and not isinstance(error, EngineFailed):  # which is in the log already
+                logging.getLogger(__name__).error("Request %s failed.", request_id.decode(), exc_info=error)
+            if not started:
+                await send_error(answer, send_with_id)
+        finally:
+            for function in reversed(cleanup):
+                function()
+
+    def _authorise(self, path: str, given: bytes) -> None:
+        if self._key is None or path in OPEN_PATHS:
+            return
+        kind, _, token = given.partition(b" ")
+        # Compared in a time that does not depend on how much of it is right.
+        same = hmac.compare_digest(token.strip(), self._key.encode())
+        if kind.lower() != b"bearer" or not same:
+            raise ApiError(
+                401,
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """Send a whole error response."""
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

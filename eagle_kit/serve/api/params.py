@@ -1,0 +1,115 @@
+"""A request's parameters to what the engine takes."""
+
+import json
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
+
+
+def sampling_params(
+    body: Sampling, num_prompt_tokens: int, max_context: int, vocab_size: int
+) -> list[SamplingParams]:
+    """Parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
+
+    Absent parameters have OpenAI's defaults: temperature 1, everything else neutral.
+
+    Raises:
+        UserError: more tokens than the context holds, or token ids outside the vocabulary.
+    """
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_k = body.top_k or 0
+    common: dict[str, Any] = {
+        "max_tokens": _max_tokens(body, num_prompt_tokens, max_context),
+        "temperature": temperature,
+        "top_k": 0 if top_k == -1 else top_k,
+        "top_p": _or(body.top_p, 1.0),
+        "min_p": _or(body.min_p, 0.0),
+        "repetition_penalty": _or(body.repetition_penalty, 1.0),
+        "frequency_penalty": _or(body.frequency_penalty, 0.0),
+        "presence_penalty": _or(body.presence_penalty, 0.0),
+        "logit_bias": _logit_bias(body.logit_bias, vocab_size),
+        "logprobs": _logprobs(body),
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
+        "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
+        "ignore_eos": bool(body.ignore_eos),
+        "grammar": _grammar(body),
+    }
+    return [
+        SamplingParams(**common, seed=None if body.seed is None else _wrapped(body.seed + i))
+        for i in range(body.num_choices)
+    ]
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _wrapped(seed: int) -> int:
+    """Into 64 bits, so that the largest seed has successors."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _max_tokens(body: Sampling, num_prompt_tokens: int, max_context: int) -> int:
+    room = max_context - num_prompt_tokens
+    if room < 1:
+        raise UserError(
+            f"The prompt has {num_prompt_tokens} tokens, but the context holds {max_context} with the reply.",
+            "Shorten the prompt.",
+        )
+    asked = body.max_tokens
+    if isinstance(body, ChatRequest):
+        asked = asked if body.max_completion_tokens is None else body.max_completion_tokens
+        default = room
+    else:
+        default = min(room, DEFAULT_COMPLETION_TOKENS)
+    if asked is not None and asked > room:
+        raise UserError(
+            f"max_tokens is {asked}, but the context of {max_context} tokens has room for {room} behind the "
+            f"prompt's {num_prompt_tokens}.",
+            "Lower max_tokens, or shorten the prompt.",
+        )
+    return default if asked is None else asked
+
+
+def _logprobs(body: Sampling) -> int | None:
+    if isinstance(body, ChatRequest):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs if isinstance(body, CompletionRequest) else None
+
+
+def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    try:
+        ids = [int(token) for token in given or {} if token.isascii() and token.isdigit() and len(token) < 12]
+    except ValueError:
+        ids = []
+    if len(ids) != len(given or {}):
+        raise UserError(
+            "logit_bias has a key that is no token id.", 'Write token ids as texts, such as "50".'
+        )
+    _in_vocabulary(ids, vocab_size, "logit_bias")
+    return dict(zip(ids, map(float, (given or {}).values()), strict=True))
+
+
+def _in_vocabulary(ids: list[int], vocab_size: int, name: str) -> tuple[int, ...]:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{name} has the token id {token}, outside 0..{vocab_size - 1}.", "Use the model's tokens."
+            )
+    return tuple(ids)
+
+
+def _grammar(body: Sampling) -> Grammar | None:
+    if body.regex is not None:
+        return Grammar("regex", body.regex)
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is not None:
+        return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema))
+    return Grammar("json_object")

@@ -1,0 +1,84 @@
+"""Messages and texts to token ids."""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.api.protocol import Message, Tool
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.llm import LLM
+
+
+def chat_prompt(llm: "LLM", messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int]:
+    """Messages through the model's chat template, with the generation prompt.
+
+    Raises:
+        UserError: there is no template, it refuses these messages, or it has no place for tools.
+    """
+    turns = [as_template_message(message) for message in messages]
+    if not tools:
+        # The same way that `generate`, `eval` and training take.
+        return _guarded(lambda: llm.tokenize(turns))
+    given = [tool.model_dump(exclude_none=True) for tool in tools]
+    plain, text = (_guarded(lambda tools=each: _render(llm, turns, tools)) for each in (None, given))
+    if text == plain:
+        raise UserError(
+            "The model's chat template has no place for tools.", "Leave tools out, or serve another model."
+        )
+    return llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def text_prompt(llm: "LLM", text: str, add_special_tokens: bool = True) -> list[int]:
+    """A text as it is, without a chat template."""
+    return llm.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """What chat templates expect: text as one string, a developer is the system, arguments are objects."""
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.content
+    turn["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return turn
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError("The arguments of a tool call are no JSON object.", "Send back what the model wrote.")
+    return value
+
+
+def _render(llm: "LLM", turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    if not getattr(llm.tokenizer, "chat_template", None):
+        raise UserError("The tokenizer has no chat template.", "Use /v1/completions.")
+    return llm.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
+
+
+def _guarded(render: Any) -> Any:
+    """Run a template, which is a program of the model's authors that may fail in any way on foreign turns."""
+    try:
+        return render()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"The model's chat template cannot render these messages ({type(error).__name__}: {error}).",
+            "Order and fill the turns as the template asks.",
+        ) from error

@@ -1,0 +1,254 @@
+"""What is sent to the server: every parameter it knows, strictly typed; all others are refused.
+
+An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
+that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
+`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from eagle_kit.core.request import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions: ``true`` is not 1 and ``1.0`` is not a whole number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Strict):
+    """A piece of a message's text; parts are joined by line ends."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """A call the assistant made; ``arguments`` is a JSON object as text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+
+
+class ToolCall(Strict):
+    """One of the calls of an assistant's message."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One turn. The last four fields are ``null`` in replies that clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of the {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of the assistant has tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to messages of a tool, and they need one")
+        return self
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may be told of; ``parameters`` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """One of the tools handed to the chat template."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class SchemaFormat(Strict):
+    """A JSON schema with its name, in OpenAI's shape."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the reply must be; with a schema it always is, whatever `strict` says."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Strict):
+    """What both completion endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    response_format: ResponseFormat | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    return_speculation: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options belong to a stream; set stream to true")
+        if (
+            self.regex is not None
+            and self.response_format is not None
+            and self.response_format.type != "text"
+        ):
+            raise ValueError("regex and response_format exclude each other")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Replies per prompt."""
+        return self.n or 1
+
+
+class ChatRequest(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=512)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.tools is None and self.tool_choice == "auto":
+            raise ValueError("tool_choice auto needs tools")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """`POST /v1/completions`: a text, several, or their token ids."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported, since a prompt's are not computed")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item, return-value]
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a text as it is, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=512)] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens belongs to a prompt; the chat template has its own")
+        if self.messages is None and self.tools is not None:
+            raise ValueError("tools belong to messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(max_length=2**20)]
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(Strict):
+    """`POST /abort`: the `X-Request-Id` (or response id) of a request, or all of them."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=160)] | None = None
+    abort_all: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "AbortRequest":
+        if (self.request_id is None) == (not self.abort_all):
+            raise ValueError("give either request_id or abort_all: true")
+        return self

@@ -1,0 +1,73 @@
+"""Routes that generate text."""
+
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.serve.api import chat, completions
+from eagle_kit.serve.api.body import body_of
+from eagle_kit.serve.api.documented import body_schema, error_responses
+from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
+from eagle_kit.serve.api.responses import ChatResponse, CompletionResponse
+from eagle_kit.serve.api.service import Service
+from eagle_kit.serve.api.sse import ClientGone, guarded
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+GONE = 499
+"""Status for the log when the client has left; nobody receives it."""
+
+
+def add_generation_routes(app: "FastAPI", service: Service) -> None:
+    """`/v1/chat/completions` and `/v1/completions`."""
+    from fastapi import Depends, Request, Response
+    from fastapi.responses import StreamingResponse
+
+    limit = service.settings.max_body_bytes
+
+    async def answer(module: Any, http: Request, body: Any) -> Response:
+        generation = await module.start(service, http, body)
+        if body.stream:
+            return StreamingResponse(
+                guarded(module.chunks(service, body, generation)),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        try:
+            text = await module.whole(service, http, body, generation)
+        except ClientGone:
+            return Response(status_code=GONE)
+        return Response(text, media_type="application/json")
+
+    def responses(model: Any) -> dict[int | str, dict[str, Any]]:
+        ok = {
+            "model": model,
+            "content": {"text/event-stream": {}},
+            "description": "The reply, or its events.",
+        }
+        return {200: ok, **error_responses()}
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=responses(ChatResponse),
+        openapi_extra=body_schema(app, ChatRequest),
+    )
+    async def create_chat_completion(
+        http: Request,
+        body: ChatRequest = Depends(body_of(ChatRequest, limit)),  # noqa: B008
+    ) -> Response:
+        """Answer messages; see docs/serving.md for what differs from OpenAI."""
+        return await answer(chat, http, body)
+
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses=responses(CompletionResponse),
+        openapi_extra=body_schema(app, CompletionRequest),
+    )
+    async def create_completion(
+        http: Request,
+        body: CompletionRequest = Depends(body_of(CompletionRequest, limit)),  # noqa: B008
+    ) -> Response:
+        """Continue texts or token ids."""
+        return await answer(completions, http, body)

@@ -1,0 +1,83 @@
+"""Routes for those who run the server: models, health, metrics, abort."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.serve.api.body import body_of
+from eagle_kit.serve.api.documented import body_schema, error_responses
+from eagle_kit.serve.api.protocol import AbortRequest
+from eagle_kit.serve.api.responses import Aborted, HealthReport, Model, ModelList
+from eagle_kit.serve.api.service import Service
+from eagle_kit.serve.reply import EngineFailed, Overloaded
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+HEALTH_TIMEOUT_S = 60.0
+
+
+def add_operation_routes(app: "FastAPI", service: Service) -> None:
+    """`/v1/models`, `/health`, `/health_generate`, `/metrics`, `/abort`."""
+    from fastapi import Depends, Request, Response
+
+    limit = service.settings.max_body_bytes
+    model = Model(
+        id=service.settings.model_name, created=service.started_at, max_model_len=service.llm.max_context
+    )
+    ill: dict[int | str, dict[str, Any]] = {
+        503: {"model": HealthReport, "description": "It cannot serve now."}
+    }
+
+    @app.get("/v1/models", responses=error_responses(401))
+    async def list_models() -> ModelList:
+        """The one model that is served."""
+        return ModelList(data=[model])
+
+    @app.get("/v1/models/{name:path}", responses=error_responses(401, 404))
+    async def retrieve_model(name: str) -> Model:
+        """The model by its name."""
+        service.check_model(name)
+        return model
+
+    @app.get("/health", responses=ill)
+    async def health(response: Response) -> HealthReport:
+        """Whether the engine runs and takes requests; needs no key."""
+        status = service.engine.health
+        response.status_code = 200 if status == "ok" else 503
+        return HealthReport(status=status)
+
+    @app.get("/health_generate", responses={**ill, **error_responses(401)})
+    async def health_generate(response: Response) -> HealthReport:
+        """The same, by generating one token."""
+        request = service.llm.make_request([0], SamplingParams(max_tokens=1, ignore_eos=True))
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                async for _ in service.engine.stream(request):
+                    pass
+            return HealthReport(status="ok")
+        except (Overloaded, TimeoutError):
+            response.status_code = 503
+            return HealthReport(status="draining" if service.engine.health == "draining" else "busy")
+        except EngineFailed:
+            response.status_code = 503
+            return HealthReport(status="unhealthy")
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus text; needs no key."""
+        from prometheus_client import CONTENT_TYPE_LATEST
+
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.post(
+        "/abort",
+        responses=error_responses(400, 401, 413, 415),
+        openapi_extra=body_schema(app, AbortRequest),
+    )
+    async def abort(
+        http: Request,
+        body: AbortRequest = Depends(body_of(AbortRequest, limit)),  # noqa: B008
+    ) -> Aborted:
+        """End replies early; their readers get what there is, with the finish reason `abort`."""
+        return Aborted(num_aborted=service.abort(body.request_id))

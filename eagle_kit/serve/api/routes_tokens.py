@@ -1,0 +1,51 @@
+"""Routes between text and tokens."""
+
+from typing import TYPE_CHECKING
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.api.body import body_of
+from eagle_kit.serve.api.documented import body_schema, error_responses
+from eagle_kit.serve.api.prompts import chat_prompt, text_prompt
+from eagle_kit.serve.api.protocol import DetokenizeRequest, TokenizeRequest
+from eagle_kit.serve.api.responses import Text, Tokens
+from eagle_kit.serve.api.service import Service
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def add_token_routes(app: "FastAPI", service: Service) -> None:
+    """`/tokenize` and `/detokenize`."""
+    from fastapi import Depends
+
+    llm, limit = service.llm, service.settings.max_body_bytes
+    errors = error_responses(400, 401, 404, 413, 415)
+
+    @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
+    async def tokenize(
+        body: TokenizeRequest = Depends(body_of(TokenizeRequest, limit)),  # noqa: B008
+    ) -> Tokens:
+        """Token ids of a text, or of messages with the generation prompt."""
+        service.check_model(body.model)
+        if body.messages is not None:
+            ids = await service.off_loop(chat_prompt, llm, body.messages, body.tools)
+        else:
+            special = body.add_special_tokens is not False
+            ids = await service.off_loop(text_prompt, llm, body.prompt, special)
+        return Tokens(tokens=ids, count=len(ids), max_model_len=llm.max_context)
+
+    @app.post("/detokenize", responses=errors, openapi_extra=body_schema(app, DetokenizeRequest))
+    async def detokenize(
+        body: DetokenizeRequest = Depends(body_of(DetokenizeRequest, limit)),  # noqa: B008
+    ) -> Text:
+        """The text of token ids, special tokens included unless they are to be skipped."""
+        service.check_model(body.model)
+        size = llm.config.vocab_size
+        if any(token >= size for token in body.tokens):
+            raise UserError(f"tokens has an id outside 0..{size - 1}.", "Use the model's tokens.")
+        skip = bool(body.skip_special_tokens)
+        return Text(
+            prompt=await service.off_loop(
+                lambda: llm.tokenizer.backend_tokenizer.decode(body.tokens, skip_special_tokens=skip)
+            )
+        )

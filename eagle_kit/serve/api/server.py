@@ -1,0 +1,95 @@
+"""uvicorn around the application: a bound socket, and a shutdown that lets replies finish."""
+
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.errors import UserError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+SLACK_S = 5
+"""Seconds that answers get to be sent after the engine has let go of the last reply."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet, so that a port in use is found before a model is loaded.
+
+    Raises:
+        UserError: the address cannot be had.
+    """
+    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
+        raise UserError(f"The port {port} cannot be used.", "Choose a --port from 0 to 65535.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"The address {host}:{port} cannot be used ({error}).", "Choose another --port or --host."
+        ) from error
+    return sock
+
+
+def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> Any:
+    """A uvicorn server for ``app``; ``run(sockets=[bind(...)])`` it, in any thread.
+
+    When it is told to exit it stops accepting, gives running replies the grace period of the settings, aborts
+    the rest, sends what there is, and returns.
+    """
+    import uvicorn
+
+    service = app.state.service
+    grace_s = service.settings.grace_period_s
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if on_ready is not None and self.started:
+                on_ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # uvicorn waits for open responses; meanwhile the engine drains, so that they end.
+            drain = asyncio.create_task(service.engine.shutdown(grace_s))
+            await super().shutdown(sockets)
+            await drain
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(grace_s) + SLACK_S,
+        lifespan="on",
+    )
+    return Server(config)
+
+
+def run_forever(app: "FastAPI", sock: socket.socket) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit code: 0, or 130 after Ctrl-C."""
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def ready() -> None:
+        print(f"Serving {app.state.service.settings.model_name} on {url}", file=sys.stderr, flush=True)
+
+    server = make_server(app, ready)
+    # When it has shut down, uvicorn raises the signal that stopped it once more, for the handlers before it.
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
+    try:
+        server.run(sockets=[sock])
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+        sock.close()
+    return 0

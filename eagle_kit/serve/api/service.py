@@ -1,0 +1,161 @@
+"""From a validated request to replies in the making: one object that all routes share."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from eagle_kit import __version__
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.limits import ClientLimits
+from eagle_kit.serve.api.metrics import Metrics
+from eagle_kit.serve.api.params import sampling_params
+from eagle_kit.serve.api.protocol import Sampling
+from eagle_kit.serve.api.responses import CachedTokens, Usage
+from eagle_kit.serve.api.settings import Settings
+from eagle_kit.serve.async_engine import AsyncEngine
+from eagle_kit.serve.reply import Delta, Reply
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.engine import Engine
+    from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.request import Request
+
+T = TypeVar("T")
+FINGERPRINT = f"eagle_kit-{__version__}"
+FINISH_REASONS = {"context": "length"}
+"""Ours -> OpenAI's, where they differ. `abort` is an extension: the server stopped, or /abort was called."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Replies to one HTTP request: prompt i's reply j is number ``i * n + j``.
+
+    Attributes:
+        id: of the response.
+        prompts: token ids of each prompt.
+        replies: all of them.
+        created: Unix seconds.
+    """
+
+    id: str
+    prompts: Sequence[Sequence[int]]
+    replies: Sequence[Reply]
+    created: int
+
+    async def collect(self) -> list[Delta]:
+        """Every reply, whole."""
+        return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
+
+    def usage(self) -> Usage:
+        """Tokens until now."""
+        prompt = sum(map(len, self.prompts))
+        completion = sum(len(reply.request.token_ids) for reply in self.replies)
+        firsts = self.replies[:: len(self.replies) // len(self.prompts)]
+        cached = sum(reply.request.num_cached_tokens for reply in firsts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=cached),
+        )
+
+    def stats(self) -> SpecStats:
+        """Acceptance over all replies."""
+        total = SpecStats()
+        for reply in self.replies:
+            total.add(reply.request.stats)
+        return total
+
+
+class Service:
+    """What the routes work with.
+
+    Args:
+        llm: tokenizer, templates and requests.
+        engine: decodes; nobody else may use it.
+        settings: see there.
+    """
+
+    def __init__(self, llm: "LLM", engine: "Engine", settings: Settings) -> None:
+        self.llm, self.settings = llm, settings
+        self.metrics = Metrics(engine, settings.model_name)
+        self.engine = AsyncEngine(
+            engine, capacity=llm.max_batch_size + settings.max_queued, observer=self.metrics
+        )
+        self.limits = ClientLimits(settings.max_parallel_per_client, settings.max_requests_per_minute)
+        self.started_at = int(time.time())
+        self._live: dict[str, list[Reply]] = {}
+        # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
+
+    async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what may take long, such as tokenising, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not the one served; None is whichever is."""
+        if name is not None and name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} is not served here; use {self.settings.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
+        """First gate, before any work: the model, the client's limits, room in the queue."""
+        self.check_model(body.model)
+        count = num_prompts * body.num_choices
+        self.engine.check_room(count)
+        client = http.client.host if http.client else ""
+        self.limits.enter(client, count)
+        http.state.cleanup.append(lambda: self.limits.leave(client, count))
+
+    async def generate(
+        self, http: Any, body: Sampling, prompts: Sequence[list[int]], prefix: str
+    ) -> Generation:
+        """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
+
+        Args:
+            http: the request, for its id and its cleanup.
+            prefix: of the response's id.
+        """
+        requests = await self.off_loop(self._requests, body, prompts)
+        replies = await self.engine.add(requests)
+        request_id = http.state.request_id
+        self._live.setdefault(request_id, []).extend(replies)
+        http.state.cleanup.append(lambda: self._leave(request_id, replies))
+        return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
+
+    def abort(self, request_id: str | None) -> int:
+        """Abort the replies of a request, named by its own or its response's id, or of all -> how many."""
+        ids = list(self._live) if request_id is None else [request_id, request_id.partition("-")[2]]
+        replies = [reply for each in ids for reply in self._live.get(each, ()) if reply.finish_reason is None]
+        for reply in replies:
+            reply.close()
+        return len(replies)
+
+    def close(self) -> None:
+        """Give the worker thread back."""
+        self._worker.shutdown(wait=False)
+
+    def _requests(self, body: Sampling, prompts: Sequence[list[int]]) -> "list[Request]":
+        llm = self.llm
+        return [
+            llm.make_request(prompt, params, body.priority or 0)
+            for prompt in prompts
+            for params in sampling_params(body, len(prompt), llm.max_context, llm.config.vocab_size)
+        ]
+
+    def _leave(self, request_id: str, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            reply.close()
+        staying = [reply for reply in self._live.get(request_id, ()) if reply not in replies]
+        if staying:
+            self._live[request_id] = staying
+        else:
+            self._live.pop(request_id, None)

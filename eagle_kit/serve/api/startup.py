@@ -1,0 +1,175 @@
+"""Before a server takes requests: what is served, whether the parts fit, and a short test of itself."""
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION
+
+if TYPE_CHECKING:
+    from eagle_kit.checkpoints.validate import Finding
+    from eagle_kit.core.shape import SpecShape
+    from eagle_kit.serve.llm import LLM
+
+LOW_ACCEPT_LENGTH = 1.1
+"""A head that fits its target emits far more per verify on plain questions, whatever its training."""
+PROMPTS = (
+    "What is the capital of France?",
+    "Write the numbers from one to ten as words.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that adds two numbers.",
+)
+NUM_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a command line names: ``target`` as ``resolve_target`` takes it, and perhaps a draft's folder."""
+
+    target: str
+    draft: Path | None
+
+
+def find_model(draft_or_target: str, target: str | None, default_target: str) -> Model:
+    """Tell a draft from a target: a folder with a draft's config is a draft and names its own target.
+
+    Args:
+        target: given explicitly, it makes ``draft_or_target`` a draft whatever is in it (a small model of
+            its own, for STANDALONE, looks like a target).
+        default_target: of drafts that name none.
+    """
+    from eagle_kit.checkpoints.kind import algorithm_of
+
+    folder = Path(draft_or_target).expanduser()
+    if target is not None:
+        return Model(target, folder)
+    if not (folder / "config.json").is_file() or algorithm_of(folder) == "STANDALONE":
+        return Model(draft_or_target, None)
+    own = _read(folder / "config.json").get("eagle_kit") or {}
+    named = own.get("target") or _read(folder / "eagle_kit.json").get("target")
+    return Model(str(named or default_target), folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@contextmanager
+def warnings_as_lines(say: Callable[[str], None]) -> Iterator[None]:
+    """Hand what is warned of inside, such as a draft that may not fit, to ``say``, one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for message in dict.fromkeys(str(item.message) for item in caught if item.category is UserWarning):
+        say(f"warning: {message}")
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Greedy replies with speculation against without.
+
+    Attributes:
+        accept_length: tokens per verify, over all prompts.
+        num_tokens: emitted with speculation.
+        seconds, plain_seconds: for the same prompts with and without.
+        differing: (prompt number, first differing token) of a reply that is not the plain one, or None.
+    """
+
+    accept_length: float
+    num_tokens: int
+    seconds: float
+    plain_seconds: float
+    differing: tuple[int, int] | None
+
+
+def self_test(llm: "LLM", shape: "SpecShape") -> SelfTest:
+    """Decode a few questions both ways; the engine's counters start from zero afterwards."""
+    prompts = _prompts(llm)
+    params = SamplingParams(max_tokens=min(NUM_TOKENS, llm.max_context // 4), temperature=0.0)
+    started = time.perf_counter()
+    drafted = llm.generate(prompts, params, shape=shape)
+    between = time.perf_counter()
+    plain = llm.generate(prompts, params, shape=NO_SPECULATION)
+    ended = time.perf_counter()
+    differing = None
+    for number, (one, other) in enumerate(zip(drafted, plain, strict=True)):
+        if one.token_ids != other.token_ids and differing is None:
+            pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+            differing = (number, next((i for i, (a, b) in pairs if a != b), len(plain[number].token_ids)))
+    num_verifies = sum(output.stats.num_verifies for output in drafted)
+    num_emitted = sum(output.stats.num_emitted_tokens for output in drafted)
+    engine = llm.engine(shape)
+    engine.totals = type(engine.totals)()
+    return SelfTest(
+        accept_length=num_emitted / num_verifies if num_verifies else 0.0,
+        num_tokens=sum(len(output.token_ids) for output in drafted),
+        seconds=between - started,
+        plain_seconds=ended - between,
+        differing=differing,
+    )
+
+
+def _prompts(llm: "LLM") -> list[Any]:
+    """Questions as chats, or as texts for a model without a template; cut to a short context."""
+    if getattr(llm.tokenizer, "chat_template", None):
+        ids = [llm.tokenize(prompt) for prompt in PROMPTS]
+    else:
+        ids = [llm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    return [each[: llm.max_context // 2] for each in ids]
+
+
+def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str]]) -> list[str]:
+    """The self-test in lines.
+
+    Args:
+        exact: whether replies must be the plain ones to the token (fp32).
+        low_causes: asked for the likely causes when acceptance is suspiciously low.
+    """
+    lines = [
+        f"self-test  {test.accept_length:.2f} tokens per verify over {test.num_tokens} tokens, "
+        f"{test.seconds:.1f} s with speculation, {test.plain_seconds:.1f} s without"
+    ]
+    if test.differing is not None:
+        prompt, token = test.differing
+        where = f"reply {prompt} differs from plain decoding from token {token} on"
+        if exact:
+            lines.append(f"warning: {where}; in fp32 it must not, so please report it.")
+        else:
+            lines.append(f"note: {where}; rounding of half types does this where two tokens nearly tie.")
+    if 0 < test.accept_length < LOW_ACCEPT_LENGTH:
+        lines.append(
+            f"warning: {test.accept_length:.2f} tokens per verify are suspiciously few. "
+            "Likely causes, in order:"
+        )
+        lines += [f"  {number}. {cause}" for number, cause in enumerate(low_causes(), 1)]
+    return lines
+
+
+def causes_of_low_acceptance(draft: Path, target: str, dtype: str) -> list[str]:
+    """What makes a sound head fail, the most likely first, with what a check of the two folders found."""
+    from eagle_kit.checkpoints.validate import validate_draft
+
+    findings = {finding.subject: finding for finding in validate_draft(draft, target)}
+    return [
+        f"Another target than the one of its training: {_of(findings.get('target'))}",
+        f"Another chat template: {_of(findings.get('chat template'))}",
+        f"Layer ids in the other convention, inputs against outputs: {_of(findings.get('layer ids'))}",
+        f"Another dtype, or a quantised target: this one is decoded in {dtype}.",
+        f"A vocabulary map of other ids: {_of(findings.get('vocabulary'))}",
+    ]
+
+
+def _of(finding: "Finding | None") -> str:
+    if finding is None:
+        return "it could not be checked."
+    return finding.cause if finding.level == "ok" else f"{finding.cause} {finding.remedy}"

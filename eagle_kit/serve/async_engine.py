@@ -1,0 +1,302 @@
+"""The engine for an event loop: one thread steps it, coroutines add requests and read what they emit.
+
+Everything of the engine happens in its thread. The loop hands it requests and aborts through an inbox, and
+gets news back in one call per step. What a request has emitted and nobody has read yet is merged into one
+:class:`Delta`, so a slow reader costs memory for one reply and no more.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, Reply
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.engine import Engine
+    from eagle_kit.serve.request import Request
+
+Health = Literal["ok", "draining", "unhealthy"]
+
+
+class _Arrival(NamedTuple):
+    """A request on its way into the engine, and who waits to hear that it was taken."""
+
+    reply: Reply
+    taken: "asyncio.Future[None]"
+
+
+class _Progress:
+    """How much of a live request its reader was given; the engine's thread owns it."""
+
+    def __init__(self, reply: Reply, now: float) -> None:
+        self.reply = reply
+        self.num_tokens = self.num_logprobs = self.num_chars = 0
+        self.last_news_at = now
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own.
+
+    Make it, :meth:`start` it in the event loop that uses it, :meth:`shutdown` it in the same loop.
+
+    Args:
+        engine: nobody else may touch it between start and the end of shutdown, but read its counters.
+        capacity: most requests at a time, running and waiting; more raise :class:`Overloaded`.
+        observer: told of latencies.
+    """
+
+    def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
+        self.engine, self.capacity = engine, capacity
+        self.failure: BaseException | None = None
+        self._observer = observer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
+        self._live: set[Reply] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._wake = threading.Condition()
+        self._inbox: list[_Arrival | Reply] = []
+        self._todo: deque[_Arrival | Reply] = deque()
+        self._closed = False
+        self._progress: dict[int, _Progress] = {}
+
+    @property
+    def health(self) -> Health:
+        """``"ok"``, ``"draining"`` while it shuts down, ``"unhealthy"`` when its thread has failed."""
+        if self.failure is not None:
+            return "unhealthy"
+        return "draining" if self._draining else "ok"
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were taken and have not finished, those on their way included."""
+        return len(self._live)
+
+    def start(self) -> None:
+        """Start the thread; call it in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def add(self, requests: "Sequence[Request]") -> list[Reply]:
+        """Take requests, all of them or none.
+
+        Raises:
+            UserError: the engine can never serve one of them.
+            Overloaded: there is no room for all of them now, or the server shuts down.
+            EngineFailed: the engine does not run any more.
+        """
+        self.check_room(len(requests))
+        loop = asyncio.get_running_loop()
+        arrivals = [_Arrival(Reply(request, self._abort), loop.create_future()) for request in requests]
+        replies = [arrival.reply for arrival in arrivals]
+        self._live.update(replies)
+        self._idle.clear()
+        self._post(arrivals)
+        try:
+            await asyncio.gather(*(arrival.taken for arrival in arrivals))
+        except BaseException:
+            for arrival in arrivals:
+                arrival.taken.cancel()
+                arrival.reply.close()
+            raise
+        return replies
+
+    async def stream(self, request: "Request") -> AsyncIterator[Delta]:
+        """Add one request and iterate over its deltas; leaving the loop early aborts it."""
+        (reply,) = await self.add([request])
+        try:
+            async for delta in reply:
+                yield delta
+        finally:
+            reply.close()
+
+    async def shutdown(self, grace_s: float = 0.0) -> None:
+        """Take nothing more, let what runs finish for ``grace_s`` seconds, abort the rest, end the thread.
+
+        Readers of aborted requests get what there is, with the finish reason ``"abort"``.
+        """
+        self._draining = True
+        if grace_s > 0 and not self._idle.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace_s)
+        for reply in list(self._live):
+            reply.close()
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def check_room(self, count: int) -> None:
+        """Raises what :meth:`add` would raise now for ``count`` requests, whatever they are."""
+        if self.failure is not None:
+            raise EngineFailed("The engine has failed; the server must be restarted.")
+        if self._draining:
+            raise Overloaded("The server is shutting down.")
+        if count > self.capacity:
+            raise UserError(
+                f"The request asks for {count} replies at once, the server holds at most {self.capacity}.",
+                "Ask for fewer.",
+            )
+        if len(self._live) + count > self.capacity:
+            raise Overloaded(f"The server holds {len(self._live)} of at most {self.capacity} requests.")
+
+    def _post(self, items: Sequence["_Arrival | Reply"]) -> None:
+        with self._wake:
+            if not self._closed:
+                self._inbox += items
+                self._wake.notify()
+                return
+        # The thread has ended or ends without looking into the inbox again.
+        self._fail_on_loop(items)
+
+    def _abort(self, reply: Reply) -> None:
+        self._post([reply])
+
+    def _fail_on_loop(self, items: Sequence["_Arrival | Reply"]) -> None:
+        error = EngineFailed("The engine does not run any more.")
+        for item in items:
+            if isinstance(item, Reply):
+                self._finish(item, error)
+            else:
+                self._taken(item, error)
+
+    def _finish(self, reply: Reply, news: "Delta | Exception") -> None:
+        reply.put(news)
+        self._live.discard(reply)
+        if not self._live:
+            self._idle.set()
+
+    def _taken(self, arrival: _Arrival, error: Exception | None) -> None:
+        if error is not None:
+            self._finish(arrival.reply, error)
+        if not arrival.taken.done():
+            if error is None:
+                arrival.taken.set_result(None)
+            else:
+                arrival.taken.set_exception(error)
+
+    def _deliver(self, news: "Sequence[tuple[Reply, Delta | Exception]]") -> None:
+        for reply, item in news:
+            if isinstance(item, Exception) or item.finish_reason is not None:
+                self._finish(reply, item)
+            else:
+                reply.put(item)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            # Whatever it is, the state of the engine is unknown now: every reader hears of it, none waits.
+            self.failure = error
+            logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
+            self._fail_everything(error)
+
+    def _turn(self) -> bool:
+        """Take the inbox and step once; returns False when it is time to end."""
+        with self._wake:
+            while not (self._inbox or self._closed or self.engine.has_work):
+                self._wake.wait()
+            self._todo.extend(self._inbox)
+            self._inbox.clear()
+            if self._closed and not self._todo and not self._progress:
+                return False
+        while self._todo:
+            item = self._todo.popleft()
+            if isinstance(item, Reply):
+                self._abort_now(item)
+            else:
+                self._admit(item)
+        if self.engine.has_work:
+            self._publish(self.engine.step())
+        return True
+
+    def _admit(self, arrival: _Arrival) -> None:
+        request = arrival.reply.request
+        try:
+            self.engine.add_request(request)
+        except UserError as error:
+            self._call(self._taken, arrival, error)
+            return
+        except Exception as error:  # taking a request computes nothing, so it fails alone
+            logging.getLogger(__name__).error("The engine could not take a request.", exc_info=error)
+            failed = EngineFailed(f"The engine could not take the request ({type(error).__name__}).")
+            self._call(self._taken, arrival, failed)
+            return
+        self._progress[request.number] = _Progress(arrival.reply, time.perf_counter())
+        self._call(self._taken, arrival, None)
+
+    def _abort_now(self, reply: Reply) -> None:
+        progress = self._progress.get(reply.request.number)
+        if progress is None or progress.reply is not reply:
+            return  # it has finished, or was never admitted
+        if reply.request.finish_reason is None:
+            self.engine.abort(reply.request)
+        self._publish([reply.request])
+
+    def _publish(self, requests: "Sequence[Request]") -> None:
+        """Send what is new of these requests, in one call to the loop."""
+        news: list[tuple[Reply, Delta | Exception]] = []
+        now = time.perf_counter()
+        for request in requests:
+            progress = self._progress.get(request.number)
+            if progress is None:
+                continue
+            delta = self._news_of(request, progress, now)
+            if delta is not None:
+                news.append((progress.reply, delta))
+            if request.finish_reason is not None:
+                del self._progress[request.number]
+                if self._observer is not None:
+                    self._observer.finished(request)
+        if news:
+            self._call(self._deliver, news)
+
+    def _news_of(self, request: "Request", progress: _Progress, now: float) -> Delta | None:
+        text = "" if request.stream is None else request.stream.text
+        delta = Delta(
+            text[progress.num_chars :],
+            request.token_ids[progress.num_tokens :],
+            request.logprobs[progress.num_logprobs :],
+            request.finish_reason,
+        )
+        if delta.token_ids and self._observer is not None:
+            first = progress.num_tokens == 0
+            since = request.arrived_at if first else progress.last_news_at
+            self._observer.emitted(request, len(delta.token_ids), now - since, first)
+        if delta.token_ids:
+            progress.last_news_at = now
+        progress.num_chars, progress.num_tokens = len(text), len(request.token_ids)
+        progress.num_logprobs = len(request.logprobs)
+        return delta if delta.token_ids or delta.text or delta.finish_reason else None
+
+    def _fail_everything(self, error: BaseException) -> None:
+        with self._wake:
+            self._closed = True
+            items = [*self._todo, *self._inbox]
+            self._todo.clear()
+            self._inbox.clear()
+        failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
+        news: list[tuple[Reply, Delta | Exception]] = [(p.reply, failed) for p in self._progress.values()]
+        self._progress.clear()
+        self._call(self._deliver, news)
+        self._call(self._fail_on_loop, items)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # The loop is gone, and with it every reader.

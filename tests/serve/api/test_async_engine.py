@@ -1,0 +1,148 @@
+"""The engine's thread and its readers: nothing is lost, nothing stays behind, nobody waits for ever."""
+
+import asyncio
+import random
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.serve.async_engine import AsyncEngine
+from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
+
+GREEDY = SamplingParams(max_tokens=200)
+
+
+def run(scripted, coroutine, *, reply="abcdefghijklmnopqrstuvwxyz" * 2, capacity=400, **options):
+    """Run ``coroutine(llm, engine, async_engine)``; afterwards nothing may be left."""
+    llm, inner = scripted(reply, **options)
+
+    async def main():
+        engine = AsyncEngine(inner, capacity=capacity)
+        engine.start()
+        try:
+            async with asyncio.timeout(30):
+                return await coroutine(llm, inner, engine)
+        finally:
+            await engine.shutdown()
+            assert engine.num_live == 0 and not engine._progress and not engine._thread.is_alive()
+            assert inner.fail_at >= 0 or not inner.has_work
+
+    return asyncio.run(main())
+
+
+def test_deltas_join_to_text_and_tokens(scripted):
+    async def check(llm, inner, engine):
+        request = llm.make_request([5], GREEDY)
+        deltas = [delta async for delta in engine.stream(request)]
+        assert (
+            "".join(delta.text for delta in deltas) == request.stream.text == "abcdefghijklmnopqrstuvwxyz" * 2
+        )
+        assert [token for delta in deltas for token in delta.token_ids] == request.token_ids
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
+        assert len(deltas) > 3
+
+    run(scripted, check, step_s=0.005)
+
+
+def test_a_slow_reader_gets_what_it_missed_as_one_delta(scripted):
+    async def check(llm, inner, engine):
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        while reply.finish_reason is None:
+            await asyncio.sleep(0.01)
+        deltas = [delta async for delta in reply]
+        assert len(deltas) == 1 and len(deltas[0].token_ids) == 52 and deltas[0].finish_reason == "stop"
+
+    run(scripted, check)
+
+
+def test_requests_are_taken_all_or_none(scripted):
+    async def check(llm, inner, engine):
+        with pytest.raises(UserError, match="empty"):
+            await engine.add([llm.make_request(prompt, GREEDY) for prompt in ([5], [], [6])])
+        while engine.num_live:
+            await asyncio.sleep(0.01)
+        assert inner.totals.num_finished == {"abort": 2}
+        assert (
+            await (await engine.add([llm.make_request([5], GREEDY)]))[0].collect()
+        ).finish_reason == "stop"
+
+    run(scripted, check, step_s=0.02)
+
+
+def test_cancelling_at_any_moment_leaves_nothing_behind(scripted):
+    rng = random.Random(3)
+
+    async def reader(llm, engine, delay):
+        try:
+            async with asyncio.timeout(delay):
+                async for _ in engine.stream(llm.make_request([5], GREEDY)):
+                    await asyncio.sleep(rng.choice((0, 0, 0.01)))
+        except TimeoutError:
+            return "left"
+        return "read"
+
+    async def check(llm, inner, engine):
+        jobs = []
+        for _ in range(300):
+            jobs.append(asyncio.create_task(reader(llm, engine, rng.choice((0, 0.001, 0.02, 0.2, 20)))))
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * 0.005)
+        outcomes = await asyncio.gather(*jobs)
+        assert outcomes.count("left") > 50 and outcomes.count("read") > 20
+        while engine.num_live:
+            await asyncio.sleep(0.01)
+        finished = inner.totals.num_finished
+        assert finished["abort"] + finished["stop"] == len(inner.seen)
+
+    run(scripted, check, step_s=0.001, slots=16)
+
+
+def test_capacity_counts_everything_on_its_way(scripted):
+    async def check(llm, inner, engine):
+        first = await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
+        with pytest.raises(Overloaded):
+            await engine.add([llm.make_request([5], GREEDY) for _ in range(2)])
+        with pytest.raises(UserError, match="at most 4"):
+            await engine.add([llm.make_request([5], GREEDY) for _ in range(5)])
+        (last,) = await engine.add([llm.make_request([5], GREEDY)])
+        await asyncio.gather(*(reply.collect() for reply in (*first, last)))
+        await engine.add([llm.make_request([5], GREEDY) for _ in range(4)])
+
+    run(scripted, check, capacity=4, step_s=0.005)
+
+
+def test_a_failure_reaches_readers_waiting_ones_and_late_ones(scripted):
+    async def check(llm, inner, engine):
+        replies = await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
+        for result in await asyncio.gather(*(reply.collect() for reply in replies), return_exceptions=True):
+            assert isinstance(result, EngineFailed)
+        assert engine.health == "unhealthy"
+        with pytest.raises(EngineFailed):
+            await engine.add([llm.make_request([5], GREEDY)])
+        for reply in replies:
+            reply.close()
+
+    run(scripted, check, slots=2, fail_at=4)
+
+
+def test_a_shutdown_with_and_without_grace(scripted):
+    async def check(llm, inner, engine):
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        await engine.shutdown(grace_s=20)
+        assert (await reply.collect()).finish_reason == "stop"
+        with pytest.raises(Overloaded, match="shutting down"):
+            await engine.add([llm.make_request([5], GREEDY)])
+
+    run(scripted, check, step_s=0.01)
+
+    async def check_abort(llm, inner, engine):
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        first = await anext(reply)
+        await engine.shutdown()
+        whole = Delta()
+        whole.add(first)
+        whole.add(await reply.collect())
+        assert whole.finish_reason == "abort" and whole.text == reply.request.stream.text != ""
+
+    run(scripted, check_abort, step_s=0.05)

@@ -1,0 +1,300 @@
+"""The protocol over HTTP, with an engine that says what the tests want it to say."""
+
+import json
+from itertools import pairwise
+
+import openai
+import pytest
+
+from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.serving import serving
+
+TEXT = "Grüße, 世界! \U0001f600 The end of it."
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def one_byte_a_step(tokenizer):
+    """Emits TEXT one byte a step, so that every character is cut."""
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(TEXT.encode())
+    engine = ScriptedEngine(lambda request: ids, per_step=1)
+    with serving(ScriptedLLM(tokenizer), engine) as server:
+        yield server
+
+
+def post(server, path, body, **options):
+    return server.http.post(path, json=body, **options)
+
+
+def chat(server, **body):
+    return post(server, "/v1/chat/completions", {"messages": MESSAGES, **body})
+
+
+def complete(server, **body):
+    return post(server, "/v1/completions", {"prompt": "ab", "max_tokens": 200, **body})
+
+
+def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_reply(one_byte_a_step):
+    client = one_byte_a_step.openai
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == TEXT and "�" not in "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 10
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "stop"]
+    usage = chunks[-1].usage
+    assert chunks[-1].choices == [] and usage.completion_tokens == len(TEXT.encode())
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop", ["世界", ["The", "世"], ["end of", "zzz"], ["\U0001f600 T"]])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_text_across_tokens_never_shows_and_ends_the_reply(one_byte_a_step, stop, stream):
+    first = min(TEXT.find(text) for text in ([stop] if isinstance(stop, str) else stop) if text in TEXT)
+    answer = one_byte_a_step.openai.completions.create(
+        model="tiny", prompt="ab", max_tokens=200, stop=stop, stream=stream
+    )
+    if stream:
+        chunks = list(answer)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT[:first]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT[:first], "stop")
+
+
+def test_max_tokens_ends_a_reply_with_length_and_releases_what_was_held(one_byte_a_step):
+    answer = complete(one_byte_a_step, max_tokens=3).json()
+    assert answer["choices"][0] == {"index": 0, "text": "Gr�", "logprobs": None, "finish_reason": "length"}
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_choices_have_seeds_in_a_row_and_prompts_are_counted_once(one_byte_a_step):
+    engine = one_byte_a_step.engine
+    engine.seen.clear()
+    answer = complete(one_byte_a_step, prompt=["ab", "cde"], n=2, seed=2**63 - 1, max_tokens=2).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [request.params.seed for request in engine.seen] == [2**63 - 1, -(2**63)] * 2
+    assert [len(request.prompt_ids) for request in engine.seen] == [2, 2, 3, 3]
+    assert answer["usage"]["prompt_tokens"] == 5 and answer["usage"]["completion_tokens"] == 8
+
+
+def test_several_choices_stream_side_by_side(one_byte_a_step):
+    stream = one_byte_a_step.openai.chat.completions.create(model="tiny", messages=MESSAGES, n=3, stream=True)
+    texts, ends = ["", "", ""], []
+    for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends.append(choice.index)
+    assert texts == [TEXT] * 3 and sorted(ends) == [0, 1, 2]
+
+
+def test_absent_parameters_have_the_defaults_of_openai(one_byte_a_step):
+    engine = one_byte_a_step.engine
+    engine.seen.clear()
+    assert chat(one_byte_a_step).status_code == 200
+    post(one_byte_a_step, "/v1/completions", {"prompt": [5, 6]})
+    chatted, completed = engine.seen
+    assert chatted.params.temperature == 1.0 and chatted.params.top_p == 1.0 and chatted.params.seed is None
+    assert chatted.params.max_tokens == 400 - len(chatted.prompt_ids)
+    assert completed.params.max_tokens == 16 and completed.prompt_ids == [5, 6]
+
+
+def test_every_parameter_reaches_the_engine(one_byte_a_step):
+    engine = one_byte_a_step.engine
+    engine.seen.clear()
+    body = {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"17": 2, "5": -100.0},
+        "stop": ["x", "y", "x"],
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "max_completion_tokens": 7,
+        "priority": 4,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "strict": True, "schema": {"type": "object"}},
+        },
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+    }
+    assert chat(one_byte_a_step, **body).status_code == 200
+    params = engine.seen[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.8, 5, 0.1)
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -0.5, 1.2)
+    assert params.logit_bias == {17: 2.0, 5: -100.0} and params.stop == ("x", "y")
+    assert params.stop_token_ids == (9,) and params.ignore_eos and params.max_tokens == 7
+    assert params.logprobs == 3 and engine.seen[0].priority == 4
+    assert params.grammar == ("json_schema", '{"type": "object"}')
+    assert chat(one_byte_a_step, regex="a+").status_code == 200
+    assert engine.seen[1].params.grammar == ("regex", "a+")
+    assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
+    assert engine.seen[2].params.grammar == ("json_object", "")
+
+
+def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step):
+    answer = chat(one_byte_a_step, max_tokens=4, logprobs=True, top_logprobs=2).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]) == TEXT.encode()[:4]
+    assert content[0]["token"] == "G" and content[0]["logprob"] == -0.5
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-1.5, -2.5]
+    answer = complete(one_byte_a_step, max_tokens=4, logprobs=1).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["G", "r", "bytes:\\xc3", "bytes:\\xbc"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4 and logprobs["text_offset"] == [0, 1, 2, 3]
+    assert logprobs["top_logprobs"][0] == {"G": -0.5, "<|endoftext|>": -1.5}
+
+
+def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
+    whole = complete(one_byte_a_step, logprobs=0).json()["choices"][0]["logprobs"]
+    parts = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for data in events(
+        one_byte_a_step, "/v1/completions", {"prompt": "ab", "max_tokens": 200, "logprobs": 0}
+    ):
+        for name, values in data["choices"][0]["logprobs"].items():
+            parts[name] += values
+    assert parts == whole and all(a < b for a, b in pairwise(whole["text_offset"]))
+
+
+def events(server, path, body):
+    """The data of every event but the end mark, which must come last."""
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_speculation_details_come_on_request_only(one_byte_a_step):
+    assert "speculation" not in chat(one_byte_a_step).json()
+    details = chat(one_byte_a_step, return_speculation=True, max_tokens=5).json()["speculation"]
+    assert (details["accept_length"], details["num_verifies"], details["histogram"]) == (1.0, 5, [0, 5])
+    body = {"messages": MESSAGES, "return_speculation": True, "max_tokens": 5}
+    streamed = events(one_byte_a_step, "/v1/chat/completions", body)
+    assert streamed[-1]["speculation"] == details and streamed[-1]["choices"] == []
+    assert all("usage" not in data for data in streamed)
+
+
+@pytest.mark.parametrize("prompt", ["ab", [3, 4], [[3, 4]]])
+@pytest.mark.parametrize("stream", [True, False])
+def test_echo_puts_the_prompt_before_the_text(one_byte_a_step, prompt, stream):
+    text = "ab" if prompt == "ab" else '!"'
+    body = {"prompt": prompt, "echo": True, "max_tokens": 2}
+    if stream:
+        texts = [data["choices"][0]["text"] for data in events(one_byte_a_step, "/v1/completions", body)]
+        assert "".join(texts) == text + "Gr"
+    else:
+        assert post(one_byte_a_step, "/v1/completions", body).json()["choices"][0]["text"] == text + "Gr"
+
+
+def test_content_parts_and_roles_reach_the_template(one_byte_a_step):
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "d"},
+    ]
+    ids = post(one_byte_a_step, "/tokenize", {"messages": messages}).json()["tokens"]
+    text = post(one_byte_a_step, "/detokenize", {"tokens": ids}).json()["prompt"]
+    assert text == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_text_and_tokens_go_both_ways(one_byte_a_step):
+    answer = post(one_byte_a_step, "/tokenize", {"prompt": TEXT, "model": "tiny"}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(TEXT.encode()) and answer["max_model_len"] == 400
+    assert post(one_byte_a_step, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": TEXT}
+    skipped = post(one_byte_a_step, "/detokenize", {"tokens": [2, 3, 2], "skip_special_tokens": True})
+    assert skipped.json() == {"prompt": "!"}
+
+
+def test_tools_are_refused_by_a_template_without_a_place_for_them(one_byte_a_step):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    answer = chat(one_byte_a_step, tools=[tool])
+    assert answer.status_code == 400 and "no place for tools" in answer.json()["error"]["message"]
+    assert chat(one_byte_a_step, tools=[tool], tool_choice="none").status_code == 200
+
+
+def test_tools_and_tool_calls_reach_a_template_that_knows_them(one_byte_a_step, tokenizer, monkeypatch):
+    template = (
+        "{% if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.x }})"
+        "{% endfor %};{% endfor %}"
+    )
+    monkeypatch.setattr(one_byte_a_step.service.llm.tokenizer, "chat_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "6", "tool_call_id": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    ids = post(one_byte_a_step, "/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
+    assert tokenizer.decode(ids) == "TOOLS f user: go;assistant: f(5);tool: 6;"
+
+
+def test_the_request_id_is_echoed_or_made(one_byte_a_step):
+    headers = {"X-Request-Id": "my.id-1"}
+    answer = post(one_byte_a_step, "/v1/chat/completions", {"messages": MESSAGES}, headers=headers)
+    assert answer.headers["x-request-id"] == "my.id-1" and answer.json()["id"] == "chatcmpl-my.id-1"
+    made = one_byte_a_step.http.get("/health", headers={"X-Request-Id": "no spaces allowed"})
+    assert len(made.headers["x-request-id"]) == 32
+    assert len(one_byte_a_step.http.get("/nowhere").headers["x-request-id"]) == 32
+
+
+def test_models_and_health(one_byte_a_step):
+    client = one_byte_a_step.openai
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 400
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.models.retrieve("other")
+    for path in ("/health", "/health_generate"):
+        answer = one_byte_a_step.http.get(path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_metrics_count_what_the_engine_did(scripted):
+    llm, engine = scripted("abcdefg")
+    with serving(llm, engine) as server:
+        assert complete(server, prompt="abcd").status_code == 200
+        text = server.http.get("/metrics").text
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+    def value(name, labels='model_name="tiny"'):
+        return float(samples[f"eagle_kit:{name}{{{labels}}}"])
+
+    assert value("spec_decode_num_drafts_total") == 3
+    assert value("spec_decode_num_draft_tokens_total") == 9
+    assert value("spec_decode_num_accepted_tokens_total") == 4
+    positions = [
+        value("spec_decode_num_accepted_tokens_per_pos_total", f'model_name="tiny",position="{i}"')
+        for i in (0, 1)
+    ]
+    assert positions == [2, 2]
+    assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 7
+    assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
+    assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
+    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 2), ("e2e_request_latency", 1)):
+        assert value(f"{name}_seconds_count") == count

@@ -1,0 +1,236 @@
+"""What is not supported or not well formed is a 4xx in OpenAI's shape, and the next request is served."""
+
+import json
+
+import pytest
+
+from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.serving import serving, wait_until
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+CHAT_BODY, COMPLETE_BODY = {"messages": [USER]}, {"prompt": "ab"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+LIMIT = 20_000
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    engine = ScriptedEngine(lambda request: [70, 71, 72])
+    with serving(ScriptedLLM(tokenizer), engine, max_body_bytes=LIMIT) as running:
+        yield running
+
+
+def refused(server, path, response, status, param=None):
+    """Check the shape, and that the server goes on -> the message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(response.json()) == {"error"} and set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+    body = CHAT_BODY if path == CHAT else COMPLETE_BODY
+    assert server.http.post(path if path in (CHAT, COMPLETE) else COMPLETE, json=body).status_code == 200
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (CHAT, {"best_of": 2}, "best_of"),
+        (COMPLETE, {"best_of": 2}, "best_of"),
+        (COMPLETE, {"suffix": "x"}, "suffix"),
+        (COMPLETE, {"messages": [USER]}, "messages"),
+        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"temprature": 1}, "temprature"),
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+        (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
+        (CHAT, {"temperature": True}, "temperature"),
+        (CHAT, {"temperature": "1"}, "temperature"),
+        (CHAT, {"temperature": 2.5}, "temperature"),
+        (CHAT, {"temperature": -0.1}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"top_k": -2}, "top_k"),
+        (CHAT, {"min_p": 1.5}, "min_p"),
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"n": 129}, "n"),
+        (CHAT, {"n": True}, "n"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_tokens": 1.0}, "max_tokens"),
+        (CHAT, {"max_tokens": 10**30}, "max_tokens"),
+        (CHAT, {"seed": 2**63}, "seed"),
+        (CHAT, {"seed": 1.5}, "seed"),
+        (CHAT, {"stop": ""}, "stop"),
+        (CHAT, {"stop": ["a", ""]}, "stop[1]"),
+        (CHAT, {"stop": ["a"] * 17}, "stop"),
+        (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        (CHAT, {"stop_token_ids": ["1"]}, "stop_token_ids[0]"),
+        (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        (CHAT, {"logprobs": 1}, "logprobs"),
+        (COMPLETE, {"logprobs": True}, "logprobs"),
+        (COMPLETE, {"logprobs": 21}, "logprobs"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias.1"),
+        (CHAT, {"logit_bias": [1]}, "logit_bias"),
+        (CHAT, {"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        (CHAT, {"tool_choice": TOOL, "tools": [TOOL]}, "tool_choice"),
+        (CHAT, {"tools": []}, "tools"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, None),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "grammar", "grammar": "x"}}, None),
+        (CHAT, {"metadata": {"a": 1}}, "metadata.a"),
+        (CHAT, {"stream": "yes"}, "stream"),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, None),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        (CHAT, {"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (COMPLETE, {"prompt": []}, "prompt"),
+        (COMPLETE, {"prompt": None}, "prompt"),
+        (COMPLETE, {"prompt": [1, "a"]}, None),
+        (COMPLETE, {"prompt": [[]]}, None),
+        (COMPLETE, {"prompt": [1, True]}, None),
+        (COMPLETE, {"prompt": [-1]}, None),
+    ],
+)
+def test_a_wrong_or_unsupported_parameter_is_named(server, path, change, param):
+    body = {**(CHAT_BODY if path == CHAT else COMPLETE_BODY), **change}
+    refused(server, path, server.http.post(path, json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (CHAT, {"stream_options": {"include_usage": True}}, "set stream to true"),
+        (CHAT, {"top_logprobs": 2}, "needs logprobs"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+        (CHAT, {"max_tokens": 401}, "has room for"),
+        (CHAT, {"regex": "a", "response_format": {"type": "json_object"}}, "exclude"),
+        (CHAT, {"tool_choice": "auto"}, "needs tools"),
+        (CHAT, {"logit_bias": {"x": 1}}, "no token id"),
+        (CHAT, {"logit_bias": {"300": 1}}, "outside 0..299"),
+        (CHAT, {"stop_token_ids": [300]}, "outside 0..299"),
+        (COMPLETE, {"echo": True, "logprobs": 1}, "not supported"),
+        (COMPLETE, {"prompt": "a" * 400}, "400 tokens"),
+        (COMPLETE, {"prompt": ""}, "empty"),
+        (COMPLETE, {"prompt": ["ab"] * 3, "n": 128}, "holds at most"),
+    ],
+)
+def test_what_cannot_be_done_together_is_explained(server, path, change, words):
+    body = {**(CHAT_BODY if path == CHAT else COMPLETE_BODY), **change}
+    assert words in refused(server, path, server.http.post(path, json=body), 400)
+
+
+def test_pictures_are_refused(server):
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, part]}]}
+    refused(server, CHAT, server.http.post(CHAT, json=body), 400)
+
+
+def test_arguments_that_are_no_object_are_refused(server):
+    for arguments in ("[1]", "{", "nul", "[" * 5000):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+        refused(server, CHAT, server.http.post(CHAT, json=body), 400)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"{'prompt': 'x'}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00\\ud800"}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "max_tokens": -1e308}',
+        b'{"prompt": ' + b"[" * 5000 + b"}",
+        b'{"prompt": "x"} {"prompt": "y"}',
+        b"\xef\xbb\xbf\xff",
+        b'{"prompt": "x", "n": 1, "\\u0000": 1}',
+    ],
+)
+def test_malformed_bodies_are_refused(server, content):
+    headers = {"Content-Type": "application/json"}
+    refused(server, COMPLETE, server.http.post(COMPLETE, content=content, headers=headers), 400)
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+def test_other_content_types_are_refused(server, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    content = json.dumps(COMPLETE_BODY).encode()
+    refused(server, COMPLETE, server.http.post(COMPLETE, content=content, headers=headers), 415)
+
+
+def test_a_charset_beside_the_content_type_is_fine(server):
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    content = json.dumps(COMPLETE_BODY).encode()
+    assert server.http.post(COMPLETE, content=content, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_read_to_its_end_and_refused(server, chunked):
+    body = json.dumps({"prompt": "a" * (5 * LIMIT)}).encode()
+    content = (body[i : i + 999] for i in range(0, len(body), 999)) if chunked else body
+    answer = server.http.post(COMPLETE, content=content, headers={"Content-Type": "application/json"})
+    refused(server, COMPLETE, answer, 413)
+
+
+def test_other_models_paths_and_methods_have_the_same_shape(server):
+    answer = server.http.post(CHAT, json={**CHAT_BODY, "model": "gpt-9"})
+    refused(server, CHAT, answer, 404, "model")
+    assert answer.json()["error"]["code"] == "model_not_found"
+    refused(server, CHAT, server.http.get("/v1/embeddings"), 404)
+    answer = server.http.get(CHAT)
+    refused(server, CHAT, answer, 405)
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [USER]}),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": False}),
+        ("/tokenize", {"prompt": "x", "tools": [TOOL]}),
+        ("/detokenize", {"tokens": [300]}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/detokenize", {"tokens": [2**31]}),
+        ("/abort", {}),
+        ("/abort", {"request_id": "x", "abort_all": True}),
+        ("/abort", {"abort_all": False}),
+    ],
+)
+def test_the_other_endpoints_are_as_strict(server, path, body):
+    refused(server, path, server.http.post(path, json=body), 400)
+
+
+def test_a_defect_in_one_request_is_a_500_of_that_request_alone(server):
+    answer = server.http.post(COMPLETE, json={"prompt": [7, 7, 7]})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "internal_error"
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.post(COMPLETE, json=COMPLETE_BODY).json()["choices"][0]["text"] == "def"
+
+
+def test_nothing_stays_behind_after_all_that(server):
+    service = server.service
+    wait_until(lambda: not (service.engine.num_live or service._live or service.limits._parallel))
+    assert not server.engine.has_work

@@ -1,0 +1,164 @@
+"""What a command line names, the self-test, and the command's own arguments."""
+
+import argparse
+import json
+import socket
+import warnings
+
+import pytest
+
+from eagle_kit.cli import main
+from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.serve.api.server import bind
+from eagle_kit.serve.api.settings import Settings
+from eagle_kit.serve.api.startup import Model, SelfTest, find_model, report, self_test, warnings_as_lines
+
+
+def folder(path, config=None, metadata=None):
+    path.mkdir()
+    for name, value in (("config.json", config), ("eagle_kit.json", metadata)):
+        if value is not None:
+            (path / name).write_text(json.dumps(value), encoding="utf-8")
+    return str(path)
+
+
+def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path):
+    ours = folder(
+        tmp_path / "ours", {"architectures": ["LlamaForCausalLMEagle3"], "eagle_kit": {"target": "small"}}
+    )
+    older = folder(tmp_path / "older", {"architectures": ["LlamaForCausalLMEagle3"]}, {"target": "older/one"})
+    foreign = folder(tmp_path / "foreign", {"architectures": ["Eagle3LlamaForCausalLM"]})
+    target = folder(tmp_path / "target", {"architectures": ["LlamaForCausalLM"]})
+    assert find_model(ours, None, "usual") == Model("small", tmp_path / "ours")
+    assert find_model(older, None, "usual") == Model("older/one", tmp_path / "older")
+    assert find_model(foreign, None, "usual") == Model("usual", tmp_path / "foreign")
+    assert find_model(target, None, "usual") == Model(target, None)
+    assert find_model("org/model", None, "usual") == Model("org/model", None)
+    assert find_model(target, "big", "usual") == Model("big", tmp_path / "target")
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return parser.parse_args(["model", *words])
+
+
+def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
+    steps, topk, tokens = (
+        f"--speculative-{name}" for name in ("num-steps", "eagle-topk", "num-draft-tokens")
+    )
+    assert shape_of(arguments()) is None
+    assert shape_of(arguments("--shape", "3,2,6")) == SpecShape(3, 2, 6)
+    assert shape_of(arguments(steps, "3")) == SpecShape(3, 4, 8)
+    assert shape_of(arguments(steps, "3", topk, "1")) == SpecShape(3, 1, 4)
+    assert capsys.readouterr().err == ""
+    assert shape_of(arguments(steps, "3", topk, "1", tokens, "9")) == SpecShape(3, 1, 4)
+    assert "so 9 is ignored" in capsys.readouterr().err
+    for words in (
+        ["--shape", "3,2,6", steps, "3"],
+        ["--speculative-algorithm", "NONE", steps, "3"],
+        ["--speculative-algorithm", "NONE", "--shape", "3,2,6"],
+        [topk, "0"],
+    ):
+        with pytest.raises(UserError):
+            shape_of(arguments(*words))
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+def test_an_algorithm_without_the_draft_it_needs_is_refused(name, capsys):
+    assert main(["serve", "no-such-target", "--speculative-algorithm", name]) == 2
+    assert f"The algorithm {name} needs a draft." in capsys.readouterr().err
+
+
+def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
+    model = Model("small", tmp_path)
+    assert check_algorithm(arguments("--speculative-algorithm", "NONE"), model) == Model("small", None)
+    assert check_algorithm(arguments("--speculative-algorithm", "NEXTN"), model) == model
+    with pytest.raises(UserError, match="without a draft"):
+        check_algorithm(arguments("--speculative-token-map", "map"), Model("small", None))
+
+
+def test_sizes_have_units():
+    sizes = {"4G": 4 * 10**9, "512Mi": 2**29, "2.5gb": 25 * 10**8, "1000": 1000, None: None}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "G", "4T", "-1", "0", "4 GGB"):
+        with pytest.raises(UserError, match="cannot be read"):
+            parse_size(text)
+
+
+def test_a_port_in_use_is_a_users_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match="cannot be used"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    for host, port in (("no.such.host.invalid", 80), ("127.0.0.1", 70000)):
+        with pytest.raises(UserError, match="cannot be used"):
+            bind(host, port)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_queued": -1}, {"grace_period_s": -1}, {"max_body_bytes": 0}, {"api_key": ""}, {"model_name": ""}],
+)
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(UserError):
+        Settings(**{"model_name": "m", **wrong})
+
+
+def test_user_warnings_become_lines():
+    lines = []
+    with warnings_as_lines(lines.append):
+        for text in ("one", "one", "two"):
+            warnings.warn(text, stacklevel=1)
+        warnings.warn("not for users", DeprecationWarning, stacklevel=1)
+    assert lines == ["warning: one", "warning: two"]
+
+
+class TwoFacedLLM:
+    """Decodes ``plain`` without speculation and ``drafted`` with it, two tokens a verify."""
+
+    def __init__(self, tokenizer, plain, drafted):
+        self.tokenizer, self.max_context, self.plain, self.drafted = tokenizer, 64, plain, drafted
+        self.totals = {"used": 1}
+
+    def tokenize(self, prompt):
+        return list(prompt.encode())
+
+    def generate(self, prompts, params, *, shape):
+        assert params.is_greedy and all(len(prompt) <= 32 for prompt in prompts)
+        stats = SpecStats()
+        stats.observe(2, 1)
+        ids = self.drafted if shape.steps else self.plain
+        return [RequestOutput(prompt, list(ids), "", "length", stats) for prompt in prompts]
+
+    def engine(self, shape):
+        return self
+
+
+def test_the_self_test_compares_with_plain_decoding_and_resets_the_counters(tokenizer):
+    llm = TwoFacedLLM(tokenizer, [1, 2, 3], [1, 2, 3])
+    test = self_test(llm, SpecShape(3, 1, 4))
+    assert (test.accept_length, test.num_tokens, test.differing) == (2.0, 12, None) and llm.totals == {}
+    assert self_test(TwoFacedLLM(tokenizer, [1, 2, 3], [1, 5, 3]), SpecShape(3, 1, 4)).differing == (0, 1)
+    assert self_test(TwoFacedLLM(tokenizer, [1, 2], [1, 2, 3]), SpecShape(3, 1, 4)).differing == (0, 2)
+
+
+def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
+    asked = []
+
+    def causes():
+        asked.append(True)
+        return ["another target", "another template"]
+
+    good = report(SelfTest(2.5, 100, 1.0, 2.0, None), exact=True, low_causes=causes)
+    assert len(good) == 1 and "2.50 tokens per verify" in good[0] and not asked
+    low = report(SelfTest(1.02, 100, 1.0, 2.0, None), exact=True, low_causes=causes)
+    assert "suspiciously" in low[1] and low[2:] == ["  1. another target", "  2. another template"]
+    differing = SelfTest(2.5, 100, 1.0, 2.0, (3, 7))
+    assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: reply 3 differs")
+    assert report(differing, exact=False, low_causes=causes)[1].startswith("note: ")
