@@ -111,17 +111,11 @@ def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
     """The model without a draft that the algorithm has no use for.
 
     Raises:
-        UserError: an algorithm without the draft it needs, or one this build does not have.
+        UserError: an algorithm without the draft it needs.
     """
-    from eagle_kit.serve.drafts import ALGORITHMS as BUILT
-
     name = args.speculative_algorithm
     if name in ("NONE", "NGRAM"):
         model = type(model)(model.target, None)
-    if name == "NGRAM" and name not in BUILT:
-        raise UserError(
-            "The algorithm NGRAM is not in this build.", "Leave the algorithm out, or use a draft."
-        )
     if model.draft is None and name not in (None, "NONE", "NGRAM"):
         raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
     if model.draft is None and args.speculative_token_map is not None:

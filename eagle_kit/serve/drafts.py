@@ -12,8 +12,6 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import DraftModel, Eagle1Draft, Eagle3Draft, StandaloneDraft
 
-ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "STANDALONE")
-
 
 def load_draft_model(
     draft: "str | Path | Eagle3Head | DraftModel",
@@ -34,8 +32,6 @@ def load_draft_model(
     Raises:
         UserError: it does not fit the target, or is not what ``algorithm`` says.
     """
-    if algorithm not in ALGORITHMS:
-        raise UserError(f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(ALGORITHMS)}.")
     if isinstance(draft, Eagle3Head):
         return _eagle3(_copy(draft), target)
     if not isinstance(draft, str | Path):

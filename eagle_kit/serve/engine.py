@@ -27,6 +27,7 @@ from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.draft_model import DraftModel
+from eagle_kit.speculation.ngram import NgramIndex, NgramOptions
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Engine:
 
     Args:
         make_grammars: called when a request brings the first grammar; None refuses grammars.
+        ngram: draft from what was said before instead of with a model; ``draft`` must be None.
     """
 
     def __init__(
@@ -89,10 +91,14 @@ class Engine:
         draft: DraftModel | None,
         options: EngineOptions,
         make_grammars: Callable[[], GrammarCompiler] | None = None,
+        ngram: NgramOptions | None = None,
     ) -> None:
         self.target, self.draft, self.options = target, draft, options
         self._make_grammars = make_grammars
         self._grammars: GrammarCompiler | None = None
+        assert draft is None or ngram is None, "one drafter at a time"
+        self.ngram = None if ngram is None else NgramIndex(ngram)
+        self._num_indexed: dict[Request, int] = {}
         # Behind the known tokens of a request lie those of cycles on their way and of the next, and a draft's
         # entry of its root; the deepest shape decides, so that a change of shape needs no other tables.
         room = self._room(SpecShape(63, 1, 64))
@@ -153,7 +159,7 @@ class Engine:
             UserError: there is no draft for it, or its vocabulary is smaller than the asked candidates.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
-        if shape.steps and self.draft is None:
+        if shape.steps and self.draft is None and self.ngram is None:
             raise UserError(
                 f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
             )
@@ -237,13 +243,16 @@ class Engine:
             self._prefill(plan.chunks)
         # A request whose prompt was finished above decodes from the next step on, as if it had just arrived.
         decoding = plan.decoding
-        if any(request.match for request in decoding):
-            # A grammar is walked on the host, which has to know every token first. That may end requests.
+        if self._uses_ngram or any(request.match for request in decoding):
+            # The host has to know every token to walk a grammar or look text up. That may end requests.
             self._collect_until(0)
             decoding = [request for request in decoding if request.finish_reason is None]
             launched = 0
         if decoding:
-            self._pending.append(self.runner.decode(decoding, self._longest(decoding)))
+            if self._uses_ngram:
+                self._index(decoding)
+            results = self.runner.decode(decoding, self._longest(decoding), self.ngram)
+            self._pending.append(results)
         self._collect_until(len(self._pending) - launched if self.options.lag else 0)
         self.totals.num_steps += 1
         news, self._news = list(self._news), {}
@@ -262,6 +271,18 @@ class Engine:
                 request.num_pages_written = -1
         if results is not None:
             self._pending.append(results)
+
+    @property
+    def _uses_ngram(self) -> bool:
+        return self.ngram is not None and self.shape.steps > 0
+
+    def _index(self, requests: Sequence[Request]) -> None:
+        """Put what is new in ``requests`` into the n-gram log, their prompts first."""
+        assert self.ngram is not None
+        for request in requests:
+            known = self._num_indexed.get(request, 0)
+            self.ngram.insert(request.number, request.tokens(known, request.num_tokens))
+            self._num_indexed[request] = request.num_tokens
 
     def _collect_until(self, count: int) -> None:
         """Take in the oldest results until ``count`` are left on their way."""
@@ -339,6 +360,8 @@ class Engine:
         if request.slot >= 0:
             done = request.num_computed if request.is_prefilling else request.num_tokens - 1
             self.cache.publish(request.lease, request.tokens(0, done))
+        if self._num_indexed.pop(request, None) is not None and self.ngram is not None:
+            self.ngram.forget(request.number)
         self.scheduler.remove(request)
         self.totals.num_finished[request.finish_reason] += 1
 

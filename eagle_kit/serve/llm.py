@@ -25,9 +25,12 @@ from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft
+from eagle_kit.speculation.ngram import NgramOptions
 
 Prompt = str | list[int] | list[dict[str, Any]]
 DEFAULT_SHAPE = SpecShape(4, 1, 5)
+NGRAM_SHAPE = SpecShape(8, 4, 12)
+ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "STANDALONE", "NGRAM", "NONE")
 DEFAULT_MAX_CONTEXT = 8192
 
 
@@ -39,7 +42,10 @@ class LLM:
             which is then used as it is.
         draft: a draft's folder, an EAGLE-3 head (which is copied), any other draft model, or None for
             ordinary decoding.
-        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` and ``"STANDALONE"`` insist.
+        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` (or ``"NEXTN"``) and
+            ``"STANDALONE"`` insist; ``"NGRAM"`` drafts from earlier text, without a draft; ``"NONE"`` drafts
+            nothing.
+        ngram: how n-grams are matched, for ``"NGRAM"``.
         token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
             2502.14856); EAGLE-3 heads bring their own.
         shape: ``steps,topk,tokens``; default 4,1,5 with a draft. :meth:`generate` may choose another.
@@ -67,6 +73,7 @@ class LLM:
         draft: "str | Path | Eagle3Head | DraftModel | None" = None,
         *,
         algorithm: str = "auto",
+        ngram: NgramOptions | None = None,
         token_map: str | Path | None = None,
         shape: str | SpecShape | None = None,
         max_batch_size: int = 8,
@@ -127,6 +134,7 @@ class LLM:
         self.head: Eagle3Head | None = None
         self.default_shape = NO_SPECULATION
         self._wanted_shape = None if shape is None else SpecShape.parse(shape)
+        self._ngram_options = ngram or NgramOptions()
         self.set_draft(draft, algorithm=algorithm, token_map=token_map)
 
     def set_draft(
@@ -137,8 +145,22 @@ class LLM:
         token_map: str | Path | None = None,
     ) -> None:
         """Use another draft from now on. Raises UserError when it does not fit the target."""
+        algorithm = algorithm.upper() if algorithm != "auto" else algorithm
+        algorithm = "EAGLE" if algorithm == "NEXTN" else algorithm
+        if algorithm not in ALGORITHMS:
+            raise UserError(
+                f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(ALGORITHMS)}."
+            )
+        if algorithm in ("NGRAM", "NONE") and draft is not None:
+            raise UserError(
+                f"The algorithm {algorithm} takes no draft, and {draft} was given.",
+                "Leave the draft out, or the algorithm.",
+            )
+        if algorithm in ("EAGLE3", "EAGLE", "STANDALONE") and draft is None:
+            raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
         self._engine = None
         self.head, self.draft = None, None
+        self._uses_ngram = algorithm == "NGRAM"
         if draft is not None:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
@@ -148,7 +170,8 @@ class LLM:
         if self._wanted_shape is not None:
             self.default_shape = self._wanted_shape
         else:
-            self.default_shape = DEFAULT_SHAPE if self.draft is not None else NO_SPECULATION
+            drafts = DEFAULT_SHAPE if self.draft is not None else NO_SPECULATION
+            self.default_shape = NGRAM_SHAPE if self._uses_ngram else drafts
 
     def engine(self, shape: SpecShape | None = None) -> Engine:
         """The engine, set to ``shape`` or the default one; its memory is taken on first use."""
@@ -173,7 +196,8 @@ class LLM:
             if self.tokenizer is not None:
                 ends = self.config.eos_token_ids
                 grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
-            self._engine = Engine(self.target, self.draft, options, grammars)
+            ngram = self._ngram_options if self._uses_ngram else None
+            self._engine = Engine(self.target, self.draft, options, grammars, ngram)
         wanted = self.default_shape if shape is None else shape
         if self._engine.shape != wanted:
             self._engine.use_shape(wanted)

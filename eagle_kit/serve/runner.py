@@ -10,8 +10,9 @@ import torch
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.accept import TargetOnly, Verifier
+from eagle_kit.kernels.accept import Deterministic, TargetOnly, Verifier
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
+from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.choose import choose
 from eagle_kit.serve.cycle import Logprobs, Settings, cycle, propose, root_only, verify_cycle
@@ -20,7 +21,8 @@ from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
-from eagle_kit.speculation.drafter import Drafter
+from eagle_kit.speculation.drafter import Draft, Drafter
+from eagle_kit.speculation.ngram import NgramIndex, to_tree
 from eagle_kit.speculation.paged_kv import PagedKV, Segment
 from eagle_kit.speculation.sampled import SampledDrafter
 
@@ -160,8 +162,12 @@ class Runner:
             logprobs = Logprobs(*(part[:, None] for part in parts))
         return Results(requests, [r.epoch for r in requests], tokens, counts, logprobs, False)
 
-    def decode(self, requests: list[Request], longest: int) -> Results:
-        """One cycle for ``requests``; none has more than ``longest`` tokens, those on their way included."""
+    def decode(self, requests: list[Request], longest: int, ngram: NgramIndex | None = None) -> Results:
+        """One cycle for ``requests``; none has more than ``longest`` tokens, those on their way included.
+
+        Args:
+            ngram: drafts in place of a model; every token of the requests must be known to the host.
+        """
         for request in requests:
             if request.num_pages_written != len(request.lease):
                 self.set_pages(request)
@@ -176,16 +182,28 @@ class Runner:
         state = self.slots.gather(rows)
         models = self.target, self.kv, self.drafter
         matches = [request.match for request in requests]
-        if any(matches):  # the host must see the draft: the cycle is in two parts
-            draft = propose(self.drafter, state, settings, sampling)
-            vocab = self.target.config.vocab_size
-            allowed = allowed_tokens([*matches, *[None] * len(padding)], draft.tree, vocab)
+        if any(matches) or (ngram is not None and steps):  # the host is needed in the middle: two parts
+            if ngram is not None and steps:
+                tree = self._ngram_tree(requests, len(padding), ngram)
+                draft = Draft(tree, Deterministic())
+            else:
+                draft = propose(self.drafter, state, settings, sampling)
+            allowed = None
+            if any(matches):
+                vocab = self.target.config.vocab_size
+                allowed = allowed_tokens([*matches, *[None] * len(padding)], draft.tree, vocab)
             out = verify_cycle(*models, state, draft, settings, sampling, allowed)
         else:
             out = cycle(*models, state, settings, sampling)
         self.slots.scatter(rows, out.state, out.counts)
         epochs = [request.epoch for request in requests]
         return Results(requests, epochs, out.tokens, out.num_emitted, out.logprobs, True)
+
+    def _ngram_tree(self, requests: list[Request], padding: int, ngram: NgramIndex) -> Tree:
+        window = ngram.options.max_match_window_size
+        contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
+        steps, _, num_tokens = self.shape
+        return to_tree(ngram.propose([*contexts, *[[0]] * padding], num_tokens, steps), self.device)
 
     def set_pages(self, request: Request) -> None:
         """Bring the device's page table of a request up to date."""

@@ -1,0 +1,268 @@
+"""Drafts without a model: what followed the last tokens when they occurred before, in any request.
+
+All prompts and replies are one log of tokens. Each token knows its neighbours in its own request, and, for
+every indexed length m, the occurrence before it of the m tokens that end there (hash chains, as in LZ77). A
+lookup walks the chains of the longest indexed length first, compares backwards to get the real length of each
+match, and merges what followed the matches into a tree.
+
+The log is a ring: the oldest tokens give way at ``capacity``. A passage that is used again is emitted again
+and so written again, which makes the order of writing the order of last use.
+
+Legend: B requests, N window nodes, W longest match, m indexed lengths.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kernels.window_attention import ancestor_bits
+
+CHAIN_STEPS = 32
+"""Occurrences of one chain that a lookup looks at, newest first."""
+INDEXED = (1, 2, 4, 8)
+"""Lengths with a chain. A match of another length is found through the next shorter one."""
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """How matches are found and merged; names and defaults as in SGLang's NGRAM.
+
+    Attributes:
+        min_match_window_size, max_match_window_size: tokens that must and may agree.
+        min_bfs_breadth, max_bfs_breadth: children of a node for the longest and for the shortest match: a
+            short match says little, so more of its continuations are tried.
+        match_type: ``"BFS"`` fills the tree level by level, longer and then newer matches first; ``"PROB"``
+            takes the most probable node next, by how often the matches went that way.
+        branch_length: most tokens of a continuation.
+        capacity: tokens of the log.
+    """
+
+    min_match_window_size: int = 1
+    max_match_window_size: int = 12
+    min_bfs_breadth: int = 1
+    max_bfs_breadth: int = 10
+    match_type: Literal["BFS", "PROB"] = "BFS"
+    branch_length: int = 18
+    capacity: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        for low, high in (
+            ("min_match_window_size", "max_match_window_size"),
+            ("min_bfs_breadth", "max_bfs_breadth"),
+        ):
+            if not 1 <= getattr(self, low) <= getattr(self, high):
+                raise UserError(
+                    f"{low} is {getattr(self, low)} and {high} is {getattr(self, high)}.",
+                    f"Give whole numbers with 1 <= {low} <= {high}.",
+                )
+        if self.match_type not in ("BFS", "PROB"):
+            raise UserError(f"The match type {self.match_type!r} is not known.", "Use BFS or PROB.")
+        if self.branch_length < 1 or self.capacity < self.max_match_window_size:
+            raise UserError(
+                f"branch_length is {self.branch_length} and capacity {self.capacity}.",
+                "Give a branch of at least one token, and a capacity above the match window.",
+            )
+
+
+class NgramDraft(NamedTuple):
+    """Windows to verify, int64 ``[B, N]`` each: the root first, parents before children, siblings distinct.
+    An unused node is its own parent, so no walk reaches it; its token is 0 for the embedding's sake."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+
+
+@dataclass
+class _Node:
+    token: int
+    count: int = 0
+    children: dict[int, "_Node"] = field(default_factory=dict)
+
+
+class NgramIndex:
+    """The log and its chains. Positions count up forever; ``position % capacity`` is their place."""
+
+    def __init__(self, options: NgramOptions | None = None) -> None:
+        self.options = options or NgramOptions()
+        self._token, self._before, self._after = array("i"), array("q"), array("q")
+        shortest, longest = self.options.min_match_window_size, self.options.max_match_window_size
+        self._lengths = tuple(m for m in INDEXED if m <= longest)
+        # A shorter match than allowed is not looked for; the chain below it may be the one that finds it.
+        floor = max(m for m in INDEXED if m <= shortest)
+        self._lookups = tuple(m for m in reversed(self._lengths) if m >= floor)
+        self._newest: list[dict[int, int]] = [{} for _ in self._lengths]
+        self._older = [array("q") for _ in self._lengths]
+        self._end = 0
+        self._last: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Tokens that can be found."""
+        return min(self._end, self.options.capacity)
+
+    def insert(self, request: int, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` to what ``request`` has in the log."""
+        recent = self._recent(request)
+        last = self._last.get(request, -1)
+        for token in tokens:
+            recent.append(token)
+            last = self._append(token, last, recent)
+        if tokens:
+            self._last[request] = last
+
+    def forget(self, request: int) -> None:
+        """End a request's stream. What it wrote stays until its room is needed."""
+        self._last.pop(request, None)
+
+    def propose(self, contexts: Sequence[Sequence[int]], num_tokens: int, depth: int) -> NgramDraft:
+        """Draft behind every context, whose last token is the root.
+
+        Args:
+            contexts: the last tokens of each request; more than W are not looked at.
+            num_tokens: N, nodes of a window.
+            depth: most tokens of a path below the root.
+        """
+        b = len(contexts)
+        tokens, depths = np.zeros((2, b, num_tokens), dtype=np.int64)
+        parents = np.tile(np.arange(num_tokens), (b, 1))
+        for i, context in enumerate(contexts):
+            window = list(context[-self.options.max_match_window_size :])
+            tokens[i, 0] = window[-1]
+            matches = self._matches(window)
+            if matches:
+                trie = self._merge(matches, min(depth, self.options.branch_length))
+                self._fill(trie, self._breadth(matches[0][0]), tokens[i], parents[i], depths[i])
+        return NgramDraft(tokens, parents, depths)
+
+    def _append(self, token: int, last: int, recent: list[int]) -> int:
+        capacity, position = self.options.capacity, self._end
+        self._end += 1
+        place = position % capacity
+        grows = place == len(self._token)
+        columns: list[tuple[array, int]] = [(self._token, token), (self._before, last), (self._after, -1)]
+        for newest, older, m in zip(self._newest, self._older, self._lengths, strict=True):
+            previous = -1
+            if len(recent) >= m:
+                key = hash(tuple(recent[-m:]))
+                previous = newest.get(key, -1)
+                newest[key] = position
+            columns.append((older, previous))
+        for column, value in columns:
+            if grows:
+                column.append(value)
+            else:
+                column[place] = value
+        if last >= self._first:
+            self._after[last % capacity] = position
+        if position and position % capacity == 0:
+            self._drop_lost_keys()
+        return position
+
+    @property
+    def _first(self) -> int:
+        """The oldest position that is still there."""
+        return max(0, self._end - self.options.capacity)
+
+    def _drop_lost_keys(self) -> None:
+        """Once a turn of the ring, forget keys whose newest occurrence is gone: memory stays bounded."""
+        first = self._first
+        for newest in self._newest:
+            for key in [key for key, position in newest.items() if position < first]:
+                del newest[key]
+
+    def _recent(self, request: int) -> list[int]:
+        """The last tokens that a request has in the log, as many as the longest key needs."""
+        return self._backwards(self._last.get(request, -1), self._lengths[-1])[::-1]
+
+    def _backwards(self, position: int, count: int) -> list[int]:
+        out = []
+        first, capacity = self._first, self.options.capacity
+        while position >= first and len(out) < count:
+            out.append(self._token[position % capacity])
+            position = self._before[position % capacity]
+        return out
+
+    def _matches(self, window: list[int]) -> list[tuple[int, int]]:
+        """(length, position of the last matched token), the longest first, then the newest."""
+        found: dict[int, int] = {}
+        first, capacity = self._first, self.options.capacity
+        backwards = window[::-1]
+        for m in self._lookups:
+            if m > len(window):
+                continue
+            at = self._lengths.index(m)
+            position = self._newest[at].get(hash(tuple(window[-m:])), -1)
+            for _ in range(CHAIN_STEPS):
+                if position < first:
+                    break
+                if position not in found and self._after[position % capacity] >= 0:
+                    length = 0
+                    for mine, theirs in zip(
+                        backwards, self._backwards(position, len(backwards)), strict=False
+                    ):
+                        if mine != theirs:
+                            break
+                        length += 1
+                    if length >= max(m, self.options.min_match_window_size):
+                        found[position] = length
+                position = self._older[at][position % capacity]
+            if len(found) >= self.options.max_bfs_breadth:
+                break
+        return sorted(((length, at) for at, length in found.items()), reverse=True)
+
+    def _merge(self, matches: list[tuple[int, int]], depth: int) -> _Node:
+        """Every continuation in one trie, children in the order of their best match."""
+        root = _Node(-1, len(matches))
+        first, capacity = self._first, self.options.capacity
+        for _, position in matches:
+            node = root
+            for _ in range(depth):
+                position = self._after[position % capacity]
+                if position < first:
+                    break
+                token = self._token[position % capacity]
+                node = node.children.setdefault(token, _Node(token))
+                node.count += 1
+        return root
+
+    def _breadth(self, length: int) -> int:
+        options = self.options
+        span = options.max_match_window_size - options.min_match_window_size + 1
+        share = (options.max_match_window_size - length) / span
+        extra = (options.max_bfs_breadth - options.min_bfs_breadth) * share
+        return options.min_bfs_breadth + round(extra)
+
+    def _fill(
+        self, trie: _Node, breadth: int, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray
+    ) -> None:
+        """Choose nodes of the trie for one window."""
+        frontier: list[tuple[float, int, int, _Node]] = [
+            (1.0, 0, order, child) for order, child in enumerate(list(trie.children.values())[:breadth])
+        ]
+        by_probability = self.options.match_type == "PROB"
+        if by_probability:
+            frontier = [(child.count / trie.count, 0, order, child) for _, _, order, child in frontier]
+        size, order = 1, len(frontier)
+        while frontier and size < len(tokens):
+            at = 0
+            if by_probability:
+                at = max(range(len(frontier)), key=lambda i: (frontier[i][0], -frontier[i][2]))
+            share, parent, _, node = frontier.pop(at)
+            tokens[size], parents[size], depths[size] = node.token, parent, depths[parent] + 1
+            for child in list(node.children.values())[:breadth]:
+                frontier.append((share * child.count / node.count, size, order, child))
+                order += 1
+            size += 1
+
+
+def to_tree(draft: NgramDraft, device: torch.device) -> Tree:
+    """The window as tensors; an unused node sees only itself."""
+    tokens, parents, depths = (torch.from_numpy(part).to(device) for part in draft)
+    deepest = int(draft.depths.max()) if draft.depths.size else 0
+    return Tree(tokens, parents, depths, ancestor_bits(parents, deepest))
