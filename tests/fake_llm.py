@@ -78,8 +78,8 @@ class FakeLLM:
             self.tokenizer.decode(reply),
             "length",
             stats,
-            PREFILL_SECONDS,
-            stats.num_verifies * SECONDS_PER_VERIFY,
+            prefill_s=PREFILL_SECONDS,
+            decode_s=stats.num_verifies * SECONDS_PER_VERIFY,
         )
 
 

@@ -1,4 +1,4 @@
-"""`eagle-kit data preview | prepare | regenerate`: conversations before training."""
+"""`eagle-kit data preview | prepare | vocab | regenerate`: conversations before training."""
 
 import argparse
 import sys
@@ -7,22 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
+from eagle_kit.config.command_line import add_config
 from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
+    from eagle_kit.data.dataset import PreparedData
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the three sub-commands and their arguments."""
+    """Declare the four sub-commands and their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     preview = actions.add_parser("preview", help="print a conversation with its supervised tokens coloured")
-    _add_config(preview)
+    add_config(preview)
     preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
     preview.set_defaults(action_run=_preview)
     prepare = actions.add_parser("prepare", help="tokenise and pack a config's data into the cache")
-    _add_config(prepare)
+    add_config(prepare)
     prepare.set_defaults(action_run=_prepare)
+    vocab = actions.add_parser("vocab", help="write a draft vocabulary that head.vocab_map can name")
+    add_config(vocab)
+    vocab.add_argument("--out", required=True, type=Path, metavar="FILE", help="made, or replaced")
+    vocab.set_defaults(action_run=_vocab)
     regenerate = actions.add_parser("regenerate", help="let the target answer the human turns itself")
     regenerate.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
     regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
@@ -61,13 +67,6 @@ def _shard(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
-    )
-
-
 def _config(args: argparse.Namespace) -> "TrainConfig":
     """The config, read before anything heavy is imported."""
     from eagle_kit.config import load_config
@@ -82,7 +81,7 @@ def _preview(args: argparse.Namespace) -> int:
     config = _config(args)
     from eagle_kit.data.dataset import conversations_of
     from eagle_kit.data.preview import preview
-    from eagle_kit.data.records import SkipLog
+    from eagle_kit.data.records import SkipLog, Unusable
     from eagle_kit.data.template import tokenize_chat
     from eagle_kit.models.source import load_tokenizer, resolve_target
 
@@ -94,24 +93,35 @@ def _preview(args: argparse.Namespace) -> int:
             f"{config.data.source} has no conversation number {args.record}.",
             "Give a smaller number, from 0.",
         )
-    chat = tokenize_chat(tokenizer, chosen, config.data.max_length)
+    try:
+        chat = tokenize_chat(tokenizer, chosen, config.data.max_length)
+    except Unusable as reason:
+        raise UserError(
+            f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."
+        ) from None
     supervised = int((chat.reply >= 0).sum())
     print(f"{chosen.where} ({chosen.id}): {len(chat.ids)} tokens, {supervised} supervised")
     print(preview(chat, tokenizer))
     return 0
 
 
-def _prepare(args: argparse.Namespace) -> int:
-    config = _config(args)
+def _data(config: "TrainConfig") -> "PreparedData":
+    """The config's data, tokenised now or read from the cache."""
     from eagle_kit.data.dataset import prepare_dataset
     from eagle_kit.models.source import load_tokenizer, resolve_target
-    from eagle_kit.train.setup import cache_root
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    folder = cache_root(config) / "data"
-    data = prepare_dataset(config.data, tokenizer, folder, config.head.draft_vocab_size, progress=True)
+    return prepare_dataset(config.data, tokenizer, config.head.draft_vocab_size, config.head.vocab_map)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    config = _config(args)
+    data = _data(config)
+    for note in data.notes:
+        print(f"note           {note}")
+    listed = f", listed in {data.skip_file}" if data.num_skipped else ""
     share = 100 * data.num_supervised_tokens / max(data.num_tokens, 1)
-    print(f"conversations  {data.num_conversations}, {data.num_skipped} skipped")
+    print(f"conversations  {data.num_conversations}, {data.num_skipped} skipped{listed}")
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
@@ -120,9 +130,25 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _vocab(args: argparse.Namespace) -> int:
+    from eagle_kit.checkpoints.disk import check_writable
+
+    config = _config(args)
+    if args.out.is_dir():
+        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
+    check_writable(args.out.parent, "Give another file with --out.")
+    data = _data(config)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data.vocab_map.save(args.out)
+    covered = 100 * data.vocab_map.coverage
+    print(f"{args.out}: {config.head.draft_vocab_size} draft tokens cover {covered:.1f} % of the replies.")
+    print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={config.head.draft_vocab_size}.")
+    return 0
+
+
 def _regenerate(args: argparse.Namespace) -> int:
     from eagle_kit.cli.generate import check_shape
-    from eagle_kit.train.regenerate import RegenerateOptions, regenerate
+    from eagle_kit.train.regenerate import RegenerateOptions, check_out, regenerate
 
     options = RegenerateOptions(
         limit=args.limit,
@@ -134,6 +160,7 @@ def _regenerate(args: argparse.Namespace) -> int:
     )
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")
+    check_out(args.out)
     from eagle_kit.serve.llm import LLM
 
     context = args.max_prompt_tokens + args.max_tokens

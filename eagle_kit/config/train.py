@@ -42,6 +42,7 @@ class HeadConfig(_Section):
 
     Attributes:
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
+        vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
@@ -50,6 +51,7 @@ class HeadConfig(_Section):
     """
 
     draft_vocab_size: int = Field(default=8192, ge=2)
+    vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False

@@ -26,9 +26,10 @@ from eagle_kit.data.records import (
     read_conversations,
 )
 from eagle_kit.data.template import TokenizedChat, prompt_token_ids, tokenize_chat
-from eagle_kit.data.vocab_map import VocabMap, build_vocab_map
+from eagle_kit.data.vocab_map import VocabMap, build_vocab_map, load_vocab_map, tokenizer_hash
+from eagle_kit.models.source import cache_folder
 
-FORMAT = 1
+FORMAT = 2
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 
 
@@ -43,6 +44,8 @@ class DataSettings(Protocol):
     def max_length(self) -> int: ...
     @property
     def eval_conversations(self) -> int: ...
+    @property
+    def cache_dir(self) -> str | None: ...
 
 
 @dataclass
@@ -90,11 +93,40 @@ class PreparedData:
         """The list of skipped records."""
         return self.folder / "skipped.txt"
 
+    def equals(self, fingerprint: str) -> bool:
+        """Whether ``fingerprint`` names the same rows and prompts: by hash, or because the cache still has
+        them under it and they are the same to the bit (a copied source file, a newer format)."""
+        if fingerprint == self.fingerprint:
+            return True
+        other = self.folder.with_name(fingerprint)
+        try:
+            same = all(
+                (other / name).read_bytes() == (self.folder / name).read_bytes()
+                for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "reply.npy")
+            )
+            prompts = json.loads((other / "summary.json").read_text())["heldout_prompts"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return same and prompts == self.heldout_prompts
+
+
+def cache_root(settings: DataSettings) -> Path:
+    """Where a run keeps tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
+    return Path(settings.cache_dir).expanduser() if settings.cache_dir else cache_folder()
+
 
 def prepare_dataset(
-    settings: DataSettings, tokenizer: Any, cache_dir: Path, draft_vocab_size: int, progress: bool = True
+    settings: DataSettings,
+    tokenizer: Any,
+    draft_vocab_size: int,
+    vocab_map: str | Path | None = None,
+    *,
+    progress: bool = True,
 ) -> PreparedData:
     """Tokenise, mask and pack ``settings.source``, one or several; called again, read the cache.
+
+    The cache is ``data/`` below :func:`cache_root`. The draft vocabulary is the tokens that replies use most,
+    or the one of the file ``vocab_map``.
 
     ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
     conversations that their record holds from the start are held out; others that begin like one of them are
@@ -102,33 +134,42 @@ def prepare_dataset(
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
-            or a disk without room.
+            a vocabulary map that does not fit, or a cache that cannot be written.
     """
     fingerprint = _fingerprint(settings, tokenizer)
-    folder = Path(cache_dir) / fingerprint
+    folder = cache_root(settings) / "data" / fingerprint
     if not (folder / "summary.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=folder.parent))
-        try:
-            _build(settings, tokenizer, work, progress)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(work, folder)
-        except OSError as error:
-            if not (folder / "summary.json").is_file():  # another process may have finished first
-                raise UserError(
-                    f"The tokenised data could not be written to {folder} ({error}).",
-                    "Free some space, or set data.cache_dir to another disk.",
-                ) from error
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        _fill_cache(settings, tokenizer, folder, progress)
     summary = json.loads((folder / "summary.json").read_text())
-    counts = np.load(folder / "counts.npy")
+    counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
     return PreparedData(
         folder=folder,
-        vocab_map=build_vocab_map(counts, draft_vocab_size, fingerprint),
+        vocab_map=build_vocab_map(counts, draft_vocab_size, fingerprint, of)
+        if vocab_map is None
+        else load_vocab_map(Path(vocab_map).expanduser(), of, draft_vocab_size, counts),
         fingerprint=fingerprint,
         **summary,
     )
+
+
+def _fill_cache(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool) -> None:
+    """Make ``folder``: beside it first, then renamed."""
+    work = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        _build(settings, tokenizer, work, progress)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(work, folder)
+    except OSError as error:
+        if not (folder / "summary.json").is_file():  # another process may have finished first
+            raise UserError(
+                f"The tokenised data could not be written to {folder} ({error}).",
+                "Free some space, or set data.cache_dir to another folder.",
+            ) from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool) -> None:
@@ -231,8 +272,8 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
 
 
 def _fingerprint(settings: DataSettings, tokenizer: Any) -> str:
-    """Hash of everything the arrays depend on; files count by path, size and time of change,
-    a package's file by size."""
+    """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
+    by size."""
     sources = _sources(settings)
     parts: list[Any] = [FORMAT, sources, settings.limit, settings.max_length, settings.eval_conversations]
     for source in sources:
@@ -242,8 +283,5 @@ def _fingerprint(settings: DataSettings, tokenizer: Any) -> str:
         if path.is_file():
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    parts += [
-        tokenizer.chat_template,
-        hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-    ]
+    parts += [tokenizer.chat_template, tokenizer_hash(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -286,8 +286,11 @@ def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def package_file_size(name: str) -> int:
-    """Bytes of the file that ``package:name`` reads, which tell its releases apart. Raises UserError when
-    there is no such package."""
+    """Bytes of the file that ``package:name`` reads, which tell its releases apart.
+
+    Raises:
+        UserError: there is no such package.
+    """
     with _package_path(name) as path:
         return path.stat().st_size
 

@@ -116,8 +116,7 @@ def end_tokens(tokenizer: Any) -> set[int]:
 
 
 def _reply_end(tokenizer: Any, ids: np.ndarray, first: int, limit: int) -> int:
-    """Index behind the first end-of-turn token of ``ids[first:limit]``, where a server stops, else
-    ``limit``."""
+    """Index behind the first end-of-turn token of ``ids[first:limit]``, where a server stops; or limit."""
     ends = end_tokens(tokenizer)
     for index in range(first, limit):
         if int(ids[index]) in ends:

@@ -3,8 +3,11 @@
 Legend: V / Vd target / draft vocabulary.
 """
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -14,42 +17,97 @@ from eagle_kit.core.errors import UserError
 
 @dataclass
 class VocabMap:
-    """``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending;
-    ``t2d`` bool ``[V]``; ``coverage``, share of reply tokens it can say; ``fingerprint`` of data and
-    tokenizer."""
+    """Which target tokens a draft can say.
+
+    Attributes:
+        d2t: int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending.
+        t2d: bool ``[V]``, the tokens it can say.
+        coverage: share of the reply tokens it can say.
+        fingerprint: of the data that it was made of.
+        tokenizer: :func:`tokenizer_hash` of the tokenizer whose ids these are.
+    """
 
     d2t: np.ndarray
     t2d: np.ndarray
     coverage: float
     fingerprint: str
+    tokenizer: str
 
     def save(self, path: Path) -> None:
-        """Write one ``.npz`` file."""
-        np.savez(path, d2t=self.d2t, t2d=self.t2d, coverage=self.coverage, fingerprint=self.fingerprint)
-
-    @classmethod
-    def load(cls, path: Path, fingerprint: str) -> "VocabMap":
-        """Read a map. Raises UserError when it was made of other data or another tokenizer."""
+        """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                found = cls(file["d2t"], file["t2d"], float(file["coverage"]), str(file["fingerprint"]))
-        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+            with partial.open("wb") as file:  # given a name, numpy would add an ending to it
+                np.savez(
+                    file,
+                    d2t=self.d2t,
+                    t2d=self.t2d,
+                    coverage=self.coverage,
+                    fingerprint=self.fingerprint,
+                    tokenizer=self.tokenizer,
+                )
+            partial.replace(path)
+        except OSError as error:
+            if partial.is_file():
+                partial.unlink()
             raise UserError(
-                f"The vocabulary map {path} cannot be read ({error}).", "Delete it to make it anew."
-            ) from None
-        if found.fingerprint != fingerprint:
-            raise UserError(
-                f"The vocabulary map {path} was made of other data or another tokenizer.",
-                "Delete it to make it anew, or give the data it was made of.",
+                f"The vocabulary map could not be written to {path}: {error.strerror or error}.",
+                "Give another file.",
+            ) from error
+
+
+def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np.ndarray) -> VocabMap:
+    """Read a saved map, for a head of ``draft_vocab_size`` tokens.
+
+    Args:
+        tokenizer: :func:`tokenizer_hash` of the target's tokenizer.
+        counts: int64 ``[V]``, how often each token is produced in the data it will be used for, which may be
+            other data than it was made of; the coverage is that of these.
+
+    Raises:
+        UserError: it cannot be read, is of another tokenizer or of another size.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = VocabMap(
+                file["d2t"],
+                file["t2d"],
+                0.0,
+                str(file["fingerprint"]),
+                str(file["tokenizer"]),
             )
-        return found
+        tokens = found.d2t + np.arange(len(found.d2t))
+        if found.d2t.dtype != np.int64 or not np.array_equal(np.flatnonzero(found.t2d), tokens):
+            raise ValueError("d2t and t2d name different tokens")
+    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError, BadZipFile) as error:
+        raise UserError(
+            f"The vocabulary map {path} cannot be read ({error}).",
+            "Make one with eagle-kit data vocab CONFIG --out FILE.",
+        ) from None
+    if found.tokenizer != tokenizer or len(found.t2d) != len(counts):
+        raise UserError(
+            f"The vocabulary map {path} was made for another tokenizer than the target's.",
+            "Make one for this target with eagle-kit data vocab CONFIG --out FILE.",
+        )
+    if len(found.d2t) != draft_vocab_size:
+        raise UserError(
+            f"The vocabulary map {path} has {len(found.d2t)} tokens, but head.draft_vocab_size is "
+            f"{draft_vocab_size}.",
+            f"Set head.draft_vocab_size={len(found.d2t)}, or give another map.",
+        )
+    found.coverage = _coverage(counts, tokens)
+    return found
 
 
-def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str) -> VocabMap:
+def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str, tokenizer: str) -> VocabMap:
     """The ``draft_vocab_size`` most frequent tokens, equal counts in the order of their ids.
 
     Args:
         counts: int64 ``[V]``, how often each token is produced.
+        fingerprint, tokenizer: see :class:`VocabMap`.
+
+    Raises:
+        UserError: the target has fewer tokens.
     """
     if draft_vocab_size > len(counts):
         raise UserError(
@@ -59,6 +117,15 @@ def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str)
     hot = np.sort(np.argsort(-counts, kind="stable")[:draft_vocab_size])
     t2d = np.zeros(len(counts), dtype=bool)
     t2d[hot] = True
+    offsets = hot.astype(np.int64) - np.arange(draft_vocab_size)
+    return VocabMap(offsets, t2d, _coverage(counts, hot), fingerprint, tokenizer)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of a fast tokenizer: vocabulary, merges and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _coverage(counts: np.ndarray, tokens: np.ndarray) -> float:
     total = int(counts.sum())
-    coverage = float(counts[hot].sum() / total) if total else 0.0
-    return VocabMap(hot.astype(np.int64) - np.arange(draft_vocab_size), t2d, coverage, fingerprint)
+    return float(counts[tokens].sum() / total) if total else 0.0

@@ -5,12 +5,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from eagle_kit.config.command_line import add_config, print_error
 from eagle_kit.config.load import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.launch import cpu_processes_to_start, parent_command, start_cpu_processes
+from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, parent_command, start_cpu_processes
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -24,22 +25,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.max_steps is not None and args.max_steps < 1:
             raise UserError(f"--max-steps is {args.max_steps}.", "Give at least one step.")
         config = load_config(TrainConfig, args.config, args.overrides)
-        num_processes = cpu_processes_to_start(os.environ, parent_command())
-        if num_processes > 1:
-            return start_cpu_processes(num_processes, argv)
-        from eagle_kit.train.loop import RunOptions, train
+        check_launcher(os.environ, config.training)
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a machine read the same
+            print_error(error, _process(os.environ))
+        return 2
+    num_processes = cpu_processes_to_start(os.environ, parent_command())
+    if num_processes > 1:
+        return start_cpu_processes(num_processes, argv)
+    from eagle_kit.train.loop import RunOptions, train
 
-        options = RunOptions(
-            resume=args.resume,
-            max_steps=args.max_steps,
-            stop_after_s=stop_after_s,
-            dry_run=args.dry_run,
-            arguments=shlex.join(argv),
-        )
+    options = RunOptions(
+        resume=args.resume,
+        max_steps=args.max_steps,
+        stop_after_s=stop_after_s,
+        dry_run=args.dry_run,
+        arguments=shlex.join(argv),
+    )
+    try:
         return train(config, options)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error.cause} {error.remedy}", file=sys.stderr)
+        print_error(error, _process(os.environ))
         return 2
 
 
@@ -57,14 +63,17 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def _process(environ: Mapping[str, str]) -> str:
+    """Which process of several this is, for messages; empty for one alone."""
+    count = environ.get("WORLD_SIZE", "1")
+    return "" if count == "1" else f"process {environ.get('RANK', '0')} of {count}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eagle-kit train", description="Train a draft head from a YAML config."
     )
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
-    )
+    add_config(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of output_dir")
     parser.add_argument(
         "--max-steps", type=int, metavar="N", help="stop at step N; the schedule stays as configured"

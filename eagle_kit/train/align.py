@@ -22,8 +22,7 @@ def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
 
     Args:
         reply: int64 ``[T]``, the reply each token must be produced in, different for every reply of the
-            packed row;
-            -1 elsewhere.
+            packed row; -1 elsewhere.
         ttt_length: K.
 
     Returns:

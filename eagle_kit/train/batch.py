@@ -62,8 +62,9 @@ def row_weights(
 ) -> list[torch.Tensor]:
     """Weight of the loss of every row at every step, so that their sum over the global batch is the loss.
 
-    ``tokens``: ``w_k / (sum w * R_k)``, R_k the rows of the *global* batch. ``sequence``: ``w_k / (sum w * D
-    * R_kd)``, D the documents of the global batch and R_kd the rows of the row's own document.
+    ``tokens``: ``w_k / (sum w * R_k)``, R_k the rows of the *global* batch.
+    ``sequence``: ``w_k / (sum w * D * R_kd)``, D the documents of the global batch, R_kd the rows of the
+    row's own document.
 
     Args:
         weights: step weights w.

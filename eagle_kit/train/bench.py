@@ -29,8 +29,7 @@ DOCUMENTS = (300, 340, 384)
 
 
 def capture_flops(target: TargetConfig, plan: RowPlan) -> float:
-    """Floating-point operations of the target's forward over the row and its choices where they are learned
-    from."""
+    """Operations of the target over the row, and of its choices at the positions that are learned from."""
     length = plan.doc_start.shape[0]
     heads = target.num_heads * target.head_dim
     weights = (
@@ -67,8 +66,8 @@ def benchmark_training(
     """Time capture and training of a fresh head on one packed row of 1,024 random tokens.
 
     Returns:
-        Matmul ceilings in GFLOP/s, needed operations, median seconds, tokens/s, shares of each ceiling, peak
-        memory.
+        Matmul ceilings in GFLOP/s, needed operations, median seconds, tokens/s, shares of each ceiling, and
+        peak memory.
     """
     keep_large_blocks()
     ceiling = matmul_ceiling()

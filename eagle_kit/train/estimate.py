@@ -39,21 +39,25 @@ class Workload:
     mean_context: float
 
 
-def needed_flops(target: TargetConfig, draft: DraftConfig, work: Workload, *, cached: bool = False) -> float:
-    """Arithmetic that the algorithm needs for one forward and backward, in floating-point operations.
+def capture_flops(target: TargetConfig, work: Workload) -> float:
+    """Floating-point operations of the target over T tokens and of its choice among V at R rows: what
+    captured states on disk save."""
+    flops = 2.0 * work.tokens * _target_weights(target)
+    flops += 4.0 * work.tokens * work.mean_context * target.num_layers * target.num_heads * target.head_dim
+    return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 
-    Counted: the target over T tokens, unless its states are ``cached``; the teacher's logits over V at R rows
-    once; the head's fusion, keys and values at T tokens and everything else at R rows, in each of the K steps
-    (a few rows less carry loss at later steps). A backward pass is twice its forward, but the fusion's input
-    needs no gradient.
+
+def head_flops(draft: DraftConfig, work: Workload) -> float:
+    """Floating-point operations that one forward and backward of the head need.
+
+    Counted: the teacher's logits over Vd at R rows once; the head's fusion, keys and values at T tokens and
+    everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). A backward
+    pass is twice its forward, but the fusion's input needs no gradient.
     """
     H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
     kv = 2 * draft.num_kv_heads * draft.head_dim
     T, R = work.tokens, work.rows
-    flops = 0.0 if cached else 2.0 * T * _target_weights(target)
-    if not cached:
-        flops += 4.0 * T * work.mean_context * target.num_layers * target.num_heads * target.head_dim
-    flops += 2.0 * R * target.hidden_size * target.vocab_size
+    flops = 2.0 * R * draft.target_hidden_size * draft.draft_vocab_size
     flops += 4.0 * T * H * len(draft.aux_layer_ids) * draft.target_hidden_size
     attention = 4.0 * work.mean_context * Q
     row = 2.0 * (Q * H + 3 * H * draft.intermediate_size + H * draft.draft_vocab_size) + attention
@@ -64,15 +68,17 @@ def needed_flops(target: TargetConfig, draft: DraftConfig, work: Workload, *, ca
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes in bytes, times in seconds; of one process except where it says otherwise.
+    """Sizes in bytes, times in seconds, both of one process except where it says otherwise.
 
     Attributes:
         memory: of weights, optimiser and activations by name.
         disk: of the run folder and the cache by name.
         flops_per_step: of one optimiser step, over all processes.
         flops_per_s: measured matmul rate of this process.
-        seconds_per_step: expected.
+        seconds_per_step: expected, once the states that are kept on disk are there.
         num_steps: optimiser steps this session will do at most.
+        num_captures: packed rows whose states are captured once and kept, over all processes.
+        capture_seconds: expected for them.
         num_parameters: trained weights.
         free_disk: bytes free where the run folder goes.
     """
@@ -83,24 +89,31 @@ class Estimate:
     flops_per_s: float
     seconds_per_step: float
     num_steps: int
+    num_captures: int
+    capture_seconds: float
     num_parameters: int
     free_disk: float
 
     @property
     def seconds(self) -> float:
         """Expected duration without judging."""
-        return self.seconds_per_step * self.num_steps
+        return self.seconds_per_step * self.num_steps + self.capture_seconds
 
     def report(self) -> str:
         """A few lines for people."""
         memory = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.memory.items())
         disk = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.disk.items())
+        captures = (
+            f" + {format_seconds(self.capture_seconds)} for the states of {self.num_captures} rows"
+            if self.num_captures
+            else ""
+        )
         return "\n".join(
             (
                 f"head    {self.num_parameters / 1e6:.2f} M trained weights",
                 f"memory  {sum(self.memory.values()) / 1e9:.2f} GB per process ({memory})",
                 f"disk    {sum(self.disk.values()) / 1e9:.2f} GB ({disk}), {self.free_disk / 1e9:.1f} free",
-                f"time    {self.num_steps} steps of {self.seconds_per_step:.2f} s = "
+                f"time    {self.num_steps} steps of {self.seconds_per_step:.2f} s{captures} = "
                 f"{format_seconds(self.seconds)}, judging not counted ({self.flops_per_step / 1e9:.0f} GFLOP "
                 f"a step at {EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now)",
             )
@@ -114,8 +127,10 @@ def make_estimate(
     *,
     work: Workload,
     forwards_per_step: int,
+    rows_per_forward: int,
     num_processes: int,
     num_rows: int,
+    num_captures: int,
     num_steps: int,
     flops_per_s: float,
     free_disk: float,
@@ -125,7 +140,9 @@ def make_estimate(
     Args:
         work: of one forward of one process.
         forwards_per_step: forwards of one process in an optimiser step.
+        rows_per_forward: packed rows of one forward.
         num_rows: packed rows of the data set, for the state cache.
+        num_captures: those of them that this session visits and the cache lacks; 0 without a cache.
         num_steps: optimiser steps still to do.
         flops_per_s: see :func:`measure_matmul_rate`.
         free_disk: bytes.
@@ -133,9 +150,10 @@ def make_estimate(
     training = config.training
     cached = training.cache_hidden_states == "disk"
     params = num_draft_weights(draft)
-    target_bytes = (2 if training.precision == "bfloat16" else 4) * num_target_weights(target)
+    number = 2.0 if training.precision == "bfloat16" else 4.0
+    target_bytes = number * num_target_weights(target)
     memory = {
-        "target": float(target_bytes),
+        "target": target_bytes,
         "head, gradient and AdamW": 16.0 * params,
         "activations": _activation_bytes(target, draft, work),
         "runtime": BASE_BYTES,
@@ -148,15 +166,18 @@ def make_estimate(
     }
     if cached:
         states = (len(draft.aux_layer_ids) + 1) * target.hidden_size
-        disk["captured states"] = 4.0 * states * config.data.max_length * num_rows
-    needed = needed_flops(target, draft, work, cached=cached) * forwards_per_step
+        disk["captured states"] = number * states * config.data.max_length * num_rows
+    capture, rate = capture_flops(target, work), flops_per_s * EXPECTED_EFFICIENCY
+    needed = (head_flops(draft, work) + (0.0 if cached else capture)) * forwards_per_step
     return Estimate(
         memory=memory,
         disk=disk,
         flops_per_step=needed * num_processes,
         flops_per_s=flops_per_s,
-        seconds_per_step=needed / (flops_per_s * EXPECTED_EFFICIENCY),
+        seconds_per_step=needed / rate,
         num_steps=num_steps,
+        num_captures=num_captures,
+        capture_seconds=num_captures / rows_per_forward * capture / rate / num_processes,
         num_parameters=params,
         free_disk=free_disk,
     )

@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle_kit.config.train import JudgeConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -19,6 +21,7 @@ from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.metrics import write_text_atomically
 from eagle_kit.train.simulate import match_table, walk
+from eagle_kit.train.state import FREE_SPACE_AND_RESUME
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,8 @@ class Judge:
     """Decodes held-out prompts with the engine. The continuations of plain decoding are kept in a file.
 
     Args:
-        target: the target; the engine gets a view of it, because it packs weights and training must not
-            notice.
-        prompts: token ids of the prompts, this process's share.
+        target: the target; the engine packs weights, so it gets a view that training does not notice.
+        prompts: token ids of the prompts, this process's share; see :func:`choose_prompts`.
         config: lengths and shapes.
         cache: file for the plain continuations.
     """
@@ -51,10 +53,9 @@ class Judge:
         self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig, cache: Path
     ) -> None:
         self.target, self.config, self.cache = share_weights(target), config, cache
-        limit = target.config.max_position_embeddings
-        self.prompts = [prompt for prompt in prompts if len(prompt) + config.max_tokens <= limit]
+        self.prompts = list(prompts)
         longest = max((len(prompt) for prompt in self.prompts), default=1)
-        self._max_context = min(limit, longest + config.max_tokens + 1)
+        self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
 
     def judge(self, head: Eagle3Head) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
@@ -89,14 +90,50 @@ class Judge:
         """Plain greedy replies, from the file when it was written for these prompts."""
         asked = json.dumps([self.prompts, self.config.max_tokens])
         key = hashlib.sha256(asked.encode()).hexdigest()
-        if self.cache.exists():
-            kept = json.loads(self.cache.read_text(encoding="utf-8"))
-            if kept["key"] == key:
-                return kept["replies"]
+        kept = self._read_cache()
+        if kept.get("key") == key and "replies" in kept:
+            return kept["replies"]
         outputs = llm.generate(self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape="none")
         replies = [output.token_ids for output in outputs]
-        write_text_atomically(self.cache, json.dumps({"key": key, "replies": replies}))
+        try:
+            write_text_atomically(self.cache, json.dumps({"key": key, "replies": replies}))
+        except OSError as error:
+            raise UserError(
+                f"{self.cache} could not be written: {error.strerror or error}.", FREE_SPACE_AND_RESUME
+            ) from error
         return replies
+
+    def _read_cache(self) -> dict[str, Any]:
+        """What is in the file; nothing when it is missing or damaged, since it can be made again."""
+        try:
+            kept = json.loads(self.cache.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+
+def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[list[int]]:
+    """The prompts that are decoded: the first ``config.prompts`` of ``heldout``, less those that have no room
+    for ``config.max_tokens`` more in ``max_context`` tokens; none when nothing is judged.
+
+    Raises:
+        UserError: judging is asked for and no prompt is left.
+    """
+    if not config.every:
+        return []
+    if not heldout:
+        raise UserError(
+            "judge.every asks for decoding, but no prompts are held out.",
+            "Raise data.eval_conversations, or set judge.every=0.",
+        )
+    longest = max_context - config.max_tokens
+    fitting = [prompt for prompt in heldout[: config.prompts] if len(prompt) <= longest]
+    if not fitting:
+        raise UserError(
+            f"No held-out prompt has room for {config.max_tokens} more tokens in a context of {max_context}.",
+            "Lower judge.max_tokens, or set judge.every=0.",
+        )
+    return fitting
 
 
 def share_weights(target: LlamaModel) -> LlamaModel:

@@ -1,7 +1,7 @@
-"""Processes on a CPU: `accelerate launch --cpu --num_processes N` starts one process without MPI; we start
-the N.
+"""What accelerate's launcher was asked for: flags that do not fit are refused, CPU processes are started.
 
-On GPUs accelerate starts every process itself and nothing here is used.
+`accelerate launch --cpu --num_processes N` starts one process without MPI, and we start the N. On GPUs
+accelerate starts every process itself.
 """
 
 import os
@@ -14,6 +14,16 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.core.errors import UserError
+
+UNUSED_FLAGS = {
+    "ACCELERATE_USE_FSDP": "--use_fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
+}
+"""What accelerate's launcher sets -> the flag that makes it do so; each process holds a whole head here."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -24,12 +34,41 @@ RANK_VARIABLES = (
 )
 
 
+def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None:
+    """Refuse flags of ``accelerate launch``, or of its config file, that would have no effect.
+
+    Args:
+        environ: of this process, where the launcher leaves what it was asked for.
+
+    Raises:
+        UserError: sharding or compilation was asked for, or a precision other than ``training.precision``.
+    """
+    for variable, flag in UNUSED_FLAGS.items():
+        if environ.get(variable, "").lower() in ("true", "1"):
+            raise UserError(
+                f"accelerate was launched with {flag}, but every process holds the whole head here.",
+                f"Launch without {flag}.",
+            )
+    if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
+        raise UserError(
+            f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",
+            "Launch without --dynamo_backend.",
+        )
+    asked, ours = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), training.precision
+    if asked not in ("", "no") and (asked, ours) != ("bf16", "bfloat16"):
+        wanted = "Set training.precision=bfloat16, or launch" if asked == "bf16" else "Launch"
+        raise UserError(
+            f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",
+            f"{wanted} with --mixed_precision no.",
+        )
+
+
 def cpu_processes_to_start(environ: Mapping[str, str], parent_command: Sequence[str]) -> int:
     """How many processes accelerate was asked for but did not start; 1 when there is nothing to do.
 
     Args:
-        environ: of this process; accelerate marks a CPU launch and, for several processes, their meeting
-            point.
+        environ: of this process, where accelerate marks a CPU launch and the meeting point of several
+            processes.
         parent_command: command line of the parent process, which holds the number.
     """
     asked = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") and "MASTER_ADDR" in environ
@@ -48,10 +87,9 @@ def cpu_processes_to_start(environ: Mapping[str, str], parent_command: Sequence[
 
 
 def start_cpu_processes(count: int, argv: Sequence[str]) -> int:
-    """Run ``python -m eagle_kit.train argv`` in ``count`` processes that find each other; returns their exit
-    code.
+    """Run ``python -m eagle_kit.train argv`` in ``count`` processes that find each other.
 
-    SIGINT and SIGTERM are passed on once. When one process fails, the others are ended.
+    Returns their exit code. SIGINT and SIGTERM are passed on once; when one fails, the others are ended.
     """
     processes = [
         subprocess.Popen(

@@ -9,20 +9,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.draft import read_metadata
+from eagle_kit.checkpoints.draft import read_metadata, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.train.interrupt import Interrupt
-from eagle_kit.train.judge import Judge
-from eagle_kit.train.parallel import make_accelerator, start_trackers, sum_numbers
+from eagle_kit.train.judge import Judge, choose_prompts
+from eagle_kit.train.parallel import check_trackers, make_accelerator, start_trackers, sum_numbers
 from eagle_kit.train.progress import ProgressLine
-from eagle_kit.train.report import describe, estimate_run, judgement_line, metadata
+from eagle_kit.train.report import describe, describe_judge, estimate_run, judgement_line, metadata
 from eagle_kit.train.run_folder import RunFolder, flatten
 from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import draft_config, gather, new_head, state_store
-from eagle_kit.train.state import TrainState, load_checkpoint, save_best, save_checkpoint
+from eagle_kit.train.state import TrainState, load_checkpoint, restore_optimizer, save_checkpoint
 from eagle_kit.train.step import Stepper, StepResult
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RunOptions:
         resume: go on from the last checkpoint.
         max_steps: stop at this step; the schedule stays as configured.
         stop_after_s: stop after this many seconds of training in this session.
-        dry_run: print the estimate and stop.
+        dry_run: print the estimate and stop; the run folder is neither made nor changed.
         arguments: the command line as typed, for ``run.yaml`` and the model card.
     """
 
@@ -59,8 +59,9 @@ def train(config: TrainConfig, options: RunOptions) -> int:
     folder = RunFolder(config.output_dir)
     if options.resume:
         folder.check_resumable(config)
-    else:
+    elif not options.dry_run:
         folder.check_unused()
+    check_trackers(config)
     accelerator = make_accelerator(config)
     try:
         return Trainer(config, options, folder, accelerator).run()
@@ -77,27 +78,29 @@ class Trainer:
         self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
         self.ingredients = gather(config, accelerator)
         data = self.ingredients.data
-        if config.judge.every and not data.heldout_prompts:
-            raise UserError(
-                "judge.every asks for decoding, but no prompts are held out.",
-                "Raise data.eval_conversations, or set judge.every=0.",
-            )
+        context = self.ingredients.target.config.max_position_embeddings
+        self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
         self.state = TrainState()
         self.head, optimizer_state = self._make_head()
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.ingredients, self.head.config)
         self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
         if optimizer_state is not None:
-            self.stepper.optimizer.load_state_dict(optimizer_state)
+            restore_optimizer(folder.checkpoints()[-1][1], self.stepper.optimizer, optimizer_state)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
     def run(self) -> int:
         """Estimate, then step until the end or a stop; returns the exit code."""
+        heldout = len(self.ingredients.data.heldout_prompts)
+        context = self.ingredients.target.config.max_position_embeddings
         self._print(describe(self.config, self.ingredients, self.head.config))
-        num_steps = max(0, self.stop_at - self.state.step)
+        self._print(describe_judge(self.config, heldout, len(self.prompts), context))
+        if self.options.resume:
+            self._print(f"resume  {self.folder.path} from step {self.state.step} of {self.stop_at}")
+        steps = range(self.state.step, self.stop_at)
         self._print(
-            estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, num_steps).report()
+            estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, steps).report()
         )
         if self.options.dry_run:
             return 0
@@ -107,7 +110,12 @@ class Trainer:
             else:
                 self.folder.start(self.config, self.command)
         self.accelerator.wait_for_everyone()
-        start_trackers(self.accelerator, self.config, flatten(self.config.model_dump(mode="json")))
+        try:
+            start_trackers(self.accelerator, self.config, flatten(self.config.model_dump(mode="json")))
+        except UserError:
+            if not self.options.resume:
+                self.folder.discard()
+            raise
         self.judge = self._make_judge()
         with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
             why = self._step_until_stopped(interrupt)
@@ -205,7 +213,7 @@ class Trainer:
             )
             line.say(judgement_line(row))
             if is_better:
-                save_best(self.folder.path / "best", self.head, self._metadata(decoded))
+                save_draft(self.head, self.folder.path / "best", metadata=self._metadata(decoded))
         self.accelerator.wait_for_everyone()
         patience = self.config.judge.patience
         return patience is not None and state.num_worse >= patience
@@ -226,8 +234,9 @@ class Trainer:
         config, found, device = self.config, self.ingredients, self.accelerator.device
         checkpoints = self.folder.checkpoints() if self.options.resume else []
         if checkpoints:
-            learned = read_metadata(checkpoints[-1][1]).get("data", {}).get("fingerprint")
-            if learned != found.data.fingerprint:
+            about = read_metadata(checkpoints[-1][1]).get("data")
+            learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
+            if not found.data.equals(learned):
                 raise UserError(
                     f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
                     f"({found.data.fingerprint}).",
@@ -243,10 +252,9 @@ class Trainer:
         settings = self.config.judge
         if not settings.every:
             return None
-        prompts = self.ingredients.data.heldout_prompts[: settings.prompts]
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
-        return Judge(self.ingredients.target, prompts[rank::count], settings, cache)
+        return Judge(self.ingredients.target, self.prompts[rank::count], settings, cache)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
         return metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.core.errors import UserError
+
 
 class JsonLines:
     """An append-only file of rows that carry ``step``."""
@@ -13,15 +15,18 @@ class JsonLines:
         self.path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete rows; a line cut off by a crash is left out."""
+        """All complete rows up to the first damaged one; a crash cuts off the last."""
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except ValueError:
                 break
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                break
+            rows.append(row)
         return rows
 
     def truncate(self, step: int) -> None:
@@ -30,14 +35,20 @@ class JsonLines:
         write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row and hand it to the operating system at once."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add one row and hand it to the operating system at once. Raises UserError when it refuses it."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} could not be written: {error.strerror or error}.",
+                "Free some space or repair the folder, then go on with --resume.",
+            ) from error
 
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

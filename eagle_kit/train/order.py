@@ -7,8 +7,7 @@ class DataOrder:
     """Seeded order of the data without end: one permutation per epoch, laid end to end.
 
     Nothing has to be stored to resume: step ``s`` takes places ``s * sequences_per_step`` and following,
-        whatever
-    the number of processes. Every row is taken once per epoch.
+    whatever the number of processes. Every row is taken once per epoch.
 
     Args:
         num_rows: packed rows of the data set, >= 1.

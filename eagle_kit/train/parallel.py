@@ -75,8 +75,8 @@ def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[fl
     return total.tolist()
 
 
-def start_trackers(accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any]) -> None:
-    """Open wandb when asked for. Raises UserError when it is not installed."""
+def check_trackers(config: TrainConfig) -> None:
+    """Raise UserError when wandb is asked for and not installed."""
     if config.tracking.wandb == "off":
         return
     try:
@@ -86,9 +86,23 @@ def start_trackers(accelerator: "Accelerator", config: TrainConfig, settings: di
             "wandb is not installed.",
             "Install it with pip install 'eagle_kit[train]', or set tracking.wandb=off.",
         ) from None
+
+
+def start_trackers(accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any]) -> None:
+    """Open wandb when asked for; the run folder must be there. Raises UserError when it does not start."""
+    if config.tracking.wandb == "off":
+        return
     name = os.path.basename(os.path.normpath(config.output_dir))
     options = {"dir": config.output_dir, "mode": config.tracking.wandb, "name": name}
-    accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs={"wandb": options})
+    try:
+        accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs={"wandb": options})
+    except Exception as error:  # no login, no network, and whatever its service raises
+        accelerator.trackers = []  # or it would be asked to finish
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(
+            f"wandb did not start: {reason}.",
+            "Run wandb login, or set tracking.wandb to offline or off.",
+        ) from error
 
 
 def _check_shares(config: TrainConfig, num_processes: int) -> None:

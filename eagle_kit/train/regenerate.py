@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_kit.checkpoints.disk import check_writable
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.data.records import Conversation, SkipLog, read_conversations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 GROUP_FACTOR = 8
 """Conversations answered together per running request, so that short replies do not leave the batch empty."""
+ANOTHER_FILE = "Give --out another file."
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def regenerate(
     from tqdm import tqdm
 
     path, report = Path(out), RegenerateReport()
+    check_out(path)
     done = _read_done(path)
     report.num_found = len(done)
     left = None if options.limit is None else max(options.limit - len(done), 0)
@@ -115,9 +118,13 @@ def regenerate(
         return report
     dialogues = _new_dialogues(llm, source, options, done, report.skipped)
     params = SamplingParams(max_tokens=options.max_tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
     with (
-        path.open("a", encoding="utf-8") as file,
+        opened as file,
         tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar,
     ):
         for group in _groups(islice(dialogues, left), GROUP_FACTOR * llm.max_batch_size):
@@ -130,6 +137,13 @@ def regenerate(
             bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens", refresh=False)
             bar.update(len(group))
     return report
+
+
+def check_out(path: Path) -> None:
+    """Raise UserError when ``path`` could not be made or appended to; nothing is made."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder.", ANOTHER_FILE)
+    check_writable(path.parent, ANOTHER_FILE)
 
 
 def _answer(llm: "LLM", group: Sequence[_Dialogue], params: SamplingParams, max_prompt_tokens: int) -> int:
@@ -207,7 +221,10 @@ def _read_done(path: Path) -> set[str]:
     """Ids in an earlier run's file, its half-written last line cut off. Raises UserError for another file."""
     if not path.exists():
         return set()
-    text = path.read_bytes()
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", ANOTHER_FILE) from error
     whole = text.rfind(b"\n") + 1
     done = set()
     for number, line in enumerate(text[:whole].splitlines(), start=1):
@@ -217,7 +234,7 @@ def _read_done(path: Path) -> set[str]:
             record["finish_reasons"]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{path}, line {number}, was not written by regeneration.", "Give --out another file."
+                f"{path}, line {number}, was not written by regeneration.", ANOTHER_FILE
             ) from None
     if whole < len(text):
         with path.open("r+b") as file:

@@ -1,11 +1,13 @@
 """What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_kit.checkpoints.disk import nearest_folder
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.preview import preview
 from eagle_kit.models.config import DraftConfig
@@ -40,14 +42,32 @@ def describe(config: TrainConfig, ingredients: Ingredients, draft: DraftConfig) 
     )
 
 
+def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:
+    """What is decoded while training, and which prompts are not."""
+    judge = config.judge
+    if not judge.every:
+        return "judge   never: judge.every is 0, so there will be no best/"
+    asked = min(judge.prompts, num_heldout)
+    text = f"judge   every {judge.every} steps: {num_fitting} prompts, {judge.max_tokens} tokens each"
+    if asked < judge.prompts:
+        text += f"; judge.prompts asks for {judge.prompts}, {num_heldout} are held out"
+    if num_fitting < asked:
+        text += (
+            f"; {asked - num_fitting} of {asked} prompts are left out, too long for {judge.max_tokens} more "
+            f"tokens in the target's context of {max_context}"
+        )
+    return text
+
+
 def estimate_run(
     config: TrainConfig,
     accelerator: "Accelerator",
     ingredients: Ingredients,
     stepper: Stepper,
-    num_steps: int,
+    steps: range,
 ) -> Estimate:
-    """Memory, disk and time of ``num_steps`` more steps; probes the matmul rate, so all processes call it."""
+    """Memory, disk and time of the optimiser steps that follow those of ``steps`` finished ones; probes the
+    matmul rate, so all processes call it."""
     data, training = ingredients.data, config.training
     tokens = stepper.rows_per_forward * data.num_tokens / len(data)
     work = Workload(
@@ -56,22 +76,35 @@ def estimate_run(
         steps=training.ttt_length,
         mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
     )
-    folder = Path(config.output_dir).resolve()
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return make_estimate(
         config,
         ingredients.target.config,
         stepper.head.config,
         work=work,
         forwards_per_step=stepper.forwards_per_step,
+        rows_per_forward=stepper.rows_per_forward,
         num_processes=accelerator.num_processes,
         num_rows=len(data),
-        num_steps=num_steps,
+        num_captures=num_captures(stepper, steps),
+        num_steps=len(steps),
         flops_per_s=measure_matmul_rate(
             accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
         ),
-        free_disk=shutil.disk_usage(place).free,
+        free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
     )
+
+
+def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
+    """Packed rows that ``steps`` visit and the store lacks; 0 without a store."""
+    if stepper.store is None:
+        return 0
+    missing = set(range(stepper.order.num_rows)) - stepper.store.rows()
+    total = len(missing)
+    for step in steps:
+        if not missing:
+            break
+        missing.difference_update(stepper.order.rows_of_step(step))
+    return total - len(missing)
 
 
 def metadata(

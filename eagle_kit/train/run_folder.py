@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from eagle_kit.checkpoints.disk import check_writable
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.metrics import JsonLines, write_text_atomically
@@ -32,7 +33,8 @@ FREE_TO_CHANGE = (
     "judge",
     "tracking",
 )
-"""Settings, or whole sections, that a resumed run may change."""
+"""Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`."""
+ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."
 
 VERSIONED_PACKAGES = ("eagle-kit", "torch", "transformers", "accelerate", "numpy", "safetensors")
 
@@ -46,12 +48,13 @@ class RunFolder:
         self.judgements = JsonLines(self.path / "judge.jsonl")
 
     def check_unused(self) -> None:
-        """Raise UserError when the folder holds something already."""
+        """Raise UserError when the folder holds something already, or cannot be made."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise UserError(
                 f"The output folder {self.path} exists and is not empty.",
                 "Add --resume to go on with that run, or set another one with output_dir=FOLDER.",
             )
+        check_writable(self.path, "Set another one with output_dir=FOLDER.")
 
     def check_resumable(self, config: TrainConfig) -> None:
         """Raise UserError unless the folder holds a run of this config."""
@@ -62,29 +65,54 @@ class RunFolder:
             )
         before = flatten(self._read()["config"])
         now = flatten(config.model_dump(mode="json"))
-        changed = [
-            key for key in sorted(before | now) if before.get(key) != now.get(key) and not _is_free(key)
-        ]
+        changed = {
+            key: (before.get(key), now.get(key))
+            for key in sorted(before | now)
+            if before.get(key) != now.get(key) and not _is_free(key)
+        }
+        if self.judgements.rows():
+            old, new = measure(before), measure(now)
+            changed |= {key: (old[key], new[key]) for key in old if old[key] != new[key]}
         if changed:
-            what = ", ".join(f"{key} ({before.get(key)} -> {now.get(key)})" for key in changed)
+            what = ", ".join(f"{key} ({old} -> {new})" for key, (old, new) in changed.items())
             raise UserError(
                 f"The run in {self.path} cannot be resumed with other settings: {what}.",
                 "Restore them, or start a new run with output_dir=FOLDER.",
             )
+        check_writable(self.path, "Give yourself the right to write there.")
 
     def start(self, config: TrainConfig, command: str) -> None:
-        """Create the folder and write ``run.yaml``."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write({"command": command, "versions": versions(), "config": config.model_dump(mode="json")})
+        """Create the folder and write ``run.yaml``. Raises UserError when that is impossible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write(
+                {"command": command, "versions": versions(), "config": config.model_dump(mode="json")}
+            )
+        except OSError as error:
+            raise UserError(
+                f"The output folder {self.path} cannot be written: {error.strerror or error}.",
+                "Set another one with output_dir=FOLDER.",
+            ) from error
+
+    def discard(self) -> None:
+        """Take a :meth:`start` back: the run could not begin."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def resume(self, config: TrainConfig, command: str, step: int) -> None:
-        """Note the resumed run in ``run.yaml`` and drop rows after ``step``."""
+        """Note the resumed run in ``run.yaml``, drop rows after ``step`` and whatever is half-written."""
         run = self._read()
         run["config"] = config.model_dump(mode="json")
         run.setdefault("resumed", []).append({"step": step, "command": command, "versions": versions()})
-        self._write(run)
-        self.metrics.truncate(step)
-        self.judgements.truncate(step)
+        try:
+            self._tidy()
+            self._write(run)
+            self.metrics.truncate(step)
+            self.judgements.truncate(step)
+        except OSError as error:
+            raise UserError(
+                f"The output folder {self.path} cannot be written: {error.strerror or error}.",
+                "Free some space, or give yourself the right to write there.",
+            ) from error
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints as (step, folder), oldest first."""
@@ -100,8 +128,25 @@ class RunFolder:
         for _, folder in self.checkpoints()[:-keep]:
             shutil.rmtree(folder)
 
+    def _tidy(self) -> None:
+        """Remove half-written checkpoints; put back a ``best/`` that was set aside for a new one."""
+        for old in self.path.glob(".best.old.*"):
+            if not (self.path / "best").exists():
+                old.rename(self.path / "best")
+        for pattern in (".best.*", ".step-*.partial*"):
+            for leftover in self.path.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+
     def _read(self) -> dict[str, Any]:
-        return yaml.safe_load((self.path / "run.yaml").read_text(encoding="utf-8"))
+        path = self.path / "run.yaml"
+        try:
+            run = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path} cannot be read ({reason}).", ANOTHER_RUN) from None
+        if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+            raise UserError(f"{path} does not hold the config of a run.", ANOTHER_RUN)
+        return run
 
     def _write(self, run: dict[str, Any]) -> None:
         write_text_atomically(self.path / "run.yaml", yaml.safe_dump(run, sort_keys=False))
@@ -113,6 +158,16 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def measure(flat: dict[str, Any]) -> dict[str, Any]:
+    """What the judge measures, of a flattened config: accept lengths compare only when these are equal."""
+    shapes = flat.get("judge.shapes")
+    return {
+        "the first of judge.shapes": shapes[0] if isinstance(shapes, list) and shapes else shapes,
+        "judge.prompts": flat.get("judge.prompts"),
+        "judge.max_tokens": flat.get("judge.max_tokens"),
+    }
 
 
 def versions() -> dict[str, str]:

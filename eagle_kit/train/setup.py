@@ -9,13 +9,13 @@ import torch
 from eagle_kit.checkpoints.validate import template_hash
 from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.dataset import PreparedData, prepare_dataset
+from eagle_kit.data.dataset import PreparedData, cache_root, prepare_dataset
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
-from eagle_kit.models.source import cache_folder, load_tokenizer, resolve_target
-from eagle_kit.train.cache import StateStore
+from eagle_kit.models.source import load_tokenizer, resolve_target
+from eagle_kit.train.cache import StateStore, target_fingerprint
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,9 +50,9 @@ def gather(config: TrainConfig, accelerator: "Accelerator") -> Ingredients:
         data = prepare_dataset(
             config.data,
             tokenizer,
-            cache_root(config) / "data",
             config.head.draft_vocab_size,
-            accelerator.is_local_main_process,
+            config.head.vocab_map,
+            progress=accelerator.is_local_main_process,
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     target = load_target(folder, dtype=dtype, device=str(accelerator.device))
@@ -109,19 +109,12 @@ def state_store(config: TrainConfig, ingredients: Ingredients, draft: DraftConfi
     """The store of captured states, when the config asks for one."""
     if config.training.cache_hidden_states == "off":
         return None
-    weights = sorted((path.name, path.stat().st_size) for path in ingredients.folder.glob("*.safetensors"))
     identity = {
-        "target": str(ingredients.folder.resolve()),
-        "weights": weights,
+        "target": target_fingerprint(ingredients.folder),
         "data": ingredients.data.fingerprint,
         "layer_ids": list(draft.aux_layer_ids),
         "layer_ids_are": "inputs of layers",
-        "dtype": str(ingredients.target.head_weight.dtype),
+        "precision": config.training.precision,
         "ttt_length": config.training.ttt_length,
     }
-    return StateStore(cache_root(config) / "states", identity)
-
-
-def cache_root(config: TrainConfig) -> Path:
-    """Where tokenised data and captured states are kept."""
-    return Path(config.data.cache_dir).expanduser() if config.data.cache_dir else cache_folder()
+    return StateStore(cache_root(config.data) / "states", identity)

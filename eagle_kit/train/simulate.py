@@ -17,8 +17,8 @@ from eagle_kit.models.llama import LlamaModel
 
 
 class RowAttend:
-    """Attention of the chain: step 0 is causal over all rows, step k sees step-0 keys up to its row and its
-    row's own.
+    """Attention of the chain: step 0 is causal over all rows; step k sees the keys of step 0 up to its row,
+    and those that its row has made since.
 
     Args:
         rows: int64 ``[R]``, the rows that go on after step 0.

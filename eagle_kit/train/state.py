@@ -1,7 +1,6 @@
 """A checkpoint: a servable draft, and what resume needs in ``trainer/``; written whole or not at all."""
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Mapping
@@ -12,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle_kit.checkpoints.disk import check_disk_space, sync_files
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.eagle3 import Eagle3Head
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
+FREE_SPACE_AND_RESUME = "Free some space or move the run folder to another disk, then go on with --resume."
 
 
 @dataclass
@@ -56,7 +57,7 @@ def save_checkpoint(
         UserError: the disk has no room; nothing is left behind.
     """
     weight_bytes = sum(p.numel() * 4 for p in head.parameters())
-    check_disk_space(folder.parent, (1 + ADAMW_COPIES) * weight_bytes)
+    check_disk_space(folder.parent, (1 + ADAMW_COPIES) * weight_bytes, FREE_SPACE_AND_RESUME)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -66,14 +67,14 @@ def save_checkpoint(
         torch.save(optimizer.state_dict(), trainer / "optimizer.pt")
         torch.save(_rng_state(), trainer / "rng.pt")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        _sync_folder(trainer)
+        sync_files(trainer)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"The checkpoint {folder} could not be written: {error.strerror or error}.",
-            "Free some space or set output_dir to another disk, then go on with --resume.",
+            FREE_SPACE_AND_RESUME,
         ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -92,41 +93,35 @@ def load_checkpoint(folder: Path, device: torch.device) -> tuple[Eagle3Head, dic
         optimizer_state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
         rng = torch.load(trainer / "rng.pt", map_location="cpu", weights_only=True)
         state = TrainState(**json.loads((trainer / "state.json").read_text(encoding="utf-8")))
-    except (OSError, RuntimeError, ValueError, TypeError, EOFError) as error:
-        raise UserError(
-            f"The trainer state in {trainer} cannot be read: {str(error).splitlines()[0]}.",
-            f"Delete {folder} to resume from the checkpoint before it.",
-        ) from error
-    _set_rng_state(rng)
+        _set_rng_state(rng)
+    except Exception as error:  # unpickling raises whatever the broken bytes make it raise
+        raise _damaged(folder, error) from error
     return head, optimizer_state, state
 
 
-def save_best(folder: Path, head: Eagle3Head, metadata: Mapping[str, Any]) -> None:
-    """Replace ``folder`` (``best``) by a servable draft; a reader sees the old one or the new one."""
-    partial, old = folder.with_name(".best.partial"), folder.with_name(".best.old")
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(head, partial, metadata=dict(metadata))
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+def restore_optimizer(
+    folder: Path, optimizer: torch.optim.Optimizer, optimizer_state: Mapping[str, Any]
+) -> None:
+    """Give ``optimizer`` the state that :func:`load_checkpoint` read from ``folder``.
+
+    Raises:
+        UserError: it is not the state of such an optimiser.
+    """
+    try:
+        optimizer.load_state_dict(dict(optimizer_state))
+        for parameter, moments in optimizer.state.items():
+            if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+                raise ValueError("its moments have the sizes of another head")
+    except Exception as error:  # load_state_dict trusts what it is given
+        raise _damaged(folder, error) from error
 
 
-def check_disk_space(folder: Path, num_bytes: int) -> None:
-    """Raise UserError when the disk of ``folder`` cannot take ``num_bytes``."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise UserError(
-            f"A checkpoint needs {num_bytes / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free at {folder}.",
-            "Free some space or set output_dir to another disk, then go on with --resume.",
-        )
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+def _damaged(folder: Path, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return UserError(
+        f"The trainer state in {folder / 'trainer'} cannot be read: {reason}.",
+        f"Delete {folder} to resume from the checkpoint before it.",
+    )
 
 
 def _rng_state() -> dict[str, Any]:

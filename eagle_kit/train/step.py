@@ -35,9 +35,12 @@ class StepResult:
     """Figures of one finished optimiser step, over the global batch.
 
     Attributes:
-        loss: what was minimised: step losses weighted by the step weights, divided by their sum.
-        loss_per_step: mean cross-entropy of each TTT step, K numbers.
-        match_per_step: share of rows whose best draft token is the target's, K numbers.
+        loss: what was minimised: cross-entropies weighted by step, divided by the sum of the step weights and
+            by all supervised rows (those whose target token the draft cannot say add nothing, and are known
+            only after the target has run).
+        loss_per_step: mean cross-entropy of each TTT step over the rows that carry loss, K numbers.
+        learned_per_step: share of the supervised rows that carry loss, K numbers.
+        match_per_step: share of all supervised rows whose best draft token is the target's, K numbers.
         simulated_accept_length: 1 + the mean number of leading steps that match, over all rows.
         learning_rate: of this step.
         grad_norm: before clipping.
@@ -48,6 +51,7 @@ class StepResult:
 
     loss: float
     loss_per_step: list[float]
+    learned_per_step: list[float]
     match_per_step: list[float]
     simulated_accept_length: float
     learning_rate: float
@@ -69,6 +73,7 @@ class StepResult:
             "lr": self.learning_rate,
             "grad_norm": self.grad_norm,
             "loss_per_step": self.loss_per_step,
+            "learned_per_step": self.learned_per_step,
             "match_per_step": self.match_per_step,
             "simulated_accept_length": self.simulated_accept_length,
             "tokens": self.tokens,
@@ -138,10 +143,11 @@ class Stepper:
         state.tokens += tokens
         state.supervised_tokens += int(counts[0])
         state.seconds += seconds
-        losses, matches, leading = (summed[1 + i * steps : 1 + (i + 1) * steps] for i in range(3))
+        losses, matches, leading, learned = (summed[1 + i * steps : 1 + (i + 1) * steps] for i in range(4))
         return StepResult(
             loss=summed[0],
-            loss_per_step=[value / max(1.0, count) for value, count in zip(losses, counts, strict=True)],
+            loss_per_step=[value / max(1.0, count) for value, count in zip(losses, learned, strict=True)],
+            learned_per_step=[value / max(1.0, count) for value, count in zip(learned, counts, strict=True)],
             match_per_step=[value / max(1.0, count) for value, count in zip(matches, counts, strict=True)],
             simulated_accept_length=1.0 + sum(leading) / max(1.0, counts[0]),
             learning_rate=rate,
@@ -162,11 +168,10 @@ class Stepper:
     def _backward(
         self, forwards: list[Forward], counts: Sequence[float], num_documents: float
     ) -> list[float]:
-        """Add every forward's gradient -> [loss, then K loss sums, matches, leading matches] of
-        this process."""
-        steps = len(counts)
+        """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
+        matches and rows that carried loss, end to end."""
         total = 0.0
-        losses, matches, leading = torch.zeros(3, steps, dtype=torch.float64)
+        sums = torch.zeros(4, len(counts), dtype=torch.float64)
         for forward in forwards:
             weights = row_weights(
                 forward, self.training.weights, self.training.loss_normalisation, counts, num_documents
@@ -183,10 +188,8 @@ class Stepper:
                     weights,
                 )
             total += result.loss
-            losses += result.losses
-            matches += result.matches
-            leading += result.leading
-        return [total, *losses.tolist(), *matches.tolist(), *leading.tolist()]
+            sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
+        return [total, *sums.flatten().tolist()]
 
     def _features(self, forward: Forward) -> TargetFeatures:
         """The target's view of the rows, from the store when it holds all of them."""

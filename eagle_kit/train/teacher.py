@@ -1,5 +1,4 @@
-"""What the target says, made once per packed row: its states, its choices, and its law over the draft
-vocabulary.
+"""What the target says, made once per packed row: its states, its choices, its law over the draft vocabulary.
 
 Legend: T packed tokens, H target hidden, V / Vd target / draft vocabulary, P positions.
 """
@@ -63,8 +62,7 @@ def capture_features(
 
 @torch.no_grad()
 def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row without ever holding ``P x V`` logits: ``[P, H]``, ``[V, H]`` ->
-    ``[P]``."""
+    """The most likely token of each row, without ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``."""
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     for start in range(0, hidden.shape[0], ROW_CHUNK):
         rows = hidden[start : start + ROW_CHUNK]
@@ -80,8 +78,7 @@ def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def draft_vocab_probs(hidden: torch.Tensor, head_rows: torch.Tensor) -> torch.Tensor:
-    """The target's softmax over the draft vocabulary, renormalised: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P,
-    Vd]``."""
+    """The target's softmax over the draft vocabulary only: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P, Vd]``."""
     probs = torch.empty(hidden.shape[0], head_rows.shape[0], dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], ROW_CHUNK):
         rows = slice(start, start + ROW_CHUNK)

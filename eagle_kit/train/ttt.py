@@ -1,5 +1,4 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as it will when
-serving.
+"""Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as when serving.
 
 Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention,
 and all later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's
@@ -49,16 +48,22 @@ class RowPlan:
 
 
 class TTTResult(NamedTuple):
-    """Sums over one packed row, detached: ``loss``, what was differentiated; per step ``losses`` (unweighted,
-    over rows whose target token the draft can say), ``matches`` (rows whose draft choice is the target's
-    choice), ``leading`` (rows that match at this step and all before) and ``counts`` (supervised rows), fp64
-    ``[K]`` each.
+    """Sums over one packed row, detached; all but ``loss`` fp64 ``[K]``, one number per step.
+
+    Attributes:
+        loss: what was differentiated.
+        losses: cross-entropies, unweighted, of the rows that carry loss.
+        matches: rows whose draft choice is the target's choice.
+        leading: rows that match at this step and at all before.
+        learned: rows that carry loss: supervised, and the target's choice is in the draft vocabulary.
+        counts: supervised rows.
     """
 
     loss: float
     losses: torch.Tensor
     matches: torch.Tensor
     leading: torch.Tensor
+    learned: torch.Tensor
     counts: torch.Tensor
 
 
@@ -93,13 +98,13 @@ def ttt_forward_backward(
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
-        return TTTResult(0.0, nothing, nothing, nothing, nothing)
+        return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
     outputs = _run_steps(head, embed_weight, ids, features, plan)
-    loss, losses, matches, leading = _loss(head, outputs, features, target_head, plan, row_weights)
+    loss, losses, matches, leading, learned = _loss(head, outputs, features, target_head, plan, row_weights)
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
     counts = torch.tensor(plan.counts, dtype=torch.float64)
-    return TTTResult(float(loss.detach()), losses, matches, leading, counts)
+    return TTTResult(float(loss.detach()), losses, matches, leading, learned, counts)
 
 
 def _run_steps(
@@ -143,14 +148,13 @@ def _loss(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted loss over all steps, and per step the plain loss sum and the numbers of matches and of leading
-    matches, fp64 ``[K]``.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weighted loss over all steps; then ``losses, matches, leading, learned`` of :class:`TTTResult`.
 
     A row whose teacher's choice is outside the draft vocabulary carries no loss and counts as a miss.
     """
     steps = len(plan.rows)
-    losses, matches, leading = torch.zeros(3, steps, dtype=torch.float64)
+    losses, matches, leading, learned = torch.zeros(4, steps, dtype=torch.float64)
     normed = [head.norm_for_head(out) for out in outputs]
     total = outputs[0].new_zeros((), dtype=torch.float32)
     first_rows = plan.rows[0]
@@ -188,4 +192,5 @@ def _loss(
             matches[step] += hits.sum().double().cpu()
             leading[step] += alive.sum().double().cpu()
             losses[step] += row_losses.sum().double().cpu()
-    return total, losses, matches, leading
+            learned[step] += sizes[step]
+    return total, losses, matches, leading, learned

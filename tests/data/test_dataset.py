@@ -1,6 +1,7 @@
 """Tokenised once and cached; held-out prompts are in no row; data without a usable mask is refused."""
 
 import json
+import os
 import sys
 import types
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ class Settings:
     limit: int | None = None
     max_length: int = 160
     eval_conversations: int = 0
+    cache_dir: str | None = None
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,8 @@ def chats(tmp_path: Path) -> Path:
 
 
 def prepare(tmp_path: Path, tokenizer: Any, settings: Settings, draft_vocab_size: int = 20) -> PreparedData:
-    return prepare_dataset(settings, tokenizer, tmp_path / "cache", draft_vocab_size, progress=False)
+    settings = replace(settings, cache_dir=str(tmp_path))
+    return prepare_dataset(settings, tokenizer, draft_vocab_size, progress=False)
 
 
 def write(path: Path, found: list[dict[str, Any]]) -> str:
@@ -103,7 +106,7 @@ def test_a_second_call_reads_the_cache(
     for changed in ({"max_length": 150}, {"eval_conversations": 5}, {"limit": 3}):
         with pytest.raises(AssertionError, match="tokenised again"):
             prepare(tmp_path, tokenizer, replace(settings, **changed))
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.fingerprint]
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [first.fingerprint]
 
 
 def test_other_data_or_another_template_is_not_read_from_the_cache(
@@ -209,7 +212,7 @@ def test_data_with_nothing_to_learn_is_refused_and_leaves_no_cache(
     source = write(tmp_path / "chats.jsonl", found)
     with pytest.raises(UserError, match=cause):
         prepare(tmp_path, tokenizer, Settings(source, eval_conversations=held))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_a_mask_that_covers_everything_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -231,7 +234,7 @@ def test_a_full_disk_is_a_user_error_and_leaves_no_cache(
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(UserError, match="No space left"):
         prepare(tmp_path, tokenizer, Settings(str(chats)))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_a_cache_without_its_summary_is_made_again(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
@@ -248,3 +251,48 @@ def test_the_cache_does_not_depend_on_the_order_of_calls(tmp_path: Path, tokeniz
     assert [one.row(i).ids.tolist() for i in range(len(one))] == [
         other.row(i).ids.tolist() for i in range(len(other))
     ]
+
+
+def test_the_same_rows_under_another_fingerprint_are_known(tmp_path: Path, tokenizer: Any) -> None:
+    source = tmp_path / "chats.jsonl"
+    found = [talk(f"Question {i}?") for i in range(5)]
+    write(source, found)
+    settings = Settings(str(source), eval_conversations=1)
+    first = prepare(tmp_path, tokenizer, settings)
+    os.utime(source, ns=(1, 1))  # as a copy of the file would be
+    touched = prepare(tmp_path, tokenizer, settings)
+    assert touched.fingerprint != first.fingerprint
+    assert touched.equals(first.fingerprint) and first.equals(first.fingerprint)
+    assert not touched.equals("0123456789abcdef")
+    write(source, [*found, talk("One more?")])
+    assert not prepare(tmp_path, tokenizer, settings).equals(first.fingerprint)
+
+
+def test_another_prompt_held_out_is_other_data(tmp_path: Path, tokenizer: Any) -> None:
+    found = [talk("One?"), talk("Two?"), talk("Last?")]
+    prepared = []
+    for name, first in (("a.jsonl", "One?"), ("b.jsonl", "Uno?")):
+        source = write(tmp_path / name, [talk(first), *found[1:]])
+        prepared.append(prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1)))
+    assert not prepared[0].equals(prepared[1].fingerprint)
+
+
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="could not be written"):
+        prepare(tmp_path / "file", tokenizer, Settings(str(chats)))
+
+
+def test_a_saved_vocabulary_is_used_for_other_data_of_the_same_tokenizer(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    one = Settings(write(tmp_path / "one.jsonl", [talk("?", "aab")] * 3), cache_dir=str(tmp_path))
+    two = Settings(write(tmp_path / "two.jsonl", [talk("?", "aaxy")] * 3), cache_dir=str(tmp_path))
+    path = tmp_path / "map.npz"
+    prepare_dataset(one, tokenizer, 3, progress=False).vocab_map.save(path)
+    data = prepare_dataset(two, tokenizer, 3, path, progress=False)
+    words = {tokenizer.decode([int(token)]) for token in data.vocab_map.d2t + np.arange(3)}
+    assert words == {"a", "b", "<|im_end|>"} and data.vocab_map.coverage == pytest.approx(3 / 5)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match="another tokenizer"):
+        prepare_dataset(two, tokenizer, 3, path, progress=False)

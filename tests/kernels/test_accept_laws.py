@@ -1,8 +1,9 @@
 """Every verifier emits the target's law.
 
 The laws of three tokens are known as tables over all contexts. Drafts are enumerated with their exact
-probability, coins are a Sobol sequence (an equidistributed grid of the unit cube), so what a verifier emits is
-an integral without noise: the law of the first three tokens, what is not emitted being drawn from the target.
+probability, coins are a Sobol sequence (an equidistributed grid of the unit cube), so what a verifier emits
+is an integral without noise: the law of the first three tokens, what is not emitted being drawn from the
+target.
 """
 
 from typing import NamedTuple

@@ -9,9 +9,10 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.train.estimate import (
     Workload,
+    capture_flops,
+    head_flops,
     make_estimate,
     measure_matmul_rate,
-    needed_flops,
     num_draft_weights,
     num_target_weights,
 )
@@ -34,7 +35,7 @@ TARGET = TargetConfig(
 WORK = Workload(tokens=128, rows=70, steps=4, mean_context=40)
 
 
-def estimate(**training: object):
+def estimate(num_captures: int = 0, **training: object):
     config = TrainConfig(
         target="t", output_dir="o", data=DataConfig(source="c.jsonl", max_length=128), training=training
     )
@@ -44,8 +45,10 @@ def estimate(**training: object):
         DraftConfig.for_target(TARGET, 64),
         work=WORK,
         forwards_per_step=3,
+        rows_per_forward=2,
         num_processes=2,
         num_rows=100,
+        num_captures=num_captures,
         num_steps=50,
         flops_per_s=1e9,
         free_disk=1e12,
@@ -69,12 +72,9 @@ def test_number_of_target_weights_leaves_out_norms_only(tied: bool) -> None:
     assert num_target_weights(config) == matrices
 
 
-def test_arithmetic_grows_with_steps_and_shrinks_with_cached_states() -> None:
+def test_arithmetic_of_the_head_grows_with_steps() -> None:
     draft = DraftConfig.for_target(TARGET, 64)
-    online = needed_flops(TARGET, draft, WORK)
-    assert needed_flops(TARGET, draft, WORK, cached=True) < online
-    longer = needed_flops(TARGET, draft, Workload(128, 70, 5, 40))
-    per_step = longer - online
+    per_step = head_flops(draft, Workload(128, 70, 5, 40)) - head_flops(draft, WORK)
     matmuls = 6 * 70 * (2 * 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100 + 48 * 64)
     assert per_step == pytest.approx(matmuls + 3 * 70 * 4 * 40 * 48)
 
@@ -98,9 +98,16 @@ def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
         torch.nn.functional.linear(out, head.lm_head.weight)
     forward = counter.get_total_flops()
     fusion = 2 * 32 * 3 * 48 * 48
-    teacher = 2 * 32 * 48 * 331
-    counted = needed_flops(TARGET, draft, work, cached=True)
-    assert counted == 3 * forward - fusion + teacher
+    teacher = 2 * 32 * 48 * 64
+    assert head_flops(draft, work) == 3 * forward - fusion + teacher
+
+
+def test_arithmetic_of_capturing_is_two_operations_a_weight_and_token() -> None:
+    layers = sum(
+        p.numel() for name, p in LlamaModel(TARGET).named_parameters() if p.ndim == 2 and "layers" in name
+    )
+    choices, attention = 20 * 48 * 331, 5 * 32 * 2 * 7 * 48
+    assert capture_flops(TARGET, Workload(32, 20, 1, 7)) == 2 * (32 * layers + choices + attention)
 
 
 def test_report_names_memory_disk_and_time() -> None:
@@ -112,6 +119,22 @@ def test_report_names_memory_disk_and_time() -> None:
 def test_cached_states_are_counted_on_disk() -> None:
     assert "captured states" in estimate(cache_hidden_states="disk").disk
     assert "captured states" not in estimate().disk
+    half, whole = (
+        estimate(cache_hidden_states="disk", precision=precision).disk["captured states"]
+        for precision in ("bfloat16", "float32")
+    )
+    assert whole == 2 * half == 4 * 4 * 48 * 128 * 100
+
+
+def test_captures_of_the_first_epoch_are_in_the_time_and_later_steps_save_them() -> None:
+    online = estimate()
+    warm, cold = estimate(cache_hidden_states="disk"), estimate(40, cache_hidden_states="disk")
+    assert warm.capture_seconds == 0 and warm.seconds < online.seconds
+    one = capture_flops(TARGET, WORK) / (1e9 * 0.55)  # 2 rows of one of 2 processes
+    assert cold.seconds == pytest.approx(warm.seconds + 40 / 2 * one / 2)
+    assert "the states of 40 rows" in cold.report() and "states of" not in warm.report()
+    every_row_once = estimate(50 * 3 * 2 * 2, cache_hidden_states="disk")
+    assert every_row_once.seconds == pytest.approx(online.seconds)
 
 
 def test_measured_rate_is_plausible() -> None:

@@ -1,6 +1,8 @@
 """A run from nothing: it learns, leaves a servable draft and a tidy folder, and refuses what cannot work."""
 
 import json
+import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,12 +42,21 @@ def test_metrics_row_is_the_weighted_mean_of_its_steps(make_run: Callable) -> No
     run = make_run(training={"step_weights": [1.0, 0.5, 0.25]})
     assert run("--max-steps", "2") == 0
     row = run.metrics()[0]
-    names = (
-        "step loss lr grad_norm loss_per_step match_per_step simulated_accept_length tokens supervised_tokens"
-    )
-    assert set(row) == set(names.split())
-    weighted = sum(w * loss for w, loss in zip((1.0, 0.5, 0.25), row["loss_per_step"], strict=True)) / 1.75
-    assert row["loss"] == pytest.approx(weighted, rel=1e-5)
+    names = "step loss lr grad_norm loss_per_step learned_per_step match_per_step simulated_accept_length"
+    assert set(row) == set(f"{names} tokens supervised_tokens".split())
+    shares = row["learned_per_step"]
+    assert all(0.2 < share < 1.0 for share in shares)  # the tiny target often says what the draft cannot
+    steps = zip((1.0, 0.5, 0.25), row["loss_per_step"], shares, strict=True)
+    assert row["loss"] == pytest.approx(sum(w * loss * share for w, loss, share in steps) / 1.75, rel=1e-5)
+
+
+def test_loss_per_step_is_the_mean_over_the_rows_that_carry_loss(make_run: Callable) -> None:
+    """A fresh head says nothing: whatever its vocabulary leaves out, guessing evenly costs log Vd."""
+    run = make_run(head={"lm_head_init": "random"}, training={"learning_rate": 1e-9})
+    assert run("--max-steps", "1", "head.draft_vocab_size=60") == 0
+    row = run.metrics()[0]
+    assert max(row["learned_per_step"]) < 0.9
+    assert row["loss_per_step"] == pytest.approx([math.log(60)] * 3, rel=0.1)
 
 
 def test_run_folder_holds_config_metrics_checkpoints_and_best(make_run: Callable) -> None:
@@ -150,6 +161,106 @@ def test_dry_run_prints_the_estimate_and_writes_nothing(
     for word in ("memory", "disk", "time", " cover "):
         assert word in text
     assert not run.output.exists()
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_dry_run_of_an_existing_run_changes_nothing(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], resume: list[str]
+) -> None:
+    run = make_run(judge={"every": 2})
+    assert run("--max-steps", "2") == 0
+    before = {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()}
+    assert run("--dry-run", "--max-steps", "9", *resume) == 0
+    assert ("time    7 steps" if resume else "time    9 steps") in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()} == before
+
+
+def test_a_dry_run_with_cached_states_counts_their_capture_and_makes_none(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(training={"cache_hidden_states": "disk"})
+    assert run("--dry-run", "--max-steps", "3") == 0
+    assert "for the states of 6 rows" in capsys.readouterr().out
+    assert not (run.folder / "cache" / "states").exists()
+    assert run("--max-steps", "2") == 0
+    assert run("--dry-run", "--max-steps", "3") == 0
+    assert "for the states of 2 rows" in capsys.readouterr().out.rpartition("head")[2]
+
+
+def test_prompts_that_do_not_fit_the_judge_s_context_are_counted(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(judge={"every": 1, "prompts": 9})
+    target = json.loads((run.folder / "target" / "config.json").read_text())
+    longest = "The " + "very " * 9 + "end."
+    messages = [{"role": "user", "content": longest}, {"role": "assistant", "content": "Yes."}]
+    chats = run.folder / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": messages}) + "\n" + chats.read_text())
+    target["max_position_embeddings"] = len(f"user\n{longest}\nassistant\n") + 10  # 12 more do not fit
+    (run.folder / "target" / "config.json").write_text(json.dumps(target))
+    assert run("--max-steps", "1") == 0
+    out = capsys.readouterr().out
+    assert "judge   every 1 steps: 5 prompts, 12 tokens each" in out
+    assert "judge.prompts asks for 9, 6 are held out" in out and "1 of 6 prompts are left out" in out
+    assert run("--max-steps", "1", "judge.max_tokens=400", f"output_dir={run.folder / 'none'}") == 2
+    assert "No held-out prompt has room for 400" in capsys.readouterr().err
+
+
+def test_wandb_that_is_not_installed_is_said_before_anything_is_written(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = make_run(tracking={"wandb": "offline"})
+    assert run("--max-steps", "2") == 2
+    assert "wandb is not installed" in capsys.readouterr().err
+    assert not run.output.exists()
+
+
+def test_wandb_that_does_not_start_leaves_no_run_folder(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("no login")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    run = make_run(tracking={"wandb": "online"})
+    assert run("--max-steps", "2") == 2
+    assert "wandb did not start: no login." in capsys.readouterr().err
+    assert not run.output.exists()
+
+
+@pytest.mark.parametrize("setting", ["output_dir", "data.cache_dir"])
+def test_a_folder_that_cannot_be_written_is_a_user_error(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    run = make_run()
+    (run.folder / "file").write_text("")
+    assert run("--max-steps", "1", f"{setting}={run.folder / 'file' / 'deep' / 'er'}") == 2
+    assert len(capsys.readouterr().err.strip().splitlines()[-2:]) == 2
+    assert not run.output.exists()
+
+
+def test_a_vocabulary_map_comes_from_a_file_and_another_tokenizer_s_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eagle_kit.cli.app import main
+
+    run = make_run()
+    path = run.folder / "words"
+    assert main(["data", "vocab", str(run.config), "head.draft_vocab_size=30", "--out", str(path)]) == 0
+    assert f"head.vocab_map={path} head.draft_vocab_size=30" in capsys.readouterr().out
+    few = ["--max-steps", "1", f"head.vocab_map={path}"]
+    assert run(*few) == 2
+    assert "has 30 tokens, but head.draft_vocab_size is 250" in capsys.readouterr().err
+    assert run(*few, "head.draft_vocab_size=30", "data.limit=20") == 0
+    head = load_draft(run.output / "step-1")
+    assert torch.equal(head.t2d[:259].nonzero()[:, 0], head.target_ids) and len(head.target_ids) == 30
+    tokenizer = run.folder / "target" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|nothing|>"))
+    assert run(*few, "head.draft_vocab_size=30", f"output_dir={run.folder / 'other'}") == 2
+    assert "another tokenizer" in capsys.readouterr().err
 
 
 def test_stop_after_saves_and_ends_well(make_run: Callable) -> None:

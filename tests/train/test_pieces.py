@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.config.train import TrainingConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.__main__ import main
 from eagle_kit.train.interrupt import Interrupt
-from eagle_kit.train.launch import cpu_processes_to_start
+from eagle_kit.train.launch import check_launcher, cpu_processes_to_start
 from eagle_kit.train.metrics import JsonLines
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.schedule import Schedule
@@ -101,6 +103,60 @@ def test_processes_come_from_the_launcher_s_config_file() -> None:
     shipped = Path(__file__).parents[2] / "train" / "accelerate" / "cpu.yaml"
     command = ["python", "/x/bin/accelerate", "launch", "--config_file", str(shipped), "train", "c.yaml"]
     assert cpu_processes_to_start(CPU_LAUNCH, command) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "--use_fsdp"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "--use_deepspeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "--use_megatron_lm"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "--use_parallelism_config"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend inductor"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "training.precision=bfloat16"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "--mixed_precision fp16"),
+    ],
+)
+def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
+    variable: str, value: str, named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        check_launcher({variable: value}, TrainingConfig())
+
+
+@pytest.mark.parametrize("asked", ["no", "bf16"])
+def test_what_the_launcher_says_by_itself_is_accepted(asked: str) -> None:
+    environ = {**CPU_LAUNCH, "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": asked}
+    check_launcher(environ, TrainingConfig(precision="bfloat16"))
+    check_launcher({}, TrainingConfig())
+
+
+def test_the_launcher_s_own_variables_are_the_ones_that_are_read() -> None:
+    """The names are accelerate's, so its own launcher is asked what it sets."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    asked = ["--cpu", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train", "c.yaml"]
+    args = launch_command_parser().parse_args([*asked])
+    args.num_machines = 1
+    environ = prepare_simple_launcher_cmd_env(args)[1]
+    with pytest.raises(UserError, match="--mixed_precision bf16"):
+        check_launcher(environ, TrainingConfig())
+
+
+def test_every_process_of_a_run_says_what_stopped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"target: t\noutput_dir: {tmp_path}\ndata: {{source: chats.jsonl}}\n")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert main([str(config)]) == 2
+    cause, remedy = capsys.readouterr().err.splitlines()
+    assert cause.startswith("error in process 2 of 3: The output folder") and remedy.startswith("  -> ")
+    assert main([str(config), "seed=-1"]) == 2
+    assert capsys.readouterr().err == ""  # process 0 of this machine read the same file
 
 
 def test_nothing_is_started_by_a_plain_command_or_by_a_started_process() -> None:

@@ -90,7 +90,7 @@ def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> No
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert launched.returncode == 0, launched.stderr
@@ -143,15 +143,92 @@ def test_resume_without_a_run_is_refused(make_run: Callable, capsys: pytest.Capt
     assert "without --resume" in capsys.readouterr().err
 
 
+def test_a_judged_run_cannot_go_on_with_another_measure(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kept best accept length is of the first shape, these prompts and this length."""
+    run = make_run(judge={"every": 2})
+    assert run("--max-steps", "2") == 0
+    for change, named in (
+        ("judge.shapes=['1,1,2', '3,1,4']", "the first of judge.shapes (3,1,4 -> 1,1,2)"),
+        ("judge.prompts=3", "judge.prompts (4 -> 3)"),
+        ("judge.max_tokens=5", "judge.max_tokens (12 -> 5)"),
+    ):
+        assert run("--resume", "--max-steps", "3", change) == 2
+        assert named in capsys.readouterr().err
+    free = ("judge.shapes=['3,1,4', '1,1,2']", "judge.patience=9", "judge.every=1", "judge.batch_size=1")
+    assert run("--resume", "--max-steps", "3", *free) == 0
+    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    assert [(row["step"], len(row["accept_length"])) for row in rows] == [(2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt", "state.json"])
 def test_damaged_trainer_state_is_refused_with_the_folder_to_delete(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    path = run.output / "step-2" / "trainer" / name
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:200] + bytes(300), b"\x80\x02cos\nsystem\n."):
+        path.write_bytes(damaged)
+        assert run("--resume") == 2
+        assert f"Delete {run.output / 'step-2'}" in capsys.readouterr().err
+
+
+def test_an_optimiser_s_state_of_another_head_is_refused(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
     assert run("--max-steps", "2") == 0
     path = run.output / "step-2" / "trainer" / "optimizer.pt"
-    path.write_bytes(path.read_bytes()[:200])
+    wrong = torch.load(path, weights_only=True)
+    wrong["state"][0]["exp_avg"] = torch.zeros(3)
+    for state in ({}, {"state": {}, "param_groups": [{"params": [0]}]}, [1], wrong):
+        torch.save(state, path)
+        assert run("--resume") == 2
+        assert f"Delete {run.output / 'step-2'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "config: [", "config: 3", "\x00\xff", "- a"])
+def test_a_damaged_run_yaml_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    run = make_run()
+    run.output.mkdir()
+    (run.output / "run.yaml").write_bytes(text.encode("latin-1"))
     assert run("--resume") == 2
-    assert "step-2" in capsys.readouterr().err
+    assert "run.yaml" in capsys.readouterr().err
+
+
+def test_resume_says_where_it_goes_on_and_clears_what_a_crash_left(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(judge={"every": 2})
+    assert run("--max-steps", "2") == 0
+    (run.output / "best").rename(run.output / ".best.old.77")  # killed while best/ was replaced
+    (run.output / ".best.partial.77").mkdir()
+    (run.output / ".step-3.partial").mkdir()
+    before = weights(run.output / ".best.old.77")
+    capsys.readouterr()
+    assert run("--resume", "--max-steps", "2") == 0
+    assert "from step 2 of 2" in capsys.readouterr().out
+    assert same(weights(run.output / "best"), before)
+    assert not [path for path in run.output.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_goes_on_with_a_copy_of_its_data_and_not_with_other_data(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    chats = run.folder / "chats.jsonl"
+    assert run("--max-steps", "2") == 0
+    os.utime(chats, ns=(5, 5))
+    assert run("--resume", "--max-steps", "3") == 0
+    with chats.open("a") as file:
+        file.write(chats.read_text().splitlines()[0].replace("The", "One") + "\n")
+    assert run("--resume", "--max-steps", "4") == 2
+    assert "other data" in capsys.readouterr().err
 
 
 def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:

@@ -1,8 +1,8 @@
 """Verification: which drafts are kept and which token follows them.
 
 Deterministic drafts: ``accept_greedy``, ``accept_target_only``, and LOSSY ``accept_relaxed``. Sampled drafts:
-``accept_rejection_chain``, ``accept_rejection_tree``, ``accept_block``. ``accept`` draws the coins and refuses
-a verifier that does not fit the law of the draft.
+``accept_rejection_chain``, ``accept_rejection_tree``, ``accept_block``. ``accept`` draws the coins and
+refuses a verifier that does not fit the law of the draft.
 """
 
 from eagle_kit.kernels.accept.block import accept_block

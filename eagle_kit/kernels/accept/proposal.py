@@ -35,8 +35,8 @@ class SampledChain:
 @dataclass(frozen=True, eq=False)
 class SampledTree:
     """A tree of a topology fixed beforehand, whose siblings were drawn without replacement and lie in the
-    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the law that the children of each of
-    the first Q nodes came from, nodes from Q on have none."""
+    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the law that the children of each
+    of the first Q nodes came from, nodes from Q on have none."""
 
     q: torch.Tensor
 

@@ -134,8 +134,8 @@ def tree_accepted(
 def step_to(
     j: int, kept: torch.Tensor, node: torch.Tensor, num_accepted: torch.Tensor, path: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; ``node``, ``num_accepted`` int64 ``[B, 1]`` and
-    ``path`` int64 ``[B, S + 1]`` come back anew."""
+    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; ``node``, ``num_accepted`` int64 ``[B, 1]``
+    and ``path`` int64 ``[B, S + 1]`` come back anew."""
     num_accepted = num_accepted + kept
     place = torch.arange(path.shape[1], device=path.device)
     return (

@@ -34,8 +34,9 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
     Returns:
         bool ``[B, N, V]``.
     """
-    padding = (0, -distance.shape[-1] % CHUNK)
-    chunks = (*distance.shape[:-1], -1, CHUNK)
+    chunk = min(CHUNK, distance.shape[-1])
+    padding = (0, -distance.shape[-1] % chunk)
+    chunks = (*distance.shape[:-1], -1, chunk)
     d = functional.pad(distance, padding, value=float("inf")).view(chunks)
     w = functional.pad(weights, padding).view(chunks)
     taken = torch.empty_like(w)

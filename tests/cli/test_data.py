@@ -1,0 +1,75 @@
+"""`eagle-kit data`: what it prints, and what it refuses in two lines."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import make_config
+
+from eagle_kit.cli.app import main
+from eagle_kit.data.vocab_map import load_vocab_map
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = make_config(tmp_path)
+    mute = {"messages": [{"role": "user", "content": "Anybody?"}]}
+    late = {
+        "messages": [
+            {"role": "assistant", "content": "Late."},
+            {"role": "user", "content": "Go on?"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    }
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, (mute, late))) + "\n" + chats.read_text())
+    return path
+
+
+def error(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2].startswith("error: ") and lines[-1].startswith("  -> ")
+    return lines[-2]
+
+
+def test_prepare_says_what_was_left_out_and_where_it_is_listed(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "prepare", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert "1 conversations of" in out and "begin with a reply" in out
+    listed = Path(out.partition("listed in ")[2].splitlines()[0])
+    assert "no assistant turn" in listed.read_text()
+
+
+def test_preview_of_a_conversation_that_training_skips_says_why(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "preview", str(config)]) == 2
+    assert "chats.jsonl:1: no assistant turn" in error(capsys)
+    assert main(["data", "preview", str(config), "--record", "1"]) == 0
+    assert "Yes." in capsys.readouterr().out
+
+
+def test_vocab_writes_the_map_that_training_would_make(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+
+    out = tmp_path / "new" / "words.npz"
+    assert main(["data", "vocab", str(config), "--out", str(out), "head.draft_vocab_size=40"]) == 0
+    with np.load(out) as file:
+        tokenizer, size = str(file["tokenizer"]), len(file["t2d"])
+    assert len(load_vocab_map(out, tokenizer, 40, np.ones(size)).d2t) == 40
+    assert main(["data", "vocab", str(config), "--out", str(tmp_path)]) == 2
+    assert "is a folder" in error(capsys)
+
+
+@pytest.mark.parametrize("out", [".", "file/deep/out.jsonl"])
+def test_regenerate_refuses_an_out_that_cannot_be_written_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["data", "regenerate", "--source", "a.jsonl", "--target", "/none", "--out", str(tmp_path / out)]
+    assert main(command) == 2
+    assert str(tmp_path) in error(capsys)
