@@ -318,7 +318,8 @@ class Engine:
 
     def _take(self, request: Request, tokens: list[int]) -> int:
         """Append new tokens up to the first that ends the reply -> how many were kept."""
-        params, reason = request.params, None
+        params = request.params
+        reason: FinishReason | None = None
         kept = len(tokens)
         for i, token in enumerate(tokens, 1):
             if token in params.stop_token_ids or (

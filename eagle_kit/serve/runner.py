@@ -128,8 +128,8 @@ class Runner:
         results = self._first_tokens(finished, out.hidden[rows]) if finished else None
         roots = rows
         if results is not None:
-            known = self._tensor([request.token_ids[-1] if request.token_ids else -1 for request in finished])
-            roots = torch.where(known >= 0, known, results.tokens[:, 0])
+            last_ids = self._tensor([r.token_ids[-1] if r.token_ids else -1 for r in finished])
+            roots = torch.where(last_ids >= 0, last_ids, results.tokens[:, 0])
             following[rows] = roots
         draft = None
         if self.drafter is not None:
@@ -223,10 +223,10 @@ class Runner:
             params = [request.params for request in requests] + [plain] * padding
             prompts = [request.prompt_ids for request in requests] + [[]] * padding
             seeds = [request.seed for request in requests] + [0] * padding
-            batch = make_sampling_batch(params, prompts, seeds, self.target.config.vocab_size, self.device)
+            made = make_sampling_batch(params, prompts, seeds, self.target.config.vocab_size, self.device)
             if rows is None:
-                return batch
-            self._batch = key, batch
+                return made
+            self._batch = key, made
         batch = self._batch[1]
         if batch is not None and batch.counts is not None and self.slots.counts is not None:
             batch = batch._replace(counts=self.slots.counts[rows])

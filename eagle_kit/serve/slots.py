@@ -54,7 +54,7 @@ class Slots:
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """The state of the batch in ``rows`` int64 ``[B]``."""
-        draft = self.draft._make(t[rows] for t in self.draft) if self.draft is not None else None
+        draft = None if self.draft is None else self.draft.__class__(*(t[rows] for t in self.draft))
         return CycleState(
             self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft
         )

@@ -181,7 +181,7 @@ class NgramIndex:
         return self._backwards(self._last.get(request, -1), self._lengths[-1])[::-1]
 
     def _backwards(self, position: int, count: int) -> list[int]:
-        out = []
+        out: list[int] = []
         first, capacity = self._first, self.options.capacity
         while position >= first and len(out) < count:
             out.append(self._token[position % capacity])

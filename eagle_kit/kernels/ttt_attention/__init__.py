@@ -27,7 +27,9 @@ def ttt_attention(
             reference otherwise; ``"reference"`` or ``"cpu"`` force one.
     """
     if backend == "cpu" or (backend == "auto" and q.device.type == "cpu" and q.shape[0] > 0):
-        inputs = (x.float() for x in (q, k, v, own_k, own_v))
         with torch.autocast("cpu", enabled=False):
-            return cpu.ttt_attention(*inputs, blocks, scale).to(q.dtype)
+            out = cpu.ttt_attention(
+                q.float(), k.float(), v.float(), own_k.float(), own_v.float(), blocks, scale
+            )
+        return out.to(q.dtype)
     return reference.ttt_attention(q, k, v, own_k, own_v, blocks, scale)
