@@ -62,6 +62,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--speculative-token-map", type=Path, metavar="FILE", help="target ids a draft may propose"
     )
     spec.add_argument(
+        "--speculative-tree",
+        choices=("dynamic", "static"),
+        default="dynamic",
+        help="EAGLE-2's, or EAGLE-1's fixed one of 26 nodes (default %(default)s)",
+    )
+    spec.add_argument(
+        "--speculative-sampled-drafts",
+        action="store_true",
+        help="draw drafts from the draft's own law where requests sample (chains, static trees)",
+    )
+    for name in ("single", "acc"):
+        spec.add_argument(
+            f"--speculative-accept-threshold-{name}",
+            type=float,
+            default=1.0,
+            metavar="P",
+            help="LOSSY below 1: keep more drafts than the target's law allows (default %(default)s)",
+        )
+    for name, value in (
+        ("min-match-window-size", 1),
+        ("max-match-window-size", 12),
+        ("min-bfs-breadth", 1),
+        ("max-bfs-breadth", 10),
+        ("branch-length", 18),
+        ("capacity", 10_000_000),
+    ):
+        spec.add_argument(
+            f"--speculative-ngram-{name}",
+            type=int,
+            default=value,
+            metavar="N",
+            help="NGRAM (default %(default)s)",
+        )
+    spec.add_argument(
+        "--speculative-ngram-match-type",
+        choices=("BFS", "PROB"),
+        default="BFS",
+        help="NGRAM: by recency or by probability (default %(default)s)",
+    )
+    spec.add_argument(
         "--no-self-test", action="store_true", help="do not compare with plain decoding at start"
     )
     engine = parser.add_argument_group("engine")
@@ -133,6 +173,7 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
         options["algorithm"] = {"NEXTN": "EAGLE"}.get(args.speculative_algorithm, args.speculative_algorithm)
     if args.speculative_token_map is not None:
         options["token_map"] = args.speculative_token_map
+    options |= drafting(args)
     with warnings_as_lines(say):
         llm = LLM(
             model.target,
@@ -153,6 +194,34 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
         plan = plan_memory(llm.target, llm.draft, max_running=1, wanted_tokens=1, kv_tokens=None)
         llm.kv_tokens = max(1, kv_bytes // plan.bytes_per_token)
     return llm
+
+
+def drafting(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of :class:`~eagle_kit.serve.llm.LLM` that say how drafts are made and judged.
+
+    Raises:
+        UserError: a threshold outside 0..1, or thresholds for drafts that are drawn.
+    """
+    from eagle_kit.kernels.accept import Relaxed
+    from eagle_kit.speculation.ngram import NgramOptions
+
+    single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
+    for value in (single, acc):
+        if not 0.0 <= value <= 1.0:
+            raise UserError(f"An accept threshold is {value}.", "Give a number from 0 to 1; 1 is lossless.")
+    options: dict[str, Any] = {"sampled_drafts": args.speculative_sampled_drafts}
+    options["tree"] = args.speculative_tree
+    if (single, acc) != (1.0, 1.0):
+        if args.speculative_sampled_drafts:
+            raise UserError(
+                "Accept thresholds were given for drafts that are drawn.", "Leave one of the two out."
+            )
+        say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's law.")
+        options["verifier"] = Relaxed(single, acc)
+    prefix = "speculative_ngram_"
+    names = [name for name in vars(args) if name.startswith(prefix)]
+    options["ngram"] = NgramOptions(**{name.removeprefix(prefix): getattr(args, name) for name in names})
+    return options
 
 
 def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:

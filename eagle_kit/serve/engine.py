@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.ngram import NgramIndex, NgramOptions
+from eagle_kit.speculation.static_tree import StaticDrafter
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class EngineOptions:
         prefill_tokens: most prompt tokens computed in one step.
         lag: steps between a cycle and its results on the host.
         batch_sizes: batches are padded to the next of these; empty for exact sizes.
-        sampled_drafts: draw drafts from the draft's own law; chains only.
+        tree: ``"dynamic"`` chooses its best nodes (EAGLE-2), ``"static"`` has EAGLE-1's fixed topology.
+        sampled_drafts: draw drafts from the draft's own law; chains and static trees only.
         verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's law.
         seed: of the seeds of requests that bring none.
     """
@@ -56,6 +59,7 @@ class EngineOptions:
     prefill_tokens: int = 512
     lag: int = 0
     batch_sizes: tuple[int, ...] = ()
+    tree: Literal["dynamic", "static"] = "dynamic"
     sampled_drafts: bool = False
     verifier: Verifier | None = None
     seed: int = 0
@@ -111,6 +115,7 @@ class Engine:
             page_size=options.page_size,
             max_pages=self.cache.pages_for(options.max_context + room),
             batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
+            tree=options.tree,
             sampled_drafts=options.sampled_drafts,
             verifier=options.verifier,
         )
@@ -167,7 +172,14 @@ class Engine:
             raise UserError(
                 f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk."
             )
-        if self.options.sampled_drafts and shape.topk > 1:
+        drafter = self.runner._drafter
+        if isinstance(drafter, StaticDrafter):
+            if shape.steps and shape != drafter.topology.shape:
+                raise UserError(
+                    f"The shape {shape} was asked of a static tree.",
+                    f"Use its own, {drafter.topology.shape}, or a dynamic tree.",
+                )
+        elif self.options.sampled_drafts and shape.topk > 1:
             raise UserError(
                 f"The shape {shape} is a tree, and drafts are to be drawn.",
                 f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not draw drafts.",

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,9 +26,11 @@ from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft
 from eagle_kit.speculation.ngram import NgramOptions
+from eagle_kit.speculation.static_tree import EAGLE1_CHOICES, Topology
 
 Prompt = str | list[int] | list[dict[str, Any]]
 DEFAULT_SHAPE = SpecShape(4, 1, 5)
+EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "STANDALONE", "NGRAM", "NONE")
 DEFAULT_MAX_CONTEXT = 8192
@@ -61,7 +63,10 @@ class LLM:
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: fp32 on a CPU, bf16 on a GPU.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         tokenizer: needed for text prompts when ``target`` is a loaded model.
-        sampled_drafts: for requests that sample, draw drafts from the draft's own law (chains only).
+        tree: ``"dynamic"`` keeps a draft's best nodes (EAGLE-2); ``"static"`` has EAGLE-1's fixed topology,
+            whose shape is 5,4,26.
+        sampled_drafts: for requests that sample, draw drafts from the draft's own law (chains and
+            static trees).
         verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
             lossless one. ``Relaxed`` is LOSSY.
         seed: of the draws of requests that bring no seed.
@@ -87,6 +92,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         tokenizer: Any = None,
+        tree: Literal["dynamic", "static"] = "dynamic",
         sampled_drafts: bool = False,
         verifier: Verifier | None = None,
         seed: int = 0,
@@ -121,6 +127,7 @@ class LLM:
             "prefix_cache": prefix_cache,
             "prefill_tokens": prefill_tokens or (8192 if on_gpu else 512),
             "lag": lag if lag is not None else int(on_gpu),
+            "tree": tree,
             "sampled_drafts": sampled_drafts,
             "verifier": verifier,
             "seed": seed,
@@ -170,7 +177,9 @@ class LLM:
         if self._wanted_shape is not None:
             self.default_shape = self._wanted_shape
         else:
-            drafts = DEFAULT_SHAPE if self.draft is not None else NO_SPECULATION
+            drafts = NO_SPECULATION
+            if self.draft is not None:
+                drafts = EAGLE1_SHAPE if self._policies["tree"] == "static" else DEFAULT_SHAPE
             self.default_shape = NGRAM_SHAPE if self._uses_ngram else drafts
 
     def engine(self, shape: SpecShape | None = None) -> Engine:

@@ -24,7 +24,7 @@ from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Draft, Drafter
 from eagle_kit.speculation.ngram import NgramIndex, to_tree
 from eagle_kit.speculation.paged_kv import PagedKV, Segment
-from eagle_kit.speculation.sampled import SampledDrafter
+from eagle_kit.speculation.static_tree import drafter_class
 
 COLUMN_BUCKET = 64
 
@@ -48,6 +48,7 @@ class Runner:
         num_pages, page_size: of the pool.
         max_pages: most pages of one request.
         batch_sizes: batches are padded to the next of these with dummies.
+        tree: ``"dynamic"`` (EAGLE-2), or ``"static"`` (EAGLE-1).
         sampled_drafts: draw drafts from the draft's law instead of taking its most likely tokens.
         verifier: decides on drafts of requests that sample; default the lossless one for the draft's law.
     """
@@ -61,6 +62,7 @@ class Runner:
         page_size: int,
         max_pages: int,
         batch_sizes: Sequence[int],
+        tree: str = "dynamic",
         sampled_drafts: bool = False,
         verifier: Verifier | None = None,
     ) -> None:
@@ -81,7 +83,7 @@ class Runner:
         )
         self._drafter: Drafter | None = None
         if draft is not None:
-            self._drafter = (SampledDrafter if sampled_drafts else Drafter)(
+            self._drafter = drafter_class(tree, drawn=sampled_drafts)(
                 draft,
                 vocab_size=config.vocab_size,
                 num_pages=num_pages,

@@ -29,7 +29,7 @@ class SampledDrafter(Drafter):
     """Chains drawn from the draft at each request's temperature and filters. Requests that do not sample get
     the most likely tokens, which is what their law draws."""
 
-    verifiers = (Block, Rejection)
+    verifiers: tuple[type, ...] = (Block, Rejection)
 
     def empty_state(self, count: int, topk: int) -> SampledDraftState:  # type: ignore[override]
         """A state of ``count`` requests that have not been prefilled."""
