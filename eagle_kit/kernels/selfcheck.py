@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import accept_greedy
+from eagle_kit.kernels.accept import accept_greedy, accept_rejection_chain
 from eagle_kit.kernels.linear import linear, onednn
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.tree_build import tree_build
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
@@ -54,6 +56,9 @@ def _checks() -> list[tuple[str, str, Callable[[], float]]]:
         ("window_attention", "torch", _window),
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
+        ("accept", "torch, sampled chain", _accept_sampled),
+        ("sampling", "torch, law", _law),
+        ("sampling", "torch, draws", _draws),
         ("packed_attention", "torch", _packed_attention),
         ("ttt_attention", "torch", lambda: _ttt("reference")),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
@@ -125,6 +130,34 @@ def _accept() -> float:
     accepted = accept_greedy(torch.tensor([[11, 1, 13, 2]]), tokens, parents, 2)
     got = torch.cat((accepted.num_accepted, accepted.tokens[0, :2], accepted.path[0, :2]))
     return _error(got, torch.tensor([1, 11, 13, 0, 2]))
+
+
+def _accept_sampled() -> float:
+    """Coins 0.3 and 0.7 against p / q of 0.5 and 0.5: the first draft is kept, the second is replaced."""
+    probs = torch.tensor([[[0.2, 0.3, 0.5], [0.4, 0.1, 0.5], [0.1, 0.8, 0.1]]])
+    q = torch.tensor([[[0.4, 0.3, 0.3], [0.4, 0.2, 0.4]]])
+    tokens = torch.tensor([[9, 0, 1]])
+    coins = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
+    accepted = accept_rejection_chain(probs, q, tokens, coins, torch.tensor([0.5], dtype=torch.float64))
+    got = torch.cat((accepted.num_accepted, accepted.tokens[0, :2]))
+    return _error(got, torch.tensor([1, 0, 2]))
+
+
+def _law() -> float:
+    """Temperature 0.5, top-k 3 and top-p 0.9 of four tokens: the two most likely ones stay."""
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
+    batch = make_sampling_batch([params], [[]], [0], 4, torch.device("cpu"))
+    logits = torch.tensor([2.0, 1.0, 0.0, 1.5])
+    weights = (logits.double() / 0.5).exp() * torch.tensor([1, 0, 0, 1])
+    return _error(target_probs(logits.view(1, 1, 4), batch)[0, 0], weights / weights.sum())
+
+
+def _draws() -> float:
+    """Coins on a grid of 1,024 draw every token as often as its law says."""
+    probs = torch.tensor([0.125, 0.0, 0.625, 0.25])
+    coins = (torch.arange(1024, dtype=torch.float64) + 0.5) / 1024
+    counts = torch.bincount(sample(probs.expand(1024, 4), coins), minlength=4)
+    return _error(counts / 1024, probs)
 
 
 def _packed_attention() -> float:

@@ -15,7 +15,9 @@ def test_every_operation_is_checked_and_right():
     assert [check for check in checks if not check.ok] == []
 
 
-@pytest.mark.parametrize("name", ["linear", "prefill_attention", "window_attention", "packed_attention"])
+@pytest.mark.parametrize(
+    "name", ["linear", "prefill_attention", "window_attention", "packed_attention", "ttt_attention"]
+)
 def test_a_wrong_operation_is_noticed(name, monkeypatch):
     right = getattr(selfcheck, name)
     monkeypatch.setattr(selfcheck, name, lambda *args, **options: right(*args, **options) * 1.001)

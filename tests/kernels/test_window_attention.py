@@ -101,6 +101,8 @@ def test_commit_copies_the_accepted_nodes_and_nothing_else():
     table = torch.tensor([[2, 0], [1, 3]])
     nodes = torch.tensor([[0, 3, 3], [0, 1, 2]])
     kv.commit_window(table, nodes, torch.tensor([3, 1]), torch.tensor([2, 3]))
-    moved = {11: 16, 0: 19, 5: 24, 6: 25, 7: 26}
+    scratch = kv.num_slots  # 4 pages of 4, and the dummy page
+    assert scratch == 20
+    moved = {11: scratch, 0: scratch + 3, 5: scratch + 8, 6: scratch + 9, 7: scratch + 10}
     for slot in range(kv.dummy_row):
         assert torch.equal(kv.k[:, :, slot], before[:, :, moved.get(slot, slot)]), f"slot {slot}"

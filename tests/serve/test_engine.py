@@ -14,6 +14,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
+from eagle_kit.speculation.drafter import Draft
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
@@ -129,8 +130,8 @@ class KnowsTheAnswer:
         self.capture, self.empty_state = proposer.capture, proposer.empty_state
         self.prefill, self.extend = proposer.prefill, proposer.extend
 
-    def propose(self, state, roots, seq_lens, page_table, shape, num_columns):
-        tree = self.real.propose(state, roots, seq_lens, page_table, shape, num_columns)
+    def propose(self, state, roots, seq_lens, page_table, shape, num_columns, sampling):
+        tree, proposal = self.real.propose(state, roots, seq_lens, page_table, shape, num_columns)
         tokens, parents = tree.tokens.clone(), tree.parents.clone()
         for b, length in enumerate(seq_lens.tolist()):
             done = length - self.prompt_lens[b] + 1
@@ -143,7 +144,7 @@ class KnowsTheAnswer:
                 parents[b, left] = parents[b, right] = node
                 node = right
         depths = torch.tensor([0] + [d for d in range(1, shape.steps + 1) for _ in (0, 1)]).expand_as(tokens)
-        return Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps))
+        return Draft(Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps)), proposal)
 
 
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])
