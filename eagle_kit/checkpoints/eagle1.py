@@ -1,101 +1,236 @@
-"""Load published EAGLE-1/2 heads: ``fc``, one layer named ``layers.0``, no output layer."""
+"""Load and check published EAGLE-1/2 heads: ``fc``, one layer named ``layers.0``, no output layer.
+
+Releases bring a copy of the target's embedding, some of its output layer too; both were frozen in training.
+As in SGLang the target's own are used, and a copy that is not the target's is only reported: the head was
+made for other weights then. Whether ``fc`` and attention have biases is known by the tensors, since many
+configs do not say it.
+"""
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from eagle_kit.checkpoints.draft import read_draft_tensors
+from eagle_kit.checkpoints.layout import ARCHITECTURES as EAGLE3_ARCHITECTURES
+from eagle_kit.checkpoints.validate import OWN_TARGET, Finding
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import read_rope
+from eagle_kit.models.config import TargetConfig, read_rope
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import check_activation, check_tensors, read_json
+from eagle_kit.models.loader import (
+    FUSED,
+    IGNORED_SUFFIXES,
+    check_activation,
+    check_tensors,
+    published_names,
+    read_json,
+    read_target_config,
+)
+from eagle_kit.models.source import resolve_target
 
-UNUSED = ("embed_tokens.weight", "lm_head.weight")
-"""Copies of the target's that some releases bring; the target's own are used."""
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+LAYER = "layers.0."
+BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
+"""EAGLE's config keys, and the tensors that they promise."""
+
+
+class Eagle1Files(NamedTuple):
+    """A checked checkpoint: ``tensors`` by published names without ``layers.0.``, in the dtypes of the file;
+    ``copies`` of the target's embedding and output layer, where it brings them."""
+
+    config: Eagle1Config
+    tensors: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
 
 
 def load_eagle1(folder: str | Path, target: LlamaModel) -> Eagle1Head:
-    """Load an EAGLE-1/2 head for ``target``, in fp32.
+    """Load an EAGLE-1/2 head for ``target``, in fp32 on the CPU. Warns when it was made for other weights.
 
     Raises:
         UserError: a corrupt file, another size than the target's, or tensors that are missing, unexpected or
             misshapen, by name.
     """
-    folder = Path(folder)
-    tensors = {name.removeprefix("model."): value for name, value in read_draft_tensors(folder).items()}
-    config = read_eagle1_config(folder, "fc.bias" in tensors, "layers.0.self_attn.q_proj.bias" in tensors)
+    config, tensors, copies = read_eagle1(folder)
     ours = target.config
     if (config.hidden_size, config.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise UserError(
             f"The draft was made for hidden size {config.hidden_size} and vocabulary {config.vocab_size}, "
             f"the target has {ours.hidden_size} and {ours.vocab_size}.",
-            "Use the draft's own target, or train a draft for this one.",
+            OWN_TARGET,
         )
-    for name in UNUSED:
-        if name in tensors:
-            warnings.warn(f"The draft in {folder} brings its own {name}; the target's is used.", stacklevel=3)
-            del tensors[name]
-    tensors = {name.removeprefix("layers.0."): value for name, value in tensors.items()}
+    own = {EMBEDDING: target.embed_tokens.weight, OUTPUT: target.head_weight}
+    for name, copy in copies.items():
+        if not _is_copy(copy, own[name]):
+            warnings.warn(
+                f"The {name} in {folder} is not the target's, so the draft was trained for other weights. "
+                "The target's is used, and fewer tokens may be accepted.",
+                stacklevel=2,
+            )
     head = Eagle1Head(config)
-    check_tensors(tensors, _published_shapes(head), str(folder))
     head.load_state_dict(_fuse({name: value.float() for name, value in tensors.items()}))
     return head.eval().requires_grad_(False)
 
 
-def read_eagle1_config(folder: Path, fc_bias: bool, attention_bias: bool) -> Eagle1Config:
-    """Read ``config.json``; whether there are biases is known by the weights. Raises UserError."""
+def read_eagle1(folder: str | Path) -> Eagle1Files:
+    """Read a checkpoint and account for every tensor, without a target.
+
+    Raises:
+        UserError: a corrupt file, another kind of draft, or tensors that are missing, unexpected or
+            misshapen, by name.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"The draft folder {folder} does not exist.", "Give a folder with config.json and weights."
+        )
     raw = read_json(folder / "config.json")
+    name = (raw.get("architectures") or ["?"])[0]
+    if name in EAGLE3_ARCHITECTURES:
+        raise UserError(f"The draft in {folder} is an EAGLE-3 head ({name}).", "Load it as EAGLE3.")
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_draft_tensors(folder).items()
+        if not name.endswith(IGNORED_SUFFIXES)
+    }
+    config = read_eagle1_config(raw, folder, set(tensors))
+    copies = {name: tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors}
+    tensors.pop(OUTPUT, None)  # unused, and vLLM lets it have fewer rows
+    expected = published_shapes(config)
+    if EMBEDDING in tensors:
+        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
+    check_tensors(tensors, expected, str(folder))
+    tensors.pop(EMBEDDING, None)
+    return Eagle1Files(config, {name.removeprefix(LAYER): value for name, value in tensors.items()}, copies)
+
+
+def read_eagle1_config(raw: dict[str, Any], folder: Path, names: set[str]) -> Eagle1Config:
+    """The architecture in ``config.json``; ``names`` of the tensors tell which biases there are.
+
+    Raises:
+        UserError: more than one layer, another activation, a size that is missing or none, or a bias that the
+            config promises and the weights lack.
+    """
     check_activation(raw, str(folder))
     if (layers := raw.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"The draft in {folder} has {layers} layers.", "Use an EAGLE head of one layer.")
+    for key, tensor in BIASES.items():
+        if raw.get(key) and tensor not in names:
+            raise UserError(
+                f"The config.json in {folder} says {key}, but {tensor} is missing in the weights.",
+                "Use config.json and weights of one checkpoint.",
+            )
     theta, scaling = read_rope(raw)
-    try:
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        return Eagle1Config(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            intermediate_size=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            attention_bias=attention_bias,
-            fc_bias=fc_bias,
-        )
-    except KeyError as key:
+    hidden, heads = _size(raw, "hidden_size", folder), _size(raw, "num_attention_heads", folder)
+    kv_heads = _size(raw, "num_key_value_heads", folder, heads)
+    if heads % kv_heads:
         raise UserError(
-            f"The draft's config.json in {folder} has no {key}.", "Copy it from its source."
-        ) from None
+            f"The draft in {folder} shares {kv_heads} key-value heads among {heads}.",
+            "Copy its config.json again from its source.",
+        )
+    return Eagle1Config(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_size(raw, "head_dim", folder, hidden // heads),
+        intermediate_size=_size(raw, "intermediate_size", folder),
+        vocab_size=_size(raw, "vocab_size", folder),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        attention_bias=BIASES["qkv_bias"] in names,
+        attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
+        fc_bias=BIASES["bias"] in names,
+    )
 
 
-_PARTS: dict[str, tuple[str, ...]] = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
+def validate_eagle1(draft_folder: str | Path, target: str | Path) -> list[Finding]:
+    """Check an EAGLE-1/2 head against a target: weights, sizes, vocabulary, context, RoPE.
+
+    Args:
+        draft_folder: a checkpoint; when it cannot be read, that is the only finding.
+        target: anything :func:`~eagle_kit.models.source.resolve_target` knows; only its config is read.
+
+    Raises:
+        UserError: the target cannot be found or read.
+    """
+    theirs = read_target_config(resolve_target(target))
+    try:
+        config, _, copies = read_eagle1(draft_folder)
+    except UserError as error:
+        return [Finding("error", "checkpoint", error.cause, error.remedy)]
+    findings = [
+        Finding("ok", subject, f"{ours}, as the target's.")
+        if ours == wanted
+        else Finding("error", subject, f"the draft was made for {ours}, the target has {wanted}.", OWN_TARGET)
+        for subject, ours, wanted in (
+            ("hidden size", config.hidden_size, theirs.hidden_size),
+            ("vocabulary", config.vocab_size, theirs.vocab_size),
+        )
+    ]
+    findings.append(_context(read_json(Path(draft_folder) / "config.json"), theirs))
+    same = (config.rope_theta, config.rope_scaling) == (theirs.rope_theta, theirs.rope_scaling)
+    rope = f"base {config.rope_theta:g}, {'as' if same else 'other than'} the target's."
+    findings.append(Finding("ok", "rope", rope))
+    brought = f" It brings {' and '.join(copies)}; the target's are used." if copies else ""
+    findings.append(Finding("ok", "weights", f"every tensor is there and has its shape.{brought}"))
+    return findings
 
 
-def _published_shapes(head: Eagle1Head) -> dict[str, tuple[int, ...]]:
-    config = head.config
+def _context(raw: dict[str, Any], target: TargetConfig) -> Finding:
+    ours, theirs = raw.get("max_position_embeddings"), target.max_position_embeddings
+    if isinstance(ours, int) and ours >= theirs:
+        return Finding("ok", "context", f"{ours} positions, enough for the target's {theirs}.")
+    said = "does not say how many positions it knows" if ours is None else f"says {ours} positions"
+    return Finding(
+        "warning",
+        "context",
+        f"the draft {said}, the target {theirs}.",
+        "Expect fewer accepted tokens behind the length of its training.",
+    )
+
+
+def _size(raw: dict[str, Any], key: str, folder: Path, default: int | None = None) -> int:
+    """A positive whole number of the config; ``default`` where it is absent or null."""
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise UserError(f"The draft's config.json in {folder} has no {key}.", "Copy it from its source.")
+    if type(value) is not int or value < 1:
+        raise UserError(
+            f"The draft's config.json in {folder} says {key} {value!r}.", "Copy it again from its source."
+        )
+    return value
+
+
+def _is_copy(copy: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether two matrices are the same but for the rounding of half types, by blocks of rows, which bounds
+    memory."""
+    if copy.shape != own.shape:
+        return False
+    blocks = zip(copy.split(4096), own.detach().split(4096), strict=True)
+    return all(torch.allclose(a.float(), b.cpu().float(), rtol=2**-7, atol=1e-6) for a, b in blocks)
+
+
+def published_shapes(config: Eagle1Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that a checkpoint must have."""
+    with torch.device("meta"):
+        head = Eagle1Head(config)
     kv = config.num_kv_heads * config.head_dim
     rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
     rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in head.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        for part in _PARTS.get(module, (module,)):
-            count = rows.get(part.rpartition(".")[2], parameter.shape[0])
-            shapes[f"{part}.{leaf}"] = (count, *parameter.shape[1:])
+        for part in published_names(name):
+            count = rows.get(part.split(".")[-2], parameter.shape[0])
+            shapes[part if part.startswith("fc.") else LAYER + part] = (count, *parameter.shape[1:])
     return shapes
 
 
-def _fuse(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Complete published tensors -> our state dict."""
     state = dict(tensors)
-    for module, parts in _PARTS.items():
+    for module, parts in FUSED.items():
         for leaf in ("weight", "bias"):
             if f"{parts[0]}.{leaf}" in state:
                 state[f"{module}.{leaf}"] = torch.cat([state.pop(f"{part}.{leaf}") for part in parts])

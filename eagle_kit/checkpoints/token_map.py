@@ -1,6 +1,7 @@
 """Hot-token maps of FR-Spec (arXiv 2502.14856): the target ids that a draft may propose.
 
-Published maps are torch files that hold a list or a tensor of ids, most frequent first; a JSON list does too.
+Published maps (``freq_*.pt``, SGLang's ``--speculative-token-map``) are torch files that hold a list or a
+tensor of ids, most frequent first. A safetensors file of one tensor or a JSON list does too.
 """
 
 import json
@@ -16,6 +17,7 @@ def load_token_map(path: str | Path, vocab_size: int) -> torch.Tensor:
     """Target ids int64 ``[Vd]`` in the order of the file.
 
     Args:
+        path: a ``.json`` or ``.safetensors`` file; anything else is read as a torch file.
         vocab_size: of the target.
 
     Raises:
@@ -23,27 +25,41 @@ def load_token_map(path: str | Path, vocab_size: int) -> torch.Tensor:
             the same id twice.
     """
     path = Path(path)
+    ids = _read(path)
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise UserError(f"The token map {path} is not a list of token ids.", "Give a list of whole numbers.")
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise UserError(
+            f"The token map {path} has the id {outside}, and the target's are 0 to {vocab_size - 1}.",
+            "Use the map that was made for this target.",
+        )
+    seen: set[int] = set()
+    for token in ids:
+        if token in seen:
+            raise UserError(f"The token map {path} has the id {token} twice.", "Leave each id in once.")
+        seen.add(token)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _read(path: Path) -> Any:
+    """Whatever the file holds; of a safetensors file its only tensor."""
     try:
-        if path.suffix == ".json":
-            value: Any = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            value = torch.load(path, map_location="cpu", weights_only=True)
+        match path.suffix.lower():
+            case ".json":
+                return json.loads(path.read_text(encoding="utf-8"))
+            case ".safetensors":
+                from safetensors.torch import load_file
+
+                tensors = list(load_file(path).values())
+                return tensors[0] if len(tensors) == 1 else None
+            case _:
+                return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(
-            f"The token map {path} does not exist.", "Give the path of a .pt or .json file."
+            f"The token map {path} does not exist.", "Give the path of a .pt, .safetensors or .json file."
         ) from None
     except Exception as error:  # unpickling raises whatever the broken bytes make it raise
         raise UserError(f"The token map {path} cannot be read.", "Copy or download it again.") from error
-    ids = value.tolist() if isinstance(value, torch.Tensor) else value
-    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise UserError(f"The token map {path} is not a list of token ids.", "Give a list of whole numbers.")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise UserError(
-            f"The token map {path} has the id {outside[0]}, and the target's end at {vocab_size - 1}.",
-            "Use the map that was made for this target.",
-        )
-    if len(set(ids)) != len(ids):
-        twice = next(token for i, token in enumerate(ids) if token in ids[:i])
-        raise UserError(f"The token map {path} has the id {twice} twice.", "Leave each id in once.")
-    return torch.tensor(ids, dtype=torch.int64)

@@ -3,15 +3,18 @@
 Legend: T rows, F features, H hidden, Vd draft vocabulary.
 """
 
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.loader import load_target
 
 
 class DraftModel(Protocol):
@@ -142,6 +145,31 @@ class StandaloneDraft:
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.output.to_target(draft_ids)
+
+
+def load_standalone(
+    name_or_path: str | Path,
+    target: LlamaModel,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LlamaModel:
+    """Load a whole small model that may draft for ``target``.
+
+    Args:
+        name_or_path: whatever :func:`~eagle_kit.models.source.resolve_target` knows.
+
+    Raises:
+        UserError: it cannot be had or read, or has another vocabulary than the target. Only sizes are
+            compared: ids that mean other tokens keep the output right and are hardly ever accepted.
+    """
+    model = load_target(name_or_path, dtype, device)
+    ours, theirs = model.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise UserError(
+            f"The draft model {name_or_path} has a vocabulary of {ours}, the target one of {theirs}.",
+            "Use a smaller model of the target's own family.",
+        )
+    return model
 
 
 class _Output:

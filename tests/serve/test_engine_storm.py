@@ -42,7 +42,7 @@ class RandomRunner:
         tokens = torch.tensor([[self._token()] for _ in ended])
         return Results(ended, [request.epoch for request in ended], tokens, counts, None, False)
 
-    def decode(self, requests, longest):
+    def decode(self, requests, longest, ngram=None):
         width = self.shape.steps + 1
         assert len({request.slot for request in requests}) == len(requests)
         for request in requests:

@@ -1,0 +1,286 @@
+"""Published EAGLE-1/2 folders: every spelling is loaded, every mistake is named."""
+
+import json
+import warnings
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import randomise, tiny_head, tiny_target
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.checkpoints.eagle1 import load_eagle1, validate_eagle1
+from eagle_kit.checkpoints.kind import algorithm_of
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 131,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 97, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def published(fc_bias=True, qkv_bias=False, out_bias=False) -> dict[str, torch.Tensor]:
+    """Random tensors by the names of EAGLE's releases."""
+    shapes = {
+        "fc.weight": (48, 96),
+        "layers.0.self_attn.q_proj.weight": (48, 48),
+        "layers.0.self_attn.k_proj.weight": (16, 48),
+        "layers.0.self_attn.v_proj.weight": (16, 48),
+        "layers.0.self_attn.o_proj.weight": (48, 48),
+        "layers.0.mlp.gate_proj.weight": (97, 48),
+        "layers.0.mlp.up_proj.weight": (97, 48),
+        "layers.0.mlp.down_proj.weight": (48, 97),
+        "layers.0.post_attention_layernorm.weight": (48,),
+    }
+    shapes |= {"fc.bias": (48,)} if fc_bias else {}
+    shapes |= (
+        {f"layers.0.self_attn.{n}_proj.bias": (r,) for n, r in zip("qkv", (48, 16, 16), strict=True)}
+        if (qkv_bias)
+        else {}
+    )
+    shapes |= {"layers.0.self_attn.o_proj.bias": (48,)} if out_bias else {}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def save(folder, tensors, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def by_hand(tensors) -> dict[str, torch.Tensor]:
+    """What the loaded head's state must be: q, k, v and gate, up on top of each other, in this order."""
+    layer = {name.removeprefix("layers.0."): value.float() for name, value in tensors.items()}
+    for leaf in ("weight", "bias"):
+        if f"self_attn.q_proj.{leaf}" in layer:
+            parts = [layer.pop(f"self_attn.{n}_proj.{leaf}") for n in "qkv"]
+            layer[f"self_attn.qkv_proj.{leaf}"] = torch.cat(parts)
+    parts = [layer.pop(f"mlp.{n}_proj.weight") for n in ("gate", "up")]
+    return layer | {"mlp.gate_up_proj.weight": torch.cat(parts)}
+
+
+def assert_loaded(folder, target, tensors) -> Eagle1Head:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head = load_eagle1(folder, target)
+    state, wanted = head.state_dict(), by_hand(tensors)
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(state[name], tensor), name
+    assert not head.training and not any(p.requires_grad for p in head.parameters())
+    return head
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [{}, {"fc_bias": False}, {"qkv_bias": True}, {"fc_bias": False, "qkv_bias": True, "out_bias": True}],
+    ids=["fc", "none", "qwen2", "attention"],
+)
+def test_the_tensors_decide_which_biases_there_are(target, tmp_path, biases):
+    tensors = published(**biases)
+    head = assert_loaded(save(tmp_path / "d", tensors), target, tensors)
+    assert head.config.fc_bias == biases.get("fc_bias", True)
+    assert head.config.attention_bias == biases.get("qkv_bias", False)
+
+
+def test_old_and_new_spellings_are_loaded(target, tmp_path):
+    tensors = published()
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    assert_loaded(save(tmp_path / "prefixed", prefixed), target, tensors)
+    halves = {name: tensor.half() for name, tensor in tensors.items()}
+    assert_loaded(save(tmp_path / "halves", halves), target, halves)
+    old = tmp_path / "bin"
+    old.mkdir()
+    (old / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}))
+    frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    torch.save(tensors | frequencies, old / "pytorch_model.bin")
+    assert algorithm_of(old) == "EAGLE"
+    assert_loaded(old, target, tensors)
+
+
+def test_sizes_and_rope_of_the_config_are_taken(target, tmp_path):
+    folder = save(tmp_path / "d", published(), rope_theta=500000.0, rms_norm_eps=1e-3)
+    config = load_eagle1(folder, target).config
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 8)
+    assert (config.rope_theta, config.rms_norm_eps, config.intermediate_size) == (500000.0, 1e-3, 97)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_copy_of_the_targets_matrices_is_left_out_without_a_word(target, tmp_path, kind):
+    """Releases bring the embedding in half precision; rounding is no difference."""
+    tensors = published()
+    copies = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.head_weight}
+    copies = {name: tensor.detach().clone().to(kind) for name, tensor in copies.items()}
+    assert_loaded(save(tmp_path / "d", tensors | copies), target, tensors)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_matrix_of_another_target_is_reported(target, tmp_path, name):
+    other = target.head_weight.detach().clone()
+    other[130, 47] += 0.1
+    folder = save(tmp_path / "d", published() | {name: other})
+    with pytest.warns(UserWarning, match=f"{name} in .* is not the target's"):
+        load_eagle1(folder, target)
+
+
+def test_a_cut_output_layer_is_reported_and_a_cut_embedding_refused(target, tmp_path):
+    with pytest.warns(UserWarning, match="lm_head.weight"):
+        load_eagle1(save(tmp_path / "head", published() | {"lm_head.weight": torch.zeros(60, 48)}), target)
+    folder = save(tmp_path / "embedding", published() | {"embed_tokens.weight": torch.zeros(60, 48)})
+    with pytest.raises(UserError, match=r"embed_tokens.weight has shape \[60, 48\]"):
+        load_eagle1(folder, target)
+
+
+def without(name):
+    return {key: tensor for key, tensor in published().items() if name not in key}
+
+
+MISTAKES = {
+    "another hidden size": ({"hidden_size": 40}, published, "do not fit their config"),
+    "another vocabulary": ({"vocab_size": 130}, published, "vocabulary 130, the target has 48 and 131"),
+    "two layers": ({"num_hidden_layers": 2}, published, "has 2 layers"),
+    "another activation": ({"hidden_act": "gelu"}, published, "gelu"),
+    "an eagle-3 head": ({"architectures": ["LlamaForCausalLMEagle3"]}, published, "is an EAGLE-3 head"),
+    "no heads": ({"num_attention_heads": 0}, published, "says num_attention_heads 0"),
+    "a size in words": ({"vocab_size": "131"}, published, "says vocab_size '131'"),
+    "a size that is absent": ({"intermediate_size": None}, published, "has no intermediate_size"),
+    "heads that do not divide": ({"num_key_value_heads": 4}, published, "shares 4 key-value heads among 6"),
+    "a promised bias": ({"bias": True}, lambda: without("fc.bias"), "says bias, but fc.bias is missing"),
+    "promised biases": ({"qkv_bias": True}, published, "says qkv_bias, but layers.0.self_attn.q_proj.bias"),
+    "half the biases": (
+        {}, lambda: without("fc.bias") | {"layers.0.self_attn.q_proj.bias": torch.zeros(48)},
+        "k_proj.bias is missing",
+    ),
+    "a missing tensor": ({}, lambda: without("down_proj"), "layers.0.mlp.down_proj.weight is missing"),
+    "a norm too many": (
+        {}, lambda: published() | {"layers.0.input_layernorm.weight": torch.ones(48)},
+        "layers.0.input_layernorm.weight is unexpected",
+    ),
+    "whole numbers": (
+        {}, lambda: without("fc.weight") | {"fc.weight": torch.ones(48, 96, dtype=torch.int64)},
+        "fc.weight holds int64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(target, tmp_path, mistake):
+    config, tensors, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        load_eagle1(save(tmp_path / "d", tensors(), **config), target)
+
+
+def test_a_head_of_another_hidden_size_is_refused(target, tmp_path):
+    """The folder is whole and fits its own config, only not this target."""
+    other = tiny_target(hidden_size=40, num_heads=5, num_kv_heads=1)
+    with pytest.raises(UserError, match="hidden size 48 and vocabulary 131, the target has 40 and 131"):
+        load_eagle1(save(tmp_path / "d", published()), other)
+
+
+def test_broken_files_are_named(target, tmp_path):
+    folder = save(tmp_path / "d", published())
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="model.safetensors is corrupt or truncated"):
+        load_eagle1(folder, target)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no weights")
+    with pytest.raises(UserError, match="pytorch_model.bin is corrupt or truncated"):
+        load_eagle1(folder, target)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        load_eagle1(folder, target)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_eagle1(folder, target)
+    with pytest.raises(UserError, match="does not exist"):
+        load_eagle1(tmp_path / "nothing", target)
+
+
+def test_the_algorithm_of_a_folder_is_known(target, tmp_path):
+    assert algorithm_of(save(tmp_path / "eagle", published())) == "EAGLE"
+    plain = save(tmp_path / "plain", published(), architectures=["LlamaForCausalLM"])
+    assert algorithm_of(plain) == "EAGLE"
+    whole = save(tmp_path / "whole", without("fc."), architectures=["LlamaForCausalLM"])
+    assert algorithm_of(whole) == "STANDALONE"
+    save_draft(tiny_head(target), tmp_path / "eagle3", metadata={})
+    assert algorithm_of(tmp_path / "eagle3") == "EAGLE3"
+
+
+@pytest.fixture
+def target_folder(target, tmp_path):
+    """A target's folder without weights: a check reads none."""
+    config = asdict(target.config)
+    names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    names["num_kv_heads"] = "num_key_value_heads"
+    config = {names.get(key, key): value for key, value in config.items()}
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    return folder
+
+
+def levels(findings) -> dict[str, str]:
+    return {finding.subject: finding.level for finding in findings}
+
+
+def test_a_head_that_fits_passes(tmp_path, target_folder):
+    findings = validate_eagle1(save(tmp_path / "d", published()), target_folder)
+    subjects = {"hidden size", "vocabulary", "context", "rope", "weights"}
+    assert levels(findings) == dict.fromkeys(subjects, "ok")
+    brought = published() | {"embed_tokens.weight": torch.zeros(131, 48)}
+    findings = validate_eagle1(save(tmp_path / "copy", brought, rope_theta=5e5), target_folder)
+    causes = {finding.subject: finding.cause for finding in findings}
+    assert "It brings embed_tokens.weight" in causes["weights"]
+    assert causes["rope"] == "base 500000, other than the target's."
+
+
+def test_what_does_not_fit_is_found(tmp_path, target_folder):
+    target_config = json.loads((target_folder / "config.json").read_text())
+    target_config |= {"hidden_size": 60, "vocab_size": 140, "max_position_embeddings": 4096}
+    (target_folder / "config.json").write_text(json.dumps(target_config))
+    found = levels(validate_eagle1(save(tmp_path / "d", published()), target_folder))
+    assert (found["hidden size"], found["vocabulary"], found["context"]) == ("error", "error", "warning")
+    silent = save(tmp_path / "silent", published(), max_position_embeddings=None)
+    causes = [finding.cause for finding in validate_eagle1(silent, target_folder)]
+    assert "the draft does not say how many positions it knows, the target 4096." in causes
+
+
+def test_an_unreadable_draft_is_a_finding_and_an_unknown_target_an_error(tmp_path, target_folder):
+    broken = save(tmp_path / "broken", without("fc.weight"))
+    (finding,) = validate_eagle1(broken, target_folder)
+    assert (finding.level, finding.subject) == ("error", "checkpoint")
+    assert "fc.weight is missing" in finding.cause and finding.remedy
+    (finding,) = validate_eagle1(tmp_path / "nothing", target_folder)
+    assert "does not exist" in finding.cause
+    with pytest.raises(UserError, match="neither a folder"):
+        validate_eagle1(broken, tmp_path / "no target")
+
+
+def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
+    """Cut into published tensors and loaded again, a head gives the same numbers."""
+    sizes = {key: CONFIG[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")}
+    config = Eagle1Config(num_heads=6, num_kv_heads=2, head_dim=8, rope_theta=1e4, rope_scaling=None, **sizes)
+    head = randomise(Eagle1Head(config), 5, 0.2).eval().requires_grad_(False)
+    state = dict(head.state_dict())
+    q, k, v = state.pop("self_attn.qkv_proj.weight").split((48, 16, 16))
+    gate, up = state.pop("mlp.gate_up_proj.weight").chunk(2)
+    state |= {f"self_attn.{n}_proj.weight": t for n, t in zip("qkv", (q, k, v), strict=True)}
+    state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    names = {name: name if name.startswith("fc.") else f"layers.0.{name}" for name in state}
+    folder = save(tmp_path / "d", {names[name]: tensor.clone() for name, tensor in state.items()})
+    loaded = load_eagle1(folder, target)
+    assert loaded.config == config
+    hidden, embeds = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1)).unbind()
+    outs = [m(hidden, embeds, torch.arange(7), lambda layer, q, k, v: q) for m in (head, loaded)]
+    assert torch.equal(*outs)
