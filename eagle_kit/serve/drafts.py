@@ -10,7 +10,13 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear, pack_linears
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
-from eagle_kit.speculation.draft_model import DraftModel, Eagle1Draft, Eagle3Draft, StandaloneDraft
+from eagle_kit.speculation.draft_model import (
+    DraftModel,
+    Eagle1Draft,
+    Eagle3Draft,
+    StandaloneDraft,
+    load_standalone,
+)
 
 
 def load_draft_model(
@@ -53,38 +59,35 @@ def load_draft_model(
         from eagle_kit.checkpoints.token_map import load_token_map
 
         hot = load_token_map(token_map, target.config.vocab_size)
-    weight = target.embed_tokens.weight
-    if kind == "STANDALONE":
-        return _standalone(draft, target, hot)
-    if kind == "EAGLE":
-        from eagle_kit.checkpoints.eagle1 import load_eagle1
-
-        head = load_eagle1(draft, target).to(device=weight.device, dtype=weight.dtype)
-        pack_linears(head.eval().requires_grad_(False))
-        return Eagle1Draft(head, target, hot)
-    from eagle_kit.checkpoints.draft import load_draft
-    from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
-
     if target_name is not None:
+        from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
+
         findings = validate_draft(draft, target_name)
         raise_on_errors(findings)
         for finding in findings:
             if finding.level == "warning":
                 warnings.warn(f"{finding.subject}: {finding.cause} {finding.remedy}", stacklevel=4)
+    if kind == "STANDALONE":
+        return _standalone(draft, target, hot)
+    if kind == "EAGLE":
+        return _eagle1(draft, target, hot)
+    from eagle_kit.checkpoints.draft import load_draft
+
     return _eagle3(load_draft(draft, target=target), target)
 
 
-def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
-    from eagle_kit.models.loader import load_target
+def _eagle1(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> Eagle1Draft:
+    from eagle_kit.checkpoints.eagle1 import load_eagle1
 
     weight = target.embed_tokens.weight
-    model = load_target(draft, dtype=weight.dtype, device=weight.device)
-    if model.config.vocab_size != target.config.vocab_size:
-        raise UserError(
-            f"The draft model has a vocabulary of {model.config.vocab_size}, the target one of "
-            f"{target.config.vocab_size}.",
-            "Use a smaller model of the target's own family.",
-        )
+    head = load_eagle1(draft, target).to(device=weight.device, dtype=weight.dtype)
+    pack_linears(head.eval().requires_grad_(False))
+    return Eagle1Draft(head, target, hot)
+
+
+def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
+    weight = target.embed_tokens.weight
+    model = load_standalone(draft, target, weight.dtype, weight.device)
     pack_linears(model)
     return StandaloneDraft(model, hot)
 

@@ -12,6 +12,7 @@ from tiny import randomise, tiny_head, tiny_target
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.eagle1 import load_eagle1, validate_eagle1
 from eagle_kit.checkpoints.kind import algorithm_of
+from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 
@@ -284,3 +285,8 @@ def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
     hidden, embeds = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1)).unbind()
     outs = [m(hidden, embeds, torch.arange(7), lambda layer, q, k, v: q) for m in (head, loaded)]
     assert torch.equal(*outs)
+
+
+def test_validate_knows_the_kind(tmp_path, target_folder):
+    draft = save(tmp_path / "d", published())
+    assert validate_draft(draft, target_folder) == validate_eagle1(draft, target_folder)

@@ -192,3 +192,32 @@ def test_warnings_do_not_refuse():
     raise_on_errors([Finding("warning", "a", "b.", "c."), Finding("ok", "a", "b.")])
     with pytest.raises(UserError, match=r"\(a: b; d: e\)\. c\."):
         raise_on_errors([Finding("error", "a", "b.", "c."), Finding("error", "d", "e.", "f.")])
+
+
+def make_tokenizer(folder, words):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def test_a_whole_model_has_to_speak_in_the_targets_ids(tmp_path):
+    target = make_target(tmp_path / "target")
+    draft = make_target(tmp_path / "draft", num_hidden_layers=2)
+    found = by_subject(validate_draft(draft, target))
+    assert {subject: finding.level for subject, finding in found.items()} == {
+        "vocabulary": "ok",
+        "tokenizer": "warning",
+        "context": "ok",
+    }
+    make_tokenizer(target, "abc")
+    make_tokenizer(draft, "abc")
+    assert by_subject(validate_draft(draft, target))["tokenizer"].level == "ok"
+    make_tokenizer(draft, "acb")
+    assert "other texts" in by_subject(validate_draft(draft, target))["tokenizer"].cause
+    short = make_target(tmp_path / "short", max_position_embeddings=16)
+    assert by_subject(validate_draft(short, target))["context"].level == "warning"
+    other = make_target(tmp_path / "other", vocab_size=7)
+    (finding,) = validate_draft(other, target)
+    assert (finding.level, finding.subject) == ("error", "vocabulary")
