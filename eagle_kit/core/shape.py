@@ -24,16 +24,6 @@ class SpecShape(NamedTuple):
     def __str__(self) -> str:
         return f"{self.steps},{self.topk},{self.tokens}"
 
-    @property
-    def num_draft_forwards(self) -> int:
-        """Draft forwards per cycle besides draft-extend, which already yields depth one."""
-        return max(self.steps - 1, 0)
-
-    @property
-    def max_tokens_per_cycle(self) -> int:
-        """Most tokens one cycle can emit, the bonus token included."""
-        return self.steps + 1
-
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
         """Read ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""
@@ -86,3 +76,10 @@ class SpecShape(NamedTuple):
 
 
 NO_SPECULATION = SpecShape(0, 1, 1)
+
+
+def auto_shape(model_type: str) -> SpecShape:
+    """The shape for a target of ``config.json``'s ``model_type`` when nobody chose one, as in SGLang: a short
+    chain for the large mixtures of DeepSeek, whose windows cost more experts with every token, a tree for all
+    others."""
+    return SpecShape(3, 1, 4) if model_type.startswith("deepseek") else SpecShape(5, 4, 8)

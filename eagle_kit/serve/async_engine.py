@@ -46,7 +46,8 @@ class AsyncEngine:
     Make it, :meth:`start` it in the event loop that uses it, :meth:`shutdown` it in the same loop.
 
     Args:
-        engine: nobody else may touch it between start and the end of shutdown, but read its counters.
+        engine: nobody else may touch it between start and the end of shutdown, but read its counters and
+            prepare requests.
         capacity: most requests at a time, running and waiting; more raise :class:`Overloaded`.
         observer: told of latencies.
     """
@@ -92,6 +93,10 @@ class AsyncEngine:
             Overloaded: there is no room for all of them now, or the server shuts down.
             EngineFailed: the engine does not run any more.
         """
+        self.check_room(len(requests))
+        for request in requests:
+            if request.params.grammar is not None and request.match is None:
+                await asyncio.to_thread(self.engine.prepare, request)
         self.check_room(len(requests))
         loop = asyncio.get_running_loop()
         arrivals = [_Arrival(Reply(request, self._abort), loop.create_future()) for request in requests]

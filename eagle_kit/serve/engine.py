@@ -8,6 +8,7 @@ Legend: S draft steps.
 """
 
 import random
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -100,6 +101,7 @@ class Engine:
         self.target, self.draft, self.options = target, draft, options
         self._make_grammars = make_grammars
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         assert draft is None or ngram is None, "one drafter at a time"
         self.ngram = None if ngram is None else NgramIndex(ngram)
         self._num_indexed: dict[Request, int] = {}
@@ -227,18 +229,27 @@ class Engine:
         top = self.target.config.vocab_size
         if not all(0 <= token < top for token in request.params.logit_bias):
             raise UserError(f"logit_bias names a token outside 0..{top - 1}.", "Use the target's token ids.")
+        self.prepare(request)
         seed = request.params.seed
-        if request.params.grammar is not None:
-            request.match = self._grammar_compiler().start(request.params.grammar)
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.scheduler.add(request)
 
-    def _grammar_compiler(self) -> GrammarCompiler:
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, which may take seconds; :meth:`add_request` does it when nobody has.
+        Any thread may call it, while another one steps the engine.
+
+        Raises:
+            UserError: the grammar is of no use, or cannot be had.
+        """
+        grammar = request.params.grammar
+        if grammar is None or request.match is not None:
+            return
         if self._make_grammars is None:
             raise UserError("A grammar needs a tokenizer, and the model has none.", "Leave the grammar out.")
-        if self._grammars is None:
-            self._grammars = self._make_grammars()
-        return self._grammars
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = self._make_grammars()
+        request.match = self._grammars.start(grammar)
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it is; what it has so far stays."""
@@ -349,6 +360,8 @@ class Engine:
             until_end = request.match.advance(tokens[:kept])
             if request.match.is_complete:
                 kept, reason = until_end, "stop"
+            elif request.match.is_stuck:
+                kept, reason = until_end, "abort"
         if request.stream is not None:
             until_stop = request.stream.push(tokens[:kept])
             if until_stop is not None:

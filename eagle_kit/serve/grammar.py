@@ -23,17 +23,24 @@ _WHERE = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
 class GrammarMatch:
-    """How far one reply has come in its grammar."""
+    """How far one reply has come in its grammar.
+
+    Attributes:
+        is_complete: the grammar has ended, and the reply with it.
+        is_stuck: no token may follow, since the grammar leads nowhere from here.
+    """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self.is_complete = False
+        self.is_complete = self.is_stuck = False
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens -> how many belong to the reply: those behind the grammar's end do not."""
         for count, token in enumerate(tokens, 1):
-            accepted = self._matcher.accept_token(token)
-            assert accepted, "a token was emitted that the grammar does not allow"
+            if not self._matcher.accept_token(token):
+                # Where nothing is allowed the masks let everything through (`allowed_tokens`).
+                self.is_stuck = True
+                return count - 1
             if self._matcher.is_terminated():
                 self.is_complete = True
                 return count
@@ -69,12 +76,17 @@ class GrammarCompiler:
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
+        self._vocab_size = vocab_size
         self._compiler = xgrammar.GrammarCompiler(info)
         self._new_matcher = xgrammar.GrammarMatcher
 
     def start(self, grammar: Grammar) -> GrammarMatch:
-        """A match of ``grammar`` that has read nothing. Raises UserError for one that cannot be compiled."""
-        compiler = self._compiler
+        """A match of ``grammar`` that has read nothing. Several threads may call it.
+
+        Raises:
+            UserError: the grammar cannot be compiled, or no reply can match it.
+        """
+        compiler, name = self._compiler, grammar.kind.replace("_", " ")
         try:
             if grammar.kind == "json_object":
                 compiled = compiler.compile_json_schema('{"type": "object"}')  # not any JSON value
@@ -85,10 +97,15 @@ class GrammarCompiler:
         except (RuntimeError, ValueError) as error:
             reason = _WHERE.sub("", str(error).strip()) or "unknown reason"
             raise UserError(
-                f"The {grammar.kind.replace('_', ' ')} of the request cannot be compiled ({reason}).",
+                f"The {name} of the request cannot be compiled ({reason}).",
                 "Correct it, or use fewer features.",
             ) from None
-        return GrammarMatch(self._new_matcher(compiled))
+        match = GrammarMatch(self._new_matcher(compiled))
+        first = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32)
+        match.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), first)
+        if not first.any():
+            raise UserError(f"No reply can match the {name} of the request.", "Correct it.")
+        return match
 
 
 def allowed_tokens(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_size: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape, auto_shape
 from eagle_kit.data.template import prompt_token_ids
 from eagle_kit.kernels.accept import Verifier
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
@@ -29,7 +29,6 @@ from eagle_kit.speculation.ngram import NgramOptions
 from eagle_kit.speculation.static_tree import EAGLE1_CHOICES, Topology
 
 Prompt = str | list[int] | list[dict[str, Any]]
-DEFAULT_SHAPE = SpecShape(4, 1, 5)
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "STANDALONE", "NGRAM", "NONE")
@@ -50,7 +49,8 @@ class LLM:
         ngram: how n-grams are matched, for ``"NGRAM"``.
         token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
             2502.14856); EAGLE-3 heads bring their own.
-        shape: ``steps,topk,tokens``; default 4,1,5 with a draft. :meth:`generate` may choose another.
+        shape: ``steps,topk,tokens``; default with a draft: ``auto_shape``. :meth:`generate` may
+            choose another.
         max_batch_size: most requests decoded together.
         max_context: most tokens of prompt and reply; default the target's context, at most 8,192.
         page_size: tokens per page of the key-value pool.
@@ -179,7 +179,8 @@ class LLM:
         else:
             drafts = NO_SPECULATION
             if self.draft is not None:
-                drafts = EAGLE1_SHAPE if self._policies["tree"] == "static" else DEFAULT_SHAPE
+                static = self._policies["tree"] == "static"
+                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type)
             self.default_shape = NGRAM_SHAPE if self._uses_ngram else drafts
 
     def engine(self, shape: SpecShape | None = None) -> Engine:

@@ -92,3 +92,20 @@ def test_a_grammar_that_cannot_be_compiled_is_refused(llm, grammar):
 def test_a_grammar_without_a_tokenizer_is_refused():
     with pytest.raises(UserError, match="tokenizer"):
         LLM(tiny_target(), max_context=64).generate([[1]], SamplingParams(grammar=Grammar("json_object")))
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("regex", r"[^\s\S]"), Grammar("json_schema", '{"$ref": "#"}')], ids=str
+)
+def test_a_grammar_that_no_reply_matches_is_refused(llm, grammar):
+    with pytest.raises(UserError, match="No reply can match the"):
+        reply(llm, grammar)
+
+
+@pytest.mark.parametrize("shape", ["none", "3,1,4", "4,4,12"])
+def test_a_grammar_that_leads_nowhere_ends_its_reply_and_no_other(llm, shape):
+    """The engine goes on: what follows is served."""
+    answer = reply(llm, Grammar("regex", r"ab[^\s\S]"), shape)
+    assert (answer.text, answer.finish_reason) == ("ab", "abort")
+    answer = reply(llm, Grammar("regex", "[ab]{3}"), shape)
+    assert re.fullmatch("[ab]{3}", answer.text) and answer.finish_reason == "stop"

@@ -1,0 +1,34 @@
+"""Speculation shapes: what is read, what is refused, what is taken when nobody chose."""
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape, auto_shape
+
+
+def test_a_shape_is_three_numbers():
+    assert SpecShape.parse("5,4,16") == SpecShape(5, 4, 16) and str(SpecShape(4, 1, 5)) == "4,1,5"
+    assert SpecShape.parse(None) == SpecShape.parse("none") == NO_SPECULATION
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("5,4", "not of the form"),
+        ("a,1,2", "not of the form"),
+        ("0,1,2", "out of range"),
+        ("3,4,65", "out of range"),
+        ("4,1,6", "cannot verify 6"),
+        ("2,2,8", "more than the draft grows"),
+        ("5,4,5", "too few to reach"),
+        ("20,4,30", "a window holds 64"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(text, cause):
+    with pytest.raises(UserError, match=cause):
+        SpecShape.parse(text)
+
+
+def test_the_shape_that_nobody_chose():
+    assert auto_shape("llama") == auto_shape("qwen3") == SpecShape.parse("5,4,8")
+    assert auto_shape("deepseek_v3") == SpecShape.parse("3,1,4")
