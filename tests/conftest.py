@@ -6,6 +6,9 @@ import os
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
+
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 

@@ -13,13 +13,14 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import accept_greedy, accept_rejection_chain
 from eagle_kit.kernels.linear import linear, onednn
+from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.tree_build import tree_build
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
-from eagle_kit.kernels.window_attention import ancestor_bits, plan_window, window_attention
+from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 
 TOLERANCE = 2e-5
 """Largest error allowed, relative to the largest value: fp32 sums of a few hundred terms of order one."""
@@ -63,6 +64,7 @@ def _checks() -> list[tuple[str, str, Callable[[], float]]]:
         ("ttt_attention", "torch", lambda: _ttt("reference")),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
         ("soft_cross_entropy", "torch", _soft_cross_entropy),
+        ("norm", "torch", _norm),
     ]
 
 
@@ -92,6 +94,13 @@ def _packed_linear() -> float:
     return _error(onednn.matmul(x, onednn.pack(weight)), x.double() @ weight.double().t())
 
 
+def _norm() -> float:
+    x, residual, weight = _randn(5, 96), _randn(5, 96, seed=1), _randn(96, seed=2)
+    total = (x + residual).double()
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    return _error(add_rms_norm(x, residual, weight, 1e-5)[0], expected)
+
+
 def _prefill() -> float:
     q, k, v = _randn(19, 6, 16), _randn(30, 2, 16, seed=1), _randn(30, 2, 16, seed=2)
     seen = torch.ones(19, 30, dtype=torch.bool).tril(11)
@@ -102,11 +111,9 @@ def _window() -> float:
     """Five nodes, two of them siblings, behind a prefix of seven slots on three shuffled pages of four."""
     pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
     k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
-    scratch = torch.arange(12, 17)[None]
-    plan = plan_window(
-        pages, 4, torch.tensor([7]), 0, scratch, ancestor_bits(parents, 3), 16, 19, dtype=torch.float32
-    )
-    rows = torch.cat((torch.tensor([8, 9, 10, 11, 0, 1, 2]), scratch[0]))
+    bits = ancestor_bits(parents, 3)
+    plan = WindowPlan(pages, 4, torch.tensor([7]), 0, 12, 7, 5, bits, 16, 19, torch.float32)
+    rows = torch.tensor([8, 9, 10, 11, 0, 1, 2, *range(12, 17)])
     nodes = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
     seen = torch.zeros(5, 12, dtype=torch.bool)
     for node, ancestors in enumerate(nodes):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.kernels.window_attention import plan_window, window_attention
+from eagle_kit.kernels.window_attention import WindowPlan, window_attention
 from eagle_kit.models.layers import Attend
 
 
@@ -87,19 +87,20 @@ class PagedKV:
         N]``. ``num_columns`` bounds prefix + ``num_keys``.
         """
         b, n = ancestors.shape
-        scratch = self.scratch_rows(b, 0, num_keys)
-        plan = plan_window(
-            page_table,
-            self.page_size,
-            prefix_lens,
-            self.first_slot,
-            scratch,
-            ancestors,
-            num_columns,
-            self.dummy_row,
-            self.k.dtype,
+        plan = WindowPlan(
+            page_table=page_table,
+            page_size=self.page_size,
+            prefix_lens=prefix_lens,
+            first_slot=self.first_slot,
+            scratch_start=self.num_slots,
+            scratch_stride=self.window,
+            num_keys=num_keys,
+            ancestors=ancestors,
+            num_columns=num_columns,
+            dummy_row=self.dummy_row,
+            dtype=self.k.dtype,
         )
-        written = scratch[:, num_keys - n :].reshape(-1)
+        written = self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_rows, v_rows = self.k[layer], self.v[layer]

@@ -3,7 +3,7 @@
 Decoding (N = 1), draft steps, verification and draft-extend are all calls of it.
 """
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, plan_window
+from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits
 from eagle_kit.kernels.window_attention.reference import window_attention
 
-__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "plan_window", "window_attention"]
+__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]

@@ -1,59 +1,65 @@
-"""Where the keys of a window lie and which node sees which: computed once a forward, shared by its layers.
+"""Where the keys of a window lie and which node sees which: described once a forward, shared by its layers.
 
 Legend: B requests, N query nodes, M window keys, C columns, P pages a request.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
-class WindowPlan(NamedTuple):
-    """``columns`` int64 ``[B, C]``, rows of the store in the order they are attended to: the request's
-    prefix, then its window keys right behind it, so that a token has the same column in a window of any size;
-    unused ones point at the store's dummy row. ``mask`` ``[B, N, C]``, 0 or -inf, in the dtype of the
-    queries.
-    """
+@dataclass(frozen=True)
+class WindowPlan:
+    """The keys of B windows in a store of rows.
 
-    columns: torch.Tensor
-    mask: torch.Tensor
-
-
-def plan_window(
-    page_table: torch.Tensor,
-    page_size: int,
-    prefix_lens: torch.Tensor,
-    first_slot: int,
-    scratch_rows: torch.Tensor,
-    ancestors: torch.Tensor,
-    num_columns: int,
-    dummy_row: int,
-    dtype: torch.dtype,
-) -> WindowPlan:
-    """Lay out one window per request.
-
-    Args:
-        page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots.
-        prefix_lens: int64 ``[B]``, slots before the window, ``first_slot`` of which at the front hold
-            nothing.
-        scratch_rows: int64 ``[B, M]``, rows of the window's keys.
+    Attributes:
+        page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
+            ``page * page_size`` and following.
+        page_size: slots of a page.
+        prefix_lens: int64 ``[B]``, slots before the window.
+        first_slot: how many of the slots at the front hold nothing and are not attended to.
+        scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
+            j``.
+        num_keys: M; the queries are the last N of the window's keys.
         ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node
             itself.
         num_columns: C, a bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
+        dtype: of the queries.
     """
-    b, m = scratch_rows.shape
-    column = torch.arange(num_columns, device=page_table.device).expand(b, num_columns)
-    page = (column // page_size).clamp(max=page_table.shape[1] - 1)
-    slots = page_table.gather(1, page) * page_size + column % page_size
-    key = column - prefix_lens[:, None]
-    in_prefix, in_window = key < 0, (key >= 0) & (key < m)
-    key = key.clamp(0, m - 1)
-    rows = torch.where(in_prefix, slots, torch.where(in_window, scratch_rows.gather(1, key), dummy_row))
-    bits = (ancestors[:, :, None] >> key[:, None]) & 1
-    seen = (in_prefix & (column >= first_slot))[:, None] | (in_window[:, None] & (bits == 1))
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-    return WindowPlan(rows, mask)
+
+    page_table: torch.Tensor
+    page_size: int
+    prefix_lens: torch.Tensor
+    first_slot: int
+    scratch_start: int
+    scratch_stride: int
+    num_keys: int
+    ancestors: torch.Tensor
+    num_columns: int
+    dummy_row: int
+    dtype: torch.dtype
+
+    @cached_property
+    def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the reference reads: ``columns`` int64 ``[B, C]``, rows of the store in the order they are
+        attended to (the request's prefix, then its window keys right behind it, so that a token has the same
+        column in a window of any size; unused ones point at the dummy row), and ``mask [B, N, C]``, 0 or
+        -inf."""
+        device, m = self.page_table.device, self.num_keys
+        column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
+        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
+        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
+        key = column - self.prefix_lens[:, None]
+        in_prefix, in_window = key < 0, (key >= 0) & (key < m)
+        key = key.clamp(0, m - 1)
+        first = self.scratch_start + torch.arange(len(column), device=device)[:, None] * self.scratch_stride
+        rows = torch.where(in_prefix, slots, torch.where(in_window, first + key, self.dummy_row))
+        bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
+        seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        return rows, mask
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:

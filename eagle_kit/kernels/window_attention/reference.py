@@ -27,16 +27,15 @@ def window_attention(
         ``[B, N, Hq, D]``.
     """
     b, n, hq, d = q.shape
-    hkv, c = k_rows.shape[0], plan.columns.shape[1]
+    rows, mask = plan.layout
+    hkv, c = k_rows.shape[0], rows.shape[1]
     g = hq // hkv
-    mask = plan.mask
     if n == 1:
         q, mask = q.expand(b, 2, hq, d), mask.expand(b, 2, c)
     m = q.shape[1]
-    columns = plan.columns.view(-1)
-    k = k_rows.index_select(1, columns).view(hkv * b, c, d)
-    v = v_rows.index_select(1, columns).view(hkv * b, c, d)
-    rows = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
-    scores = torch.bmm(rows, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
+    k = k_rows.index_select(1, rows.view(-1)).view(hkv * b, c, d)
+    v = v_rows.index_select(1, rows.view(-1)).view(hkv * b, c, d)
+    queries = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
+    scores = torch.bmm(queries, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
     out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
     return out.view(hkv, b, m, g, d).permute(1, 2, 0, 3, 4).reshape(b, m, hq, d)[:, :n]

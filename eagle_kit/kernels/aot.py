@@ -1,0 +1,165 @@
+"""Compile Triton kernels for GPUs that are not there, and read what came out.
+
+``python -m eagle_kit.kernels.aot`` does it in a process of its own, since the interpreter and the compiler
+cannot share one.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MAX_SHARED_BYTES = {80: 166912, 90: 232448}
+"""What one program may use, by compute capability: A100, H100 and H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration of a kernel that ships.
+
+    Attributes:
+        name: of the kernel and what is special, such as ``"window_attention decode bf16 D128 G4"``.
+        kernel: the ``triton.jit`` function.
+        types: its arguments that are not constants, in their order, by Triton type: ``"*bf16"``, ``"i32"``.
+        constants: its ``tl.constexpr`` arguments.
+        aligned: integer arguments that are multiples of 16 whenever this configuration runs; pointers are.
+        num_warps, num_stages: launch options.
+        wgmma: whether it must use Hopper's matrix instructions on sm_90.
+        archs: compute capabilities that it ships for.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: Sequence[str] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    wgmma: bool = False
+    archs: Sequence[int] = (80, 90)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler made of a variant; ``faults`` is empty when all is as it should be."""
+
+    name: str
+    arch: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    wgmma: bool
+    wide_loads: bool
+    faults: tuple[str, ...]
+
+
+def compile_variant(variant: Variant, arch: int) -> Report:
+    """Compile one variant. A kernel that does not compile is a fault in the report too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    signature = {name: variant.types.get(name, "constexpr") for name in names}
+    described = {*variant.types, *variant.constants}
+    if wrong := described.symmetric_difference(names):
+        return _failed(variant, arch, f"its arguments are described wrongly: {', '.join(sorted(wrong))}")
+    divisible: list[list[Any]] = [["tt.divisibility", 16]]
+    attrs = {
+        (i,): divisible
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in variant.aligned
+    }
+    source = ASTSource(
+        fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attrs
+    )
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    except Exception as error:  # whatever a compiler pass raises
+        reason = str(error).strip().splitlines() or ["no reason"]
+        return _failed(variant, arch, f"it does not compile: {type(error).__name__}: {reason[-1]}")
+    registers, stack = _resources(compiled.asm["cubin"])
+    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    wgmma = "wgmma.mma_async" in ptx
+    faults = []
+    if stack:
+        faults.append(f"{stack} bytes of stack")
+    if shared > MAX_SHARED_BYTES[arch]:
+        faults.append(f"{shared} bytes of shared memory, {MAX_SHARED_BYTES[arch]} are there")
+    if variant.wgmma and arch >= 90 and not wgmma:
+        faults.append("no wgmma")
+    wide = re.search(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg", ptx) is not None
+    return Report(variant.name, arch, registers, stack, shared, wgmma, wide, tuple(faults))
+
+
+def _failed(variant: Variant, arch: int, fault: str) -> Report:
+    return Report(variant.name, arch, 0, 0, 0, False, False, (fault,))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of stack."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", text)[0]), int(re.findall(r"STACK:(\d+)", text)[0])
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules with Triton kernels."""
+    import eagle_kit.kernels
+
+    found = pkgutil.walk_packages(eagle_kit.kernels.__path__, "eagle_kit.kernels.")
+    return [module.name for module in found if module.name.endswith(".triton")]
+
+
+def load_variants(module: str) -> list[Variant]:
+    """What a module ships: the result of its ``variants()``."""
+    return list(importlib.import_module(module).variants())
+
+
+def _compile(job: tuple[str, int, int]) -> Report:
+    module, index, arch = job
+    return compile_variant(load_variants(module)[index], arch)
+
+
+def compile_all(wanted: str = "", processes: int = 2) -> list[Report]:
+    """Compile every variant whose name contains ``wanted``, for every architecture it ships for."""
+    jobs = [
+        (module, index, arch)
+        for module in kernel_modules()
+        for index, variant in enumerate(load_variants(module))
+        if wanted in variant.name
+        for arch in variant.archs
+    ]
+    with ProcessPoolExecutor(processes) as pool:
+        return list(pool.map(_compile, jobs))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a JSON line per variant; exit code 1 when one has a fault."""
+    parser = argparse.ArgumentParser(prog="python -m eagle_kit.kernels.aot", description=main.__doc__)
+    parser.add_argument("wanted", nargs="?", default="", help="part of a variant's name")
+    args = parser.parse_args(argv)
+    reports = compile_all(args.wanted)
+    for report in reports:
+        print(json.dumps(dataclasses.asdict(report)))
+    return 1 if any(report.faults for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""RMSNorm, alone or behind the addition of a residual.
+
+Legend: T rows, H size.
+"""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.norm import reference
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
+) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of ``x [..., H]``, in fp32 inside."""
+    if uses_triton(x, backend):
+        from eagle_kit.kernels.norm import triton
+
+        return triton.rms_norm(x.contiguous(), weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    backend: Backend | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and ``residual [..., H]`` of one dtype -> the norm of their sum, and the sum."""
+    if uses_triton(x, backend):
+        from eagle_kit.kernels.norm import triton
+
+        return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    return reference.add_rms_norm(x, residual, weight, eps)

@@ -1,0 +1,16 @@
+"""Triton kernels run under its interpreter where there is no GPU, and on the GPU where there is one."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def triton_device() -> str:
+    """Where Triton kernels run: `cuda`, or `cpu` under the repaired interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return "cuda"
+    from tests.kernels.interpreter_repair import repair
+
+    repair()
+    return "cpu"

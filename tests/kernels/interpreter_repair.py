@@ -1,0 +1,61 @@
+"""Triton's interpreter holds bfloat16 as uint16 and multiplies and rounds it wrongly; this puts it right.
+
+Conversions between floats go through torch (round to nearest even; fp8 saturates, as on a GPU), and operands
+of a dot are widened to fp32 first.
+"""
+
+import numpy as np
+import torch
+
+
+def repair() -> None:
+    """Patch the interpreter of this process; calling it twice does nothing more."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "is_repaired", False):
+        return
+    stored = {
+        tl.bfloat16: (torch.bfloat16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+        tl.float8e5: (torch.float8_e5m2, np.uint8),
+    }
+    plain_cast, plain_dot = builder.cast_impl, builder.create_dot
+
+    def widen(data: np.ndarray, kind: object) -> np.ndarray:
+        if kind not in stored:
+            return data
+        raw = torch.from_numpy(np.ascontiguousarray(data))
+        return raw.view(stored[kind][0]).float().numpy()
+
+    def narrow(data: np.ndarray, kind: object) -> np.ndarray:
+        dtype, held = stored[kind]
+        value = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
+        if dtype.itemsize == 1:
+            top = torch.finfo(dtype).max
+            value = value.clamp(-top, top)
+        return value.to(dtype).view(torch.uint8 if held is np.uint8 else torch.uint16).numpy()
+
+    def cast(self, src, dst_type):
+        kind, wanted = src.dtype.scalar, dst_type.scalar
+        if kind not in stored and wanted not in stored:
+            return plain_cast(self, src, dst_type)
+        data = widen(src.data, kind)
+        if wanted in stored:
+            data = narrow(data, wanted)
+        else:
+            data = data.astype(interpreter._get_np_dtype(wanted))
+        return interpreter.TensorHandle(data.reshape(src.data.shape), wanted)
+
+    def convert(self, src, dst_type, rounding_mode):
+        return cast(self, src, dst_type)
+
+    def dot(self, a, b, d, *options):
+        if a.dtype.scalar not in stored and b.dtype.scalar not in stored:
+            return plain_dot(self, a, b, d, *options)
+        product = np.matmul(widen(a.data, a.dtype.scalar), widen(b.data, b.dtype.scalar), dtype=np.float32)
+        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot
+    builder.is_repaired = True
