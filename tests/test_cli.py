@@ -17,7 +17,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
-HELPS = [[name] for name in app.COMMANDS] + [["data", name] for name in ("preview", "prepare", "regenerate")]
+HELPS = [[name] for name in app.COMMANDS] + [
+    ["data", name] for name in ("preview", "prepare", "regenerate", "vocab")
+]
 OPTIONAL_PACKAGES = (
     "deepspeed",
     "fastapi",

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from eagle_kit import __version__
+from eagle_kit.config.command_line import print_error
 from eagle_kit.core.errors import UserError
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         return args.run(args) or 0
     except UserError as error:
-        print(f"error: {error.cause}\n  -> {error.remedy}", file=sys.stderr)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -85,17 +85,6 @@ def _line(row: Sequence[str], widths: Sequence[int], columns: Sequence[str]) -> 
     return "  ".join(parts).rstrip()
 
 
-def markdown(summary: dict[str, Any]) -> str:
-    """The table in Markdown, for a model card or an issue."""
-    out = [
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + "|".join("---" if c in _LEFT else "--:" for c in _COLUMNS) + "|",
-    ]
-    for group in _groups(summary):
-        out += ["| " + " | ".join(row) + " |" for row in group]
-    return "\n".join(out)
-
-
 def identity_lines(summary: dict[str, Any]) -> list[str]:
     """``greedy identical: yes`` or ``no``, with the first differences named."""
     count, different = summary["num_compared"], summary["differences"]

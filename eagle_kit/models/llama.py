@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.linear import Linear, linear
+from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
 
@@ -100,7 +100,3 @@ class LlamaModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""
         return self.lm_head(hidden)
-
-    def vocab_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of some tokens only: ``hidden [T, H]``, ``token_ids [Vd]`` -> ``[T, Vd]``."""
-        return linear(hidden, self.head_weight[token_ids])

@@ -2,7 +2,7 @@ import pytest
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.answers import PLAIN, Answer, Setting
-from eagle_kit.eval.report import category_table, identity_lines, markdown, table
+from eagle_kit.eval.report import category_table, identity_lines, table
 from eagle_kit.eval.summary import find_row, summarise
 
 CHAIN = Setting("head", "4,1,5")
@@ -83,11 +83,6 @@ def test_category_table_has_a_column_for_each_category() -> None:
     lines = category_table(summarise(example(), [PLAIN, CHAIN], ["t", "u"])).splitlines()
     assert lines[0].split() == ["task", "draft", "shape", "a", "b"]
     assert [line.split() for line in lines[2:]] == [["t", "head", "4,1,5", "1.00", "5.00"]]
-
-
-def test_markdown_has_as_many_cells_in_every_row() -> None:
-    lines = markdown(summarise(example(), [PLAIN, CHAIN], ["t", "u"])).splitlines()
-    assert len(lines) == 2 + 6 and len({line.count("|") for line in lines}) == 1
 
 
 def test_identity_is_reported_with_the_first_difference() -> None:
