@@ -42,6 +42,12 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     return backend == "triton"
 
 
+def is_differentiated(*tensors: torch.Tensor) -> bool:
+    """Whether an operation over ``tensors`` is recorded for a backward pass, which forms without one must not
+    take part in."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
     """Within, every operation that is not told otherwise takes this form."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 
 
 class Attend(Protocol):
@@ -33,9 +34,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., size]`` -> the same shape and dtype."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``x + residual``, and the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Rope(nn.Module):

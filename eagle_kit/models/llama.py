@@ -4,7 +4,7 @@ Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's 
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,11 +44,18 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
-        self, h: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
-    ) -> torch.Tensor:
-        """``h [T, H]`` -> ``[T, H]``."""
-        h = h + self.self_attn(self.input_layernorm(h), table, layer, attend)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        self,
+        normed: torch.Tensor,
+        h: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``h [T, H]`` and its norm -> ``h`` after attention, and what the MLP adds to it: the addition is
+        left to the next norm, which reads both anyway."""
+        added = self.self_attn(normed, table, layer, attend)
+        normed, h = self.post_attention_layernorm.add(added, h)
+        return h, self.mlp(normed)
 
 
 class LlamaModel(nn.Module):
@@ -89,13 +96,16 @@ class LlamaModel(nn.Module):
         table = self.rope.table(positions)
         h = self.embed(ids)
         states: dict[int, torch.Tensor] = {}
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed = norms[0](h)
         for i, layer in enumerate(self.layers):
             if i in capture:
                 states[i] = h
-            h = layer(h, table, i, attend)
+            h, added = layer(normed, h, table, i, attend)
+            normed, h = norms[i + 1].add(added, h)
         states[len(self.layers)] = h
         aux = torch.cat([states[i] for i in capture], -1) if capture else h[:, :0]
-        return TargetOutput(self.norm(h), aux)
+        return TargetOutput(normed, aux)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""

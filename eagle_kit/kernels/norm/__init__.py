@@ -1,11 +1,12 @@
-"""RMSNorm, alone or behind the addition of a residual.
+"""RMSNorm, alone or behind the addition of a residual. Only the reference is differentiable, and it is taken
+where a gradient is wanted.
 
 Legend: T rows, H size.
 """
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.norm import reference
 
 
@@ -13,7 +14,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
 ) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of ``x [..., H]``, in fp32 inside."""
-    if uses_triton(x, backend):
+    if uses_triton(x, backend) and not is_differentiated(x, weight):
         from eagle_kit.kernels.norm import triton
 
         return triton.rms_norm(x.contiguous(), weight, eps)
@@ -29,7 +30,7 @@ def add_rms_norm(
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` and ``residual [..., H]`` of one dtype -> the norm of their sum, and the sum."""
-    if uses_triton(x, backend):
+    if uses_triton(x, backend) and not is_differentiated(x, residual, weight):
         from eagle_kit.kernels.norm import triton
 
         return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
