@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-prefix-cache", action="store_true", help="do not share common beginnings")
     engine.add_argument("--prefill-tokens", type=int, metavar="N", help="most prompt tokens of one step")
     engine.add_argument("--kv-memory", metavar="SIZE", help="of the key-value pool, such as 4G or 512Mi")
+    engine.add_argument(
+        "--graph-mode",
+        choices=("cycle", "phases", "off"),
+        help="CUDA graphs: of whole cycles, of their parts, or none (default cycle on a GPU)",
+    )
+    engine.add_argument("--disable-cuda-graph", action="store_true", help="the same as --graph-mode off")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
@@ -125,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
     shape, kv_bytes = shape_of(args), parse_size(args.kv_memory)
     check_positive(args, "max_running_requests", "max_context", "page_size", "prefill_tokens")
+    if args.disable_cuda_graph and args.graph_mode not in (None, "off"):
+        raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
     from eagle_kit.serve.api.app import check_packages, create_app
     from eagle_kit.serve.api.server import bind, run_forever
     from eagle_kit.serve.api.settings import Settings
@@ -174,6 +183,7 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
     if args.speculative_token_map is not None:
         options["token_map"] = args.speculative_token_map
     options |= drafting(args)
+    options["graph_mode"] = "off" if args.disable_cuda_graph else args.graph_mode
     with warnings_as_lines(say):
         llm = LLM(
             model.target,
@@ -233,6 +243,9 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
+    started = time.perf_counter()
+    if num_graphs := llm.engine().runner.warm_up():
+        say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
     if not shape.steps or args.no_self_test:
         return
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test

@@ -98,6 +98,17 @@ def propose(
     )
 
 
+class Verified(NamedTuple):
+    """What verification leaves for the draft: the target's ``out`` over the window, the ``accepted`` path;
+    ``num_emitted [B]``, ``counts`` and ``logprobs`` as in ``CycleOutput``."""
+
+    out: TargetOutput
+    accepted: Accepted
+    num_emitted: torch.Tensor
+    counts: torch.Tensor | None
+    logprobs: Logprobs | None
+
+
 def verify_cycle(
     target: LlamaModel,
     kv: PagedKV,
@@ -113,30 +124,53 @@ def verify_cycle(
     Args:
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
-    page_table, seq_lens, _, active, draft = state
+    verified = verify(target, kv, drafter, state, proposed, settings, sampling, allowed)
+    next_state = observe(drafter, state, verified, settings)
+    accepted, num_emitted, counts, logprobs = verified[1:]
+    return CycleOutput(next_state, accepted.tokens, num_emitted, counts, logprobs)
+
+
+def verify(
+    target: LlamaModel,
+    kv: PagedKV,
+    drafter: Drafter | None,
+    state: CycleState,
+    proposed: Draft,
+    settings: Settings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> Verified:
+    """The target over the window, its choice, and the commit of what it keeps."""
+    page_table, seq_lens, _, active, _ = state
     tree, proposal = proposed
     b, n = tree.tokens.shape
-    out = verify(target, kv, tree, state, settings.num_columns, drafter)
+    out = _forward(target, kv, tree, state, settings.num_columns, drafter)
     logits = target.logits(out.hidden).view(b, n, -1)
     steps, verifier = settings.shape.steps, settings.verifier
     accepted = decide(logits, tree, proposal, verifier, seq_lens, sampling, allowed, steps)
     num_emitted = (accepted.num_accepted + 1) * active
     kv.commit_window(page_table, accepted.path, seq_lens, num_emitted)
-    if drafter is not None and draft is not None:
-        topk, columns = settings.shape.topk, settings.num_columns
-        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, topk, columns)
-    next_roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
-    next_state = CycleState(page_table, seq_lens + num_emitted, next_roots, active, draft)
     counts = None
     if sampling is not None and sampling.counts is not None:
         counts = counts_after(sampling.counts, accepted.tokens, num_emitted)
     logprobs = None
     if settings.num_logprobs is not None:
         logprobs = _logprobs(logits, accepted, settings.num_logprobs)
-    return CycleOutput(next_state, accepted.tokens, num_emitted, counts, logprobs)
+    return Verified(out, accepted, num_emitted, counts, logprobs)
 
 
-def verify(
+def observe(drafter: Drafter | None, state: CycleState, verified: Verified, settings: Settings) -> CycleState:
+    """The part of a cycle that readies the next: the draft reads what was emitted."""
+    page_table, seq_lens, _, active, draft = state
+    out, accepted, num_emitted = verified[:3]
+    if drafter is not None and draft is not None:
+        topk, columns = settings.shape.topk, settings.num_columns
+        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, topk, columns)
+    roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
+    return CycleState(page_table, seq_lens + num_emitted, roots, active, draft)
+
+
+def _forward(
     target: LlamaModel,
     kv: PagedKV,
     tree: Tree,

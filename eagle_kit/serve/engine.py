@@ -24,6 +24,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.accept import Verifier
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.graph import GraphMode, GraphRunner
 from eagle_kit.serve.kv_cache import KVCache
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results, Runner
@@ -50,6 +51,7 @@ class EngineOptions:
         sampled_drafts: draw drafts from the draft's own law; chains and static trees only.
         verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's law.
         seed: of the seeds of requests that bring none.
+        graph_mode: whether a cycle is one CUDA graph, one for each phase, or runs eagerly.
     """
 
     max_running: int
@@ -64,6 +66,7 @@ class EngineOptions:
     sampled_drafts: bool = False
     verifier: Verifier | None = None
     seed: int = 0
+    graph_mode: GraphMode = "off"
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Engine:
             tree=options.tree,
             sampled_drafts=options.sampled_drafts,
             verifier=options.verifier,
+            graphs=GraphRunner(options.graph_mode),
         )
         drafter = self.runner._drafter
         if drafter is not None and not isinstance(self.runner.verifier, drafter.verifiers):
@@ -319,8 +323,9 @@ class Engine:
 
     def _collect(self, results: Results) -> None:
         """Wait for results and hand them to the requests that are still there."""
-        tokens, counts = results.tokens.tolist(), results.num_emitted.tolist()
-        logprobs = None if results.logprobs is None else [part.tolist() for part in results.logprobs]
+        on_host = results.copy.wait()
+        tokens, counts = on_host[0].tolist(), on_host[1].tolist()
+        logprobs = None if on_host[2] is None else [part.tolist() for part in on_host[2]]
         for i, (request, epoch) in enumerate(zip(results.requests, results.epochs, strict=True)):
             if request.epoch != epoch or not counts[i]:
                 continue

@@ -21,6 +21,7 @@ from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
@@ -70,6 +71,8 @@ class LLM:
         verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
             lossless one. ``Relaxed`` is LOSSY.
         seed: of the draws of requests that bring no seed.
+        graph_mode: ``"cycle"`` (default on a GPU) captures whole cycles as CUDA graphs, ``"phases"`` their
+            parts, ``"off"`` (default on a CPU) captures nothing.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class LLM:
         sampled_drafts: bool = False,
         verifier: Verifier | None = None,
         seed: int = 0,
+        graph_mode: GraphMode | None = None,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "page_size": page_size, "kv_tokens": kv_tokens}
         for name, value in {**sizes, "prefill_tokens": prefill_tokens}.items():
@@ -123,6 +127,11 @@ class LLM:
         self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
         self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        if graph_mode not in (None, "off") and not on_gpu:
+            raise UserError(
+                f"CUDA graphs (graph mode {graph_mode}) need a GPU, and the target is on the CPU.",
+                "Leave graph_mode out.",
+            )
         self._policies: dict[str, Any] = {
             "prefix_cache": prefix_cache,
             "prefill_tokens": prefill_tokens or (8192 if on_gpu else 512),
@@ -131,6 +140,7 @@ class LLM:
             "sampled_drafts": sampled_drafts,
             "verifier": verifier,
             "seed": seed,
+            "graph_mode": graph_mode or ("cycle" if on_gpu else "off"),
         }
         self._batch_sizes = batch_sizes
         self._on_gpu = on_gpu

@@ -4,7 +4,8 @@ Legend: B requests, T packed prompt tokens, S steps.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +16,19 @@ from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.choose import choose
-from eagle_kit.serve.cycle import Logprobs, Settings, cycle, propose, root_only, verify_cycle
+from eagle_kit.serve.cycle import (
+    CycleState,
+    Logprobs,
+    Settings,
+    Verified,
+    cycle,
+    observe,
+    propose,
+    root_only,
+    verify,
+)
 from eagle_kit.serve.grammar import allowed_tokens
+from eagle_kit.serve.graph import GraphRunner, HostCopy
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
@@ -30,15 +42,25 @@ COLUMN_BUCKET = 64
 
 
 class Results(NamedTuple):
-    """Tokens on their way to the host: ``tokens`` int64 ``[B, n]``, the first ``num_emitted [B]`` of each row
-    for ``requests``, if they are still in ``epochs``. ``is_verify`` is False for first tokens."""
+    """Tokens on their way to the host, for ``requests`` if they are still in ``epochs``: ``copy`` of
+    (``tokens`` int64 ``[B, n]``, how many of each row are new ``[B]``, ``Logprobs`` or None). ``is_verify``
+    is False for first tokens."""
 
     requests: list[Request]
     epochs: list[int]
-    tokens: torch.Tensor
-    num_emitted: torch.Tensor
-    logprobs: Logprobs | None
+    copy: HostCopy
     is_verify: bool
+
+
+class CycleInputs(NamedTuple):
+    """What changes from one cycle to the next besides the slots: their ``rows`` int64 ``[B]`` and the laws,
+    without counts. In a split cycle the ``draft``, what grammars allow, and what was ``verified``."""
+
+    rows: torch.Tensor
+    sampling: SamplingBatch | None
+    draft: Draft | None = None
+    allowed: torch.Tensor | None = None
+    verified: Verified | None = None
 
 
 class Runner:
@@ -51,6 +73,7 @@ class Runner:
         tree: ``"dynamic"`` (EAGLE-2), or ``"static"`` (EAGLE-1).
         sampled_drafts: draw drafts from the draft's law instead of taking its most likely tokens.
         verifier: decides on drafts of requests that sample; default the lossless one for the draft's law.
+        graphs: runs the cycle's parts; default eagerly.
     """
 
     def __init__(
@@ -65,7 +88,9 @@ class Runner:
         tree: str = "dynamic",
         sampled_drafts: bool = False,
         verifier: Verifier | None = None,
+        graphs: GraphRunner | None = None,
     ) -> None:
+        self.graphs = graphs or GraphRunner("off")
         self.target, self.batch_sizes = target, batch_sizes
         self.num_slots, self.max_pages = max(batch_sizes), max_pages
         config, weight = target.config, target.embed_tokens.weight
@@ -102,6 +127,7 @@ class Runner:
     def use_shape(self, shape: SpecShape) -> None:
         """Speculate with ``shape`` from now on; nothing may be running."""
         self.shape = shape
+        self.graphs.clear()
         self.slots = Slots(
             self.num_slots, self.max_pages, self.kv.dummy_page, self.drafter, shape.topk, self.device
         )
@@ -127,11 +153,11 @@ class Runner:
         capture = self.drafter.capture if self.drafter is not None else ()
         out = self.target(tokens, positions, self.kv.prefill_attend(segments), capture)
         rows = self._tensor(last)
-        results = self._first_tokens(finished, out.hidden[rows]) if finished else None
-        roots = rows
-        if results is not None:
+        roots, results = rows, None
+        if finished:
+            first, results = self._first_tokens(finished, out.hidden[rows])
             last_ids = self._tensor([r.token_ids[-1] if r.token_ids else -1 for r in finished])
-            roots = torch.where(last_ids >= 0, last_ids, results.tokens[:, 0])
+            roots = torch.where(last_ids >= 0, last_ids, first)
             following[rows] = roots
         draft = None
         if self.drafter is not None:
@@ -147,13 +173,14 @@ class Runner:
                 self.slots.start_counts(request.slot, vocab, request.token_ids, roots[i : i + 1])
         return results
 
-    def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> Results:
-        """Decide the token after each prompt; a request that was preempted has its tokens already."""
+    def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> tuple[torch.Tensor, Results]:
+        """Decide the token after each prompt -> int64 ``[B]`` and the same on its way to the host; a request
+        that was preempted has its tokens already."""
         logits = self.target.logits(hidden)
         zero = self._tensor([request.tokens(0, 1)[0] for request in requests])
         tree = root_only(zero)  # a window whose root is the prompt's last token: it adds nothing to a path
         lens = self._tensor([request.num_to_compute - 1 for request in requests])
-        sampling = self._sampling(requests)
+        sampling = self._laws(requests)
         matches = [request.match for request in requests]
         allowed = allowed_tokens(matches, tree, logits.shape[-1]) if any(matches) else None
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
@@ -162,7 +189,8 @@ class Runner:
         if (top := _num_logprobs(requests)) is not None:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
-        return Results(requests, [r.epoch for r in requests], tokens, counts, logprobs, False)
+        epochs = [request.epoch for request in requests]
+        return tokens[:, 0], Results(requests, epochs, HostCopy((tokens, counts, logprobs)), False)
 
     def decode(self, requests: list[Request], longest: int, ngram: NgramIndex | None = None) -> Results:
         """One cycle for ``requests``; none has more than ``longest`` tokens, those on their way included.
@@ -178,28 +206,121 @@ class Runner:
         rows = self._tensor([request.slot for request in requests] + padding)
         steps, topk, tokens = self.shape
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
-        columns = -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
+        columns = self._columns(columns)
         settings = Settings(self.shape, columns, _num_logprobs(requests), self.verifier)
-        sampling = self._sampling(requests, rows, len(padding))
-        state = self.slots.gather(rows)
-        models = self.target, self.kv, self.drafter
-        matches = [request.match for request in requests]
-        if any(matches) or (ngram is not None and steps):  # the host is needed in the middle: two parts
-            if ngram is not None and steps:
-                tree = self._ngram_tree(requests, len(padding), ngram)
-                draft = Draft(tree, Deterministic())
-            else:
-                draft = propose(self.drafter, state, settings, sampling)
-            allowed = None
-            if any(matches):
-                vocab = self.target.config.vocab_size
-                allowed = allowed_tokens([*matches, *[None] * len(padding)], draft.tree, vocab)
-            out = verify_cycle(*models, state, draft, settings, sampling, allowed)
-        else:
-            out = cycle(*models, state, settings, sampling)
-        self.slots.scatter(rows, out.state, out.counts)
+        sampling = self._sampling(requests, len(padding))
+        outputs = self._run(requests, CycleInputs(rows, sampling), settings, ngram)
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, out.tokens, out.num_emitted, out.logprobs, True)
+        return Results(requests, epochs, HostCopy(outputs), True)
+
+    @torch.inference_mode()
+    def warm_up(self) -> int:
+        """Capture the graphs of greedy batches and of batches that draw, the largest first -> how many."""
+        if self.graphs.mode != "cycle":
+            return 0
+        settings = Settings(self.shape, self._columns(0), None, self.verifier)
+        for size in sorted(self.batch_sizes, reverse=True):
+            rows = self._tensor([self.slots.dummy] * size)
+            drawn = make_sampling_batch(
+                [SamplingParams(temperature=1.0)] * size,
+                [[]] * size,
+                [0] * size,
+                self.target.config.vocab_size,
+                self.device,
+            )
+            for sampling in (None, drawn):
+                self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
+        return self.graphs.num_graphs
+
+    def _columns(self, least: int) -> int:
+        """A bound on the columns of a window, of few different values: shapes repeat. Kernels on a GPU read
+        lengths on the device, so graphs are made for the longest context only."""
+        if self.graphs.mode == "off":
+            return -(-least // COLUMN_BUCKET) * COLUMN_BUCKET
+        return self.max_pages * self.kv.page_size
+
+    def _run(
+        self, requests: list[Request], inputs: CycleInputs, settings: Settings, ngram: NgramIndex | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+        """Tokens, how many of them are new, and their log-probabilities, on the device."""
+        drafts = ngram if self.shape.steps else None
+        matches = [request.match for request in requests]
+        if drafts is None and not any(matches) and self.graphs.mode != "phases":
+            return self._part("cycle", self._cycle, inputs, settings)
+        # The host is needed in the middle, or the phases are to be told apart.
+        padding = len(inputs.rows) - len(requests)
+        if drafts is not None:
+            draft = Draft(self._ngram_tree(requests, padding, drafts), Deterministic())
+        else:
+            draft = self._part("propose", self._propose, inputs, settings)
+        allowed = None
+        if any(matches):
+            vocab = self.target.config.vocab_size
+            allowed = allowed_tokens([*matches, *[None] * padding], draft.tree, vocab)
+        inputs = inputs._replace(draft=draft, allowed=allowed)
+        if self.graphs.mode != "phases":
+            return self._part("verify and observe", self._verify_and_observe, inputs, settings)
+        verified = self._part("verify", self._verify, inputs, settings)
+        self._part(
+            "observe",
+            self._observe,
+            CycleInputs(inputs.rows, inputs.sampling, None, None, verified),
+            settings,
+        )
+        return verified.accepted.tokens, verified.num_emitted, verified.logprobs
+
+    def _part(self, name: str, body: Any, inputs: CycleInputs, settings: Settings) -> Any:
+        """Run a part of the cycle, as a graph where there are graphs."""
+        if self.graphs.mode == "off":
+            return body(inputs, settings)
+        laws = None
+        if inputs.sampling is not None:
+            laws = tuple(field is not None for field in inputs.sampling)
+        drafts = (
+            None if inputs.draft is None else (type(inputs.draft.proposal), inputs.draft.tree.tokens.shape)
+        )
+        key = (len(inputs.rows), settings, laws, drafts, inputs.allowed is not None)
+        idle = inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
+        return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle)
+
+    def _cycle(
+        self, inputs: CycleInputs, settings: Settings
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+        state, sampling = self._state(inputs)
+        out = cycle(self.target, self.kv, self.drafter, state, settings, sampling)
+        self.slots.scatter(inputs.rows, out.state, out.counts)
+        return out.tokens, out.num_emitted, out.logprobs
+
+    def _propose(self, inputs: CycleInputs, settings: Settings) -> Draft:
+        state, sampling = self._state(inputs)
+        return propose(self.drafter, state, settings, sampling)
+
+    def _verify_and_observe(
+        self, inputs: CycleInputs, settings: Settings
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+        verified = self._verify(inputs, settings)
+        self._observe(inputs._replace(verified=verified), settings)
+        return verified.accepted.tokens, verified.num_emitted, verified.logprobs
+
+    def _verify(self, inputs: CycleInputs, settings: Settings) -> Verified:
+        state, sampling = self._state(inputs)
+        draft = inputs.draft
+        assert draft is not None
+        return verify(self.target, self.kv, self.drafter, state, draft, settings, sampling, inputs.allowed)
+
+    def _observe(self, inputs: CycleInputs, settings: Settings) -> None:
+        state, _ = self._state(inputs)
+        assert inputs.verified is not None
+        following = observe(self.drafter, state, inputs.verified, settings)
+        self.slots.scatter(inputs.rows, following, inputs.verified.counts)
+
+    def _state(self, inputs: CycleInputs) -> tuple[CycleState, SamplingBatch | None]:
+        """The slots' rows, and the laws with the counts of their replies."""
+        sampling = inputs.sampling
+        if sampling is not None and _counts_tokens(sampling):
+            assert self.slots.counts is not None
+            sampling = sampling._replace(counts=self.slots.counts[inputs.rows])
+        return self.slots.gather(inputs.rows), sampling
 
     def _ngram_tree(self, requests: list[Request], padding: int, ngram: NgramIndex) -> Tree:
         window = ngram.options.max_match_window_size
@@ -212,30 +333,30 @@ class Runner:
         self.slots.set_pages(request.slot, request.lease.table)
         request.num_pages_written = len(request.lease)
 
-    def _sampling(
-        self, requests: list[Request], rows: torch.Tensor | None = None, padding: int = 0
-    ) -> SamplingBatch | None:
-        """The laws of the batch, None when all of it is greedy and nothing bends the logits. They are made
-        anew only when the batch changes; ``rows`` None asks for first tokens, where no reply is counted."""
-        plain = SamplingParams()
+    def _sampling(self, requests: list[Request], padding: int) -> SamplingBatch | None:
+        """The laws of a batch without the counts of its replies, made anew only when the batch changes."""
+        key = tuple((request.number, request.epoch) for request in requests) + ((-1, padding),)
+        if self._batch[0] != key:
+            made = self._laws(requests, padding)
+            self._batch = key, None if made is None else made._replace(counts=None)
+        return self._batch[1]
+
+    def _laws(self, requests: list[Request], padding: int = 0) -> SamplingBatch | None:
+        """The laws of requests that have said nothing; None when all are greedy and nothing bends logits."""
         if all(_is_plain(request.params) for request in requests):
             return None
-        key = tuple((request.number, request.epoch) for request in requests) + ((-1, padding),)
-        if rows is None or self._batch[0] != key:
-            params = [request.params for request in requests] + [plain] * padding
-            prompts = [request.prompt_ids for request in requests] + [[]] * padding
-            seeds = [request.seed for request in requests] + [0] * padding
-            made = make_sampling_batch(params, prompts, seeds, self.target.config.vocab_size, self.device)
-            if rows is None:
-                return made
-            self._batch = key, made
-        batch = self._batch[1]
-        if batch is not None and batch.counts is not None and self.slots.counts is not None:
-            batch = batch._replace(counts=self.slots.counts[rows])
-        return batch
+        params = [request.params for request in requests] + [SamplingParams()] * padding
+        prompts = [request.prompt_ids for request in requests] + [[]] * padding
+        seeds = [request.seed for request in requests] + [0] * padding
+        return make_sampling_batch(params, prompts, seeds, self.target.config.vocab_size, self.device)
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+
+def _counts_tokens(sampling: SamplingBatch) -> bool:
+    """Whether some request's law depends on what its reply has said."""
+    return any(field is not None for field in (sampling.repetition, sampling.frequency, sampling.presence))
 
 
 def _is_plain(params: SamplingParams) -> bool:

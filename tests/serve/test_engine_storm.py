@@ -10,6 +10,7 @@ from tiny import tiny_target
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results
 
@@ -40,7 +41,7 @@ class RandomRunner:
             return None
         counts = torch.tensor([0 if request.token_ids else 1 for request in ended])
         tokens = torch.tensor([[self._token()] for _ in ended])
-        return Results(ended, [request.epoch for request in ended], tokens, counts, None, False)
+        return Results(ended, [request.epoch for request in ended], HostCopy((tokens, counts, None)), False)
 
     def decode(self, requests, longest, ngram=None):
         width = self.shape.steps + 1
@@ -50,7 +51,8 @@ class RandomRunner:
             assert len(request.lease) * self.page_size >= request.num_tokens - 1 + (1 + self.lag) * width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
-        return Results(requests, [request.epoch for request in requests], tokens, counts, None, True)
+        epochs = [request.epoch for request in requests]
+        return Results(requests, epochs, HostCopy((tokens, counts, None)), True)
 
 
 def _prompt(rng: random.Random) -> list[int]:

@@ -1,0 +1,143 @@
+"""Cycles as graphs: their buffers, their keys, and that an engine which replays says what an eager one says.
+
+Without a GPU the graphs are `EagerGraph`: the same buffers, overwritten by every replay, without CUDA.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+from tiny_run import make_target
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import SampledChain
+from eagle_kit.models.loader import load_target
+from eagle_kit.models.source import load_tokenizer
+from eagle_kit.serve.graph import (
+    CaptureError,
+    EagerGraph,
+    Graph,
+    GraphRunner,
+    HostCopy,
+    leaves,
+    map_tensors,
+    write,
+)
+from eagle_kit.serve.llm import LLM
+
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20], [3, 4, 3, 4, 3, 4], [30, 31]]
+LAWS = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 3},
+    "penalised": {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+}
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+
+def with_graphs(llm, mode):
+    llm.engine().runner.graphs = GraphRunner(mode, EagerGraph)
+    return llm
+
+
+def replies(llm, shape, **law):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, **law) for n in (9, 14, 3, 20, 11)]
+    engine = llm.engine(shape)
+    requests = [llm.make_request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return [request.token_ids for request in requests]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
+@pytest.mark.parametrize(("mode", "lag"), [("cycle", 0), ("cycle", 1), ("phases", 1)])
+def test_replays_say_what_an_eager_engine_says(mode, lag, shape, law):
+    target = tiny_target(vocab_size=64)
+    head, shape = tiny_head(target, 50), SpecShape.parse(shape)
+    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": lag}
+    expected = replies(LLM(target, head, **options), shape, **LAWS[law])
+    llm = LLM(target, head, **options)
+    llm.engine(shape)
+    assert replies(with_graphs(llm, mode), shape, **LAWS[law]) == expected
+    # Batches of 4, 2 and 1; in phases a proposal, a verification and an observation each.
+    graphs = llm.engine(shape).runner.graphs
+    assert 1 <= graphs.num_graphs <= 3 * (3 if mode == "phases" else 1)
+
+
+def test_a_grammar_and_ngrams_split_the_cycle(tmp_path):
+    folder = make_target(tmp_path / "target")
+    target = load_target(folder)
+    options = {"tokenizer": load_tokenizer(folder), "max_context": 128, "max_batch_size": 2}
+    params = SamplingParams(max_tokens=30, grammar=Grammar("regex", "(ab|cd){6}"))
+    head = tiny_head(target, draft_vocab_size=250)
+    expected = LLM(target, head, shape="3,1,4", **options).generate(["Say.", "Go."], params)
+    llm = with_graphs(LLM(target, head, shape="3,1,4", **options), "cycle")
+    llm.engine().runner.graphs = GraphRunner("cycle", EagerGraph)
+    assert [a.token_ids for a in llm.generate(["Say.", "Go."], params)] == [a.token_ids for a in expected]
+    plain = SamplingParams(max_tokens=40)
+    expected = LLM(target, algorithm="NGRAM", **options).generate(["Say.", "Go."], plain)
+    llm = with_graphs(LLM(target, algorithm="NGRAM", **options), "cycle")
+    assert [a.token_ids for a in llm.generate(["Say.", "Go."], plain)] == [a.token_ids for a in expected]
+
+
+def test_warm_up_captures_the_largest_batches_first_and_changes_nothing():
+    target = tiny_target(vocab_size=64)
+    head = tiny_head(target, 50)
+    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "shape": "3,1,4"}
+    expected = replies(LLM(target, head, **options), LLM(target, head, **options).default_shape)
+    llm = with_graphs(LLM(target, head, **options), "cycle")
+    runner = llm.engine().runner
+    assert runner.warm_up() == 6
+    assert [key[1][0] for key in runner.graphs._graphs][::2] == [4, 2, 1]
+    assert replies(llm, llm.default_shape) == expected
+    assert runner.graphs.num_graphs == 6, "what was warmed up is what runs"
+
+
+def test_inputs_are_written_and_outputs_overwritten():
+    runner = GraphRunner("cycle", EagerGraph)
+
+    def body(pair):
+        return Pair(pair.left + 1, None)
+
+    first = runner.run("add", 3, body, Pair(torch.ones(3), None), Pair(torch.zeros(3), None))
+    kept = HostCopy(first)
+    second = runner.run("add", 3, body, Pair(torch.full((3,), 5.0), None), Pair(torch.zeros(3), None))
+    assert first.left is second.left and second.left.tolist() == [6.0] * 3
+    assert kept.wait().left.tolist() == [2.0] * 3, "what was sent to the host stays"
+    runner.clear()
+    assert runner.num_graphs == 0
+
+
+def test_nests():
+    law = SampledChain(torch.ones(2))
+    nest = (Pair(torch.zeros(1), None), law, 3, None)
+    doubled = map_tensors(lambda tensor: tensor + 1, nest)
+    assert isinstance(doubled[0], Pair) and isinstance(doubled[1], SampledChain) and doubled[2:] == (3, None)
+    assert [leaf.tolist() for leaf in leaves(doubled)] == [[1.0], [2.0, 2.0]]
+    write(nest, doubled)
+    assert law.q.tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="shorter|longer"):
+        write((torch.ones(1),), (torch.ones(1), torch.ones(1)))
+
+
+def test_modes_are_checked():
+    with pytest.raises(UserError, match="no graph mode 'whole'"):
+        GraphRunner("whole")
+    with pytest.raises(UserError, match="need a GPU"):
+        LLM(tiny_target(), graph_mode="cycle")
+
+
+@pytest.mark.gpu
+def test_a_capture_failure_names_the_operation():
+    with pytest.raises(CaptureError, match="item|local_scalar"):
+        Graph(lambda x: x * x.sum().item(), torch.ones(3, device="cuda"))
