@@ -218,7 +218,7 @@ def _draw_speedup(
 ) -> None:
     _draw_bars(area, summary, series, parts, "speedup", ".2f")
     area.axvline(1, color="black", linewidth=1.2, zorder=3)
-    area.set_xlabel("tokens/s relative to plain decoding (line at 1)", fontsize=9)
+    area.set_xlabel("median over replies of tokens/s relative to plain (line at 1)", fontsize=9)
 
 
 def _draw_positions(area: Any, summary: dict[str, Any], series: Sequence[_Series]) -> None:

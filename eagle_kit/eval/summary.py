@@ -5,6 +5,7 @@ replies weigh by what they cost. The speed-up is a ratio of decoding speeds (tok
 prompts in the same run.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -87,9 +88,10 @@ def _row(
 
     ``accept_length``: tokens per verify, bonus included. ``acceptance_per_position[d]``: share of verifies
     whose draft token at depth d + 1 reached the output. ``histogram[n]``: verifies that emitted n tokens.
-    ``decode_tokens_per_s``: decoding alone, first tokens (prefill) not counted. ``speedup``: that over the
-    plain one. ``prefill_s``: mean seconds to the first token. ``num_different``: answers that differ from the
-    plain ones. Values without data are None.
+    ``decode_tokens_per_s``: decoding alone, first tokens (prefill) not counted. ``speedup``: of each answer
+    over plain decoding's of the same turn, the median, which a stall of the machine does not move;
+    ``speedup_of_totals``: ratio of the tokens per second. ``prefill_s``: mean seconds to the first token.
+    ``num_different``: answers that differ from the plain ones. Values without data are None.
     """
     stats = SpecStats()
     for answer in answers:
@@ -107,11 +109,23 @@ def _row(
         "acceptance_per_position": stats.acceptance_per_position,
         "histogram": stats.histogram,
         "decode_tokens_per_s": speed,
-        "speedup": speed / plain_speed if speed and plain_speed else None,
+        "speedup": median_speedup(answers, plain),
+        "speedup_of_totals": speed / plain_speed if speed and plain_speed else None,
         "decode_s": sum(answer.decode_share_s for answer in answers),
         "prefill_s": sum(answer.prefill_s for answer in answers) / len(answers) if answers else None,
         "num_different": sum(answer.identical is False for answer in answers),
     }
+
+
+def median_speedup(answers: Iterable[Answer], plain: Iterable[Answer]) -> float | None:
+    """Median over the turns that both decoded of the ratio of their tokens per second; None without any."""
+    plain_speeds = {answer.key: decode_speed([answer]) for answer in plain}
+    ratios = [
+        speed / plain_speed
+        for answer in answers
+        if (speed := decode_speed([answer])) and (plain_speed := plain_speeds.get(answer.key))
+    ]
+    return statistics.median(ratios) if ratios else None
 
 
 def decode_speed(answers: Iterable[Answer]) -> float | None:
