@@ -348,12 +348,12 @@ class Engine:
         """Append new tokens up to the first that ends the reply -> how many were kept."""
         params = request.params
         reason: FinishReason | None = None
-        kept = len(tokens)
+        kept, shown = len(tokens), len(tokens)
         for i, token in enumerate(tokens, 1):
             if token in params.stop_token_ids or (
                 not params.ignore_eos and token in self.target.config.eos_token_ids
             ):
-                reason = "stop"
+                reason, shown = "stop", i - 1
             elif len(request.token_ids) + i >= params.max_tokens:
                 reason = "length"
             elif request.num_tokens + i >= self.options.max_context:
@@ -368,7 +368,7 @@ class Engine:
             elif request.match.is_stuck:
                 kept, reason = until_end, "abort"
         if request.stream is not None:
-            until_stop = request.stream.push(tokens[:kept])
+            until_stop = request.stream.push(tokens[: min(kept, shown)])
             if until_stop is not None:
                 kept, reason = until_stop, "stop"
         request.token_ids += tokens[:kept]

@@ -24,7 +24,9 @@ class Request:
         token_ids: the reply so far.
         logprobs: one entry per token of the reply when they were asked for.
         finish_reason: set once.
-        num_cached_tokens: prompt tokens whose pages were shared at the last admission.
+        num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
+        num_shared_tokens: tokens whose pages were shared at the last admission, its own of before a
+            preemption included.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: pages that the device's table has; -1 when it must be written anew.
@@ -44,6 +46,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stats: SpecStats = field(default_factory=SpecStats)
     num_cached_tokens: int = 0
+    num_shared_tokens: int = 0
     num_preemptions: int = 0
     num_computed: int = 0
     slot: int = -1

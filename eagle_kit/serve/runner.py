@@ -142,7 +142,7 @@ class Runner:
             is_last = stop == request.num_to_compute
             known = request.tokens(start + 1, stop + 1)
             next_ids += known if len(known) == stop - start else [*known, 0]
-            write_from = max(start, request.num_cached_tokens)
+            write_from = max(start, request.num_shared_tokens)
             segments.append(Segment(self.slots.page_table[request.slot], start, stop, write_from))
             if is_last:
                 last.append(len(ids) - 1)

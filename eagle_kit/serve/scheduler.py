@@ -128,10 +128,11 @@ class Scheduler:
             return None
         heapq.heappop(self._waiting)
         request.lease, request.slot = lease, self._slots.pop()
-        request.num_cached_tokens = len(shared) * self.kv.page_size
-        request.num_computed = request.num_cached_tokens
+        request.num_computed = request.num_shared_tokens = len(shared) * self.kv.page_size
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_shared_tokens
         self.running.append(request)
-        return request.num_cached_tokens - (1 if shared and self.needs_last else 0)
+        return request.num_shared_tokens - (1 if shared and self.needs_last else 0)
 
     def _chunk(self, request: Request, start: int, budget: int) -> Chunk:
         stop = min(request.num_to_compute, start + budget)

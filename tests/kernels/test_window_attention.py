@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
+from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, chain_bits, window_attention
 from eagle_kit.speculation.paged_kv import PagedKV
 
 
@@ -106,3 +106,38 @@ def test_commit_copies_the_accepted_nodes_and_nothing_else():
     moved = {11: scratch, 0: scratch + 3, 5: scratch + 8, 6: scratch + 9, 7: scratch + 10}
     for slot in range(kv.dummy_row):
         assert torch.equal(kv.k[:, :, slot], before[:, :, moved.get(slot, slot)]), f"slot {slot}"
+
+
+def test_requests_of_like_length_go_together_and_company_changes_no_bit():
+    generator = torch.Generator().manual_seed(3)
+    lens = torch.tensor([700, 3, 130, 3, 129, 500])
+    kv = PagedKV(1, 2, 16, num_pages=300, page_size=16, max_batch_size=6, window=64)
+    kv.k.normal_(generator=generator)
+    kv.v.normal_(generator=generator)
+    table = torch.randperm(300, generator=generator)[: 6 * 48].view(6, 48)
+    q = torch.randn(6, 5, 4, 16, generator=generator)
+
+    def plan(requests, columns):
+        return WindowPlan(
+            page_table=table[requests],
+            page_size=16,
+            prefix_lens=lens[requests],
+            first_slot=0,
+            scratch_start=kv.num_slots,
+            scratch_stride=0,
+            num_keys=5,
+            ancestors=chain_bits(5, q.device).expand(len(requests), 5),
+            num_columns=columns,
+            dummy_row=kv.dummy_row,
+            dtype=q.dtype,
+        )
+
+    everybody = list(range(6))
+    whole = plan(everybody, 768)
+    assert [group.rows.shape[1] for group in whole.by_length] == [768, 64, 192, 512]
+    out = window_attention(q, kv.k[0], kv.v[0], whole, 0.25)
+    expected = window_attention(q, kv.k[0], kv.v[0], whole, 0.25, backend="reference")
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    for request in everybody:
+        alone = window_attention(q[[request]], kv.k[0], kv.v[0], plan([request], 1024), 0.25)
+        assert torch.equal(alone[0], out[request])

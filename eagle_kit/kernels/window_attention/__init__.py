@@ -1,9 +1,45 @@
 """Attention of a window of nodes over a paged prefix and the window's own keys, masked by ancestor bits.
 
 Decoding (N = 1), draft steps, verification and draft-extend are all calls of it.
+
+Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the store.
 """
 
+import torch
+
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.window_attention import reference
 from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits
-from eagle_kit.kernels.window_attention.reference import window_attention
 
 __all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
+
+
+def window_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Every node attends to its request's prefix and to its ancestors in the window.
+
+    Args:
+        q: ``[B, N, Hq, D]``.
+        k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included; fp8 values are
+            multiplied by ``k_scale`` and ``v_scale``.
+        plan: where the keys are, and who sees them.
+
+    Returns:
+        ``[B, N, Hq, D]`` in the dtype of ``q``.
+    """
+    if uses_triton(q, backend):
+        from eagle_kit.kernels.window_attention import triton
+
+        return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
+        return reference.window_attention_by_length(q, k_rows, v_rows, plan, scale)
+    return reference.window_attention(q, k_rows, v_rows, plan, scale)

@@ -3,10 +3,20 @@
 Legend: B requests, N query nodes, M window keys, C columns, P pages a request.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+
+class Columns(NamedTuple):
+    """What some requests of a plan attend to: ``requests`` int64 ``[b]``, None for all of them in order;
+    ``rows`` int64 ``[b, c]`` of the store; ``mask [b, N, c]``, 0 or -inf."""
+
+    requests: torch.Tensor | None
+    rows: torch.Tensor
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,31 @@ class WindowPlan:
         seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
+
+
+    @cached_property
+    def by_length(self) -> list[Columns]:
+        """The layout in groups of requests of like length, so that a short one does not pay for the longest,
+        and its columns do not depend on its company. Reads the lengths on the host."""
+        sizes = [_bucket(length + self.num_keys) for length in self.prefix_lens.tolist()]
+        rows, mask = replace(self, num_columns=max(sizes)).layout
+        if min(sizes) == max(sizes):
+            return [Columns(None, rows, mask)]
+        groups: dict[int, list[int]] = {}
+        for request, size in enumerate(sizes):
+            groups.setdefault(size, []).append(request)
+        found = []
+        for size, members in groups.items():
+            requests = torch.tensor(members)
+            found.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
+        return found
+
+
+def _bucket(count: int) -> int:
+    """``count`` rounded up to a multiple of 64, of an eighth to a quarter of itself when that is more."""
+    runs = -(-count // 64)
+    step = 1 << max(0, runs.bit_length() - 3)
+    return -(-runs // step) * step * 64
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:

@@ -14,10 +14,6 @@ def window_attention(
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node.
 
-    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at
-    least are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number,
-    but a lone row in another order, and plain decoding is to equal speculation bit for bit.
-
     Args:
         q: ``[B, N, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; this window's keys are already in it.
@@ -26,15 +22,45 @@ def window_attention(
     Returns:
         ``[B, N, Hq, D]``.
     """
+    return attend_to(q, k_rows, v_rows, *plan.layout, scale)
+
+
+def window_attention_by_length(
+    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, scale: float
+) -> torch.Tensor:
+    """The same for a CPU, where the host may look at lengths: requests of like length together."""
+    groups = plan.by_length
+    if groups[0].requests is None:
+        return attend_to(q, k_rows, v_rows, groups[0].rows, groups[0].mask, scale)
+    out = torch.empty_like(q)
+    for requests, rows, mask in groups:
+        assert requests is not None
+        out[requests] = attend_to(q[requests], k_rows, v_rows, rows, mask, scale)
+    return out
+
+
+def attend_to(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    rows: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``.
+
+    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at
+    least are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number,
+    but a lone row in another order, and plain decoding is to equal speculation bit for bit.
+    """
     b, n, hq, d = q.shape
-    rows, mask = plan.layout
     hkv, c = k_rows.shape[0], rows.shape[1]
     g = hq // hkv
     if n == 1:
         q, mask = q.expand(b, 2, hq, d), mask.expand(b, 2, c)
     m = q.shape[1]
-    k = k_rows.index_select(1, rows.view(-1)).view(hkv * b, c, d)
-    v = v_rows.index_select(1, rows.view(-1)).view(hkv * b, c, d)
+    k = k_rows.index_select(1, rows.reshape(-1)).view(hkv * b, c, d)
+    v = v_rows.index_select(1, rows.reshape(-1)).view(hkv * b, c, d)
     queries = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
     scores = torch.bmm(queries, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
     out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
