@@ -31,4 +31,4 @@ def test_what_cannot_be_drafted_is_refused(text, cause):
 
 def test_the_shape_that_nobody_chose():
     assert auto_shape("llama") == auto_shape("qwen3") == SpecShape.parse("5,4,8")
-    assert auto_shape("deepseek_v3") == SpecShape.parse("3,1,4")
+    assert auto_shape("llama", "STANDALONE") == auto_shape("deepseek_v3") == SpecShape.parse("3,1,4")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -113,6 +114,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="decoded together (default %(default)s)",
     )
+    engine.add_argument(
+        "--seed", type=int, metavar="N", help="of requests that bring none (default: another at every start)"
+    )
     engine.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and reply")
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default %(default)s)")
     engine.add_argument("--no-prefix-cache", action="store_true", help="do not share common beginnings")
@@ -183,6 +187,7 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
     if args.speculative_token_map is not None:
         options["token_map"] = args.speculative_token_map
     options |= drafting(args)
+    options["seed"] = secrets.randbits(32) if args.seed is None else args.seed
     options["graph_mode"] = "off" if args.disable_cuda_graph else args.graph_mode
     with warnings_as_lines(say):
         llm = LLM(
@@ -238,6 +243,7 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
     """Print what is served, and test it."""
     dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     shape = llm.default_shape
+    say(f"seed       {llm.seed}, of requests that bring none")
     say(f"target     {model.target}, {dtype}, context {llm.max_context}, batch {llm.max_batch_size}")
     drafts = f"shape {shape}" if shape.steps else "ordinary decoding"
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")

@@ -78,8 +78,9 @@ class SpecShape(NamedTuple):
 NO_SPECULATION = SpecShape(0, 1, 1)
 
 
-def auto_shape(model_type: str) -> SpecShape:
-    """The shape for a target of ``config.json``'s ``model_type`` when nobody chose one, as in SGLang: a short
-    chain for the large mixtures of DeepSeek, whose windows cost more experts with every token, a tree for all
-    others."""
-    return SpecShape(3, 1, 4) if model_type.startswith("deepseek") else SpecShape(5, 4, 8)
+def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:
+    """The shape when nobody chose one: a short chain where every drafted or verified token is dear (whole
+    models as drafts; DeepSeek's mixtures, whose windows wake more experts with every token), a tree for all
+    others. ``model_type`` is the one of the target's ``config.json``."""
+    is_dear = algorithm == "STANDALONE" or model_type.startswith("deepseek")
+    return SpecShape(3, 1, 4) if is_dear else SpecShape(5, 4, 8)

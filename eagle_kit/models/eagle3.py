@@ -12,7 +12,7 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope, place_of
 
 RopeTable = tuple[torch.Tensor, torch.Tensor]
 
@@ -111,7 +111,7 @@ class Eagle3Head(nn.Module):
         """
         layer = self.midlayer
         x, residual = layer.inputs(hidden, embeds)
-        q, k, v = layer.self_attn.qkv(x, self.rope.table(positions))
+        q, k, v = layer.self_attn.qkv(x, self.rope.table(positions), place_of(attend, 0))
         return self.feed_back(layer.finish(residual, attend(0, q, k, v)))
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:

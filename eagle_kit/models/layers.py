@@ -4,14 +4,15 @@ Legend: T packed tokens, H hidden, Hq / Hkv query / key-value heads, D head size
 """
 
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
+from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.swiglu import swiglu
 
 
 class Attend(Protocol):
@@ -22,6 +23,29 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values go: ``rows`` int64 ``[T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]``."""
+
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    rows: torch.Tensor
+
+
+class StoringAttend(Attend, Protocol):
+    """Attention over a store that wants keys and values written where they belong as they are made; it is
+    then called with empty ones (or, by those who know no places, with all of them)."""
+
+    def place(self, layer: int) -> Place:
+        """Where they belong."""
+        ...
+
+
+def place_of(attend: Attend, layer: int) -> Place | None:
+    """Where ``attend`` wants the keys and values of ``layer`` to be written; None when it takes them."""
+    place = getattr(attend, "place", None)
+    return None if place is None else place(layer)
 
 
 class RMSNorm(nn.Module):
@@ -60,18 +84,10 @@ class Rope(nn.Module):
         return self
 
     def table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions [T]`` -> cosines and signed sines ``[T, 1, D]`` in fp32, for :func:`rotate`."""
+        """``positions [T]`` -> cosines and signed sines ``[T, 1, D]`` in fp32, for ``rope_store``."""
         angle = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply RoPE: ``x [T, heads, D]`` -> the same shape and dtype."""
-    cos, sin = table
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
@@ -115,23 +131,23 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
     def qkv(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], place: Place | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated."""
+        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated; with a ``place`` k
+        and v are there, and what is returned of them is empty."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        num_rotated = self.num_heads + self.num_kv_heads
-        rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rotated.split((self.num_heads, self.num_kv_heads), 1)
-            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        q, k = rotate(rotated, table).split((self.num_heads, self.num_kv_heads), 1)
-        return q, k, v
+            q_weight, k_weight = self.q_norm.weight.to(heads.dtype), self.k_norm.weight.to(heads.dtype)
+            norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
+        stores = {} if place is None else {**place._asdict(), "returns_kv": False}
+        return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
 
     def forward(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
         """``[T, input]`` -> ``[T, output]``."""
-        q, k, v = self.qkv(x, table)
+        q, k, v = self.qkv(x, table, place_of(attend, layer))
         return self.o_proj(attend(layer, q, k, v).flatten(1))
 
 
@@ -145,5 +161,4 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(self.gate_up_proj(x)))

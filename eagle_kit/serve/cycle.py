@@ -163,6 +163,7 @@ def observe(drafter: Drafter | None, state: CycleState, verified: Verified, sett
     """The part of a cycle that readies the next: the draft reads what was emitted."""
     page_table, seq_lens, _, active, draft = state
     out, accepted, num_emitted = verified[:3]
+    num_emitted = num_emitted * active  # a graph of this part alone is captured with dummies in these rows
     if drafter is not None and draft is not None:
         topk, columns = settings.shape.topk, settings.num_columns
         draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, topk, columns)

@@ -21,7 +21,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kernels.accept import Verifier
+from eagle_kit.kernels.accept import Relaxed, TargetOnly, Verifier
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.grammar import GrammarCompiler
 from eagle_kit.serve.graph import GraphMode, GraphRunner
@@ -125,11 +125,12 @@ class Engine:
             verifier=options.verifier,
             graphs=GraphRunner(options.graph_mode),
         )
-        drafter = self.runner._drafter
-        if drafter is not None and not isinstance(self.runner.verifier, drafter.verifiers):
-            fit = " or ".join(kind.__name__ for kind in drafter.verifiers)
+        drafter, verifier = self.runner._drafter, options.verifier
+        kinds = (TargetOnly, Relaxed) if drafter is None else drafter.verifiers
+        if verifier is not None and not isinstance(verifier, kinds):
+            fit = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(
-                f"{type(self.runner.verifier).__name__} verification does not fit the law of the drafts.",
+                f"{type(verifier).__name__} verification does not fit the law of the drafts.",
                 f"Use {fit}.",
             )
         self.totals = EngineTotals()
@@ -227,13 +228,17 @@ class Engine:
                 "Lower max_tokens, or give the pool more tokens.",
             )
 
-    def add_request(self, request: Request) -> None:
-        """Put a request into the queue. Raises UserError for what can never be served."""
+    def check_request(self, request: Request) -> None:
+        """Raises UserError for what can never be served; a grammar is compiled."""
         self.check_prompt(request.prompt_ids, request.params.max_tokens)
         top = self.target.config.vocab_size
         if not all(0 <= token < top for token in request.params.logit_bias):
             raise UserError(f"logit_bias names a token outside 0..{top - 1}.", "Use the target's token ids.")
         self.prepare(request)
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue. Raises UserError for what can never be served."""
+        self.check_request(request)
         seed = request.params.seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.scheduler.add(request)
@@ -259,6 +264,12 @@ class Engine:
         """End a request now, wherever it is; what it has so far stays."""
         if request.finish_reason is None:
             self._finish(request, "abort")
+
+    def drain(self) -> None:
+        """Drop results that are on their way and news that nobody has read, of requests that were aborted."""
+        assert not (self.scheduler.running or self.num_waiting), "requests are being served"
+        self._collect_until(0)
+        self._news.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -338,7 +349,8 @@ class Engine:
             if results.is_verify:
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
-                self.totals.num_draft_tokens += self.shape.tokens - 1
+                drafted = self.shape.tokens - 1 if results.num_drafts is None else results.num_drafts[i]
+                self.totals.num_draft_tokens += drafted
             self.totals.num_generated_tokens += kept
             self._news[request] = None
             if request.finish_reason is not None:
@@ -391,7 +403,9 @@ class Engine:
         if request.slot >= 0:
             done = request.num_computed if request.is_prefilling else request.num_tokens - 1
             self.cache.publish(request.lease, request.tokens(0, done))
-        if self._num_indexed.pop(request, None) is not None and self.ngram is not None:
+        if request in self._num_indexed and self.ngram is not None:
+            self._index([request])
+            del self._num_indexed[request]
             self.ngram.forget(request.number)
         self.scheduler.remove(request)
         self.totals.num_finished[request.finish_reason] += 1

@@ -7,7 +7,7 @@ to it at once (:class:`HostCopy`).
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -47,6 +47,13 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers as int64 ``[n]`` on the device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 class Graph:

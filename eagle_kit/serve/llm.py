@@ -1,6 +1,7 @@
 """The facade: a target, perhaps a draft, and ``generate``."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
-from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft
+from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft, StandaloneDraft
 from eagle_kit.speculation.ngram import NgramOptions
 from eagle_kit.speculation.static_tree import EAGLE1_CHOICES, Topology
 
@@ -126,6 +127,7 @@ class LLM:
         self.config = self.target.config
         self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
         self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens
+        self.seed = seed
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
         if graph_mode not in (None, "off") and not on_gpu:
             raise UserError(
@@ -190,7 +192,8 @@ class LLM:
             drafts = NO_SPECULATION
             if self.draft is not None:
                 static = self._policies["tree"] == "static"
-                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type)
+                kind = "STANDALONE" if isinstance(self.draft, StandaloneDraft) else "EAGLE"
+                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
             self.default_shape = NGRAM_SHAPE if self._uses_ngram else drafts
 
     def engine(self, shape: SpecShape | None = None) -> Engine:
@@ -203,7 +206,9 @@ class LLM:
                 max_running=self.max_batch_size,
                 wanted_tokens=self.max_batch_size * (self.max_context + room + self.page_size),
                 kv_tokens=self.kv_tokens,
+                window=self.default_shape.tokens,
             )
+            self._fit_context(self.memory_plan.kv_tokens)
             options = EngineOptions(
                 max_running=self.max_batch_size,
                 max_context=self.max_context,
@@ -222,6 +227,27 @@ class LLM:
         if self._engine.shape != wanted:
             self._engine.use_shape(wanted)
         return self._engine
+
+    def _fit_context(self, kv_tokens: int) -> None:
+        """Shorten the context to what one request alone may have of the pool.
+
+        Raises:
+            UserError: that is nothing.
+        """
+        ahead = (self._policies["lag"] + 1) * (self.default_shape.steps + 1) + 2
+        most = -(-kv_tokens // self.page_size) * self.page_size - ahead
+        if most < 2:
+            raise UserError(
+                f"The key-value pool holds {kv_tokens} tokens, too few for any request.",
+                "Give it more, or free memory.",
+            )
+        if most < self.max_context:
+            warnings.warn(
+                f"The key-value pool holds {kv_tokens} tokens, so the context is {most} instead of "
+                f"{self.max_context}.",
+                stacklevel=3,
+            )
+            self.max_context = most
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """A user turn (str), messages (list of dicts) or token ids (as they are) -> token ids."""
@@ -266,7 +292,7 @@ class LLM:
         requests = [self.make_request(prompt, params) for prompt in prompts]
         for i, request in enumerate(requests):
             try:
-                engine.check_prompt(request.prompt_ids, params.max_tokens)
+                engine.check_request(request)
             except UserError as error:
                 which = f"Prompt {i} of {len(requests)}: " if len(requests) > 1 else ""
                 raise UserError(which + error.cause, error.remedy) from None
@@ -277,7 +303,7 @@ class LLM:
                 engine.add_request(request)
             while engine.has_work:
                 for request in engine.step():
-                    if request.finish_reason is None:
+                    if request.finish_reason is None or request not in place:
                         continue
                     if bar is not None:
                         bar.update()
@@ -286,6 +312,7 @@ class LLM:
         finally:
             for request in requests:
                 engine.abort(request)
+            engine.drain()
             if bar is not None:
                 bar.close()
         return [request.output() for request in requests]

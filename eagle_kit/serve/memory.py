@@ -4,19 +4,22 @@ Legend: B requests, N window nodes, V vocabulary.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
+from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import DraftModel
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
-LOGITS_NODES = 16
-"""Window nodes per request that the plan counts logits for."""
+LOGITS_COPIES = 2
+"""Logits in fp32 and the law made from them are there at once."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def plan_memory(
     max_running: int,
     wanted_tokens: int,
     kv_tokens: int | None,
+    window: int = 16,
 ) -> MemoryPlan:
     """Size the pool.
 
@@ -66,6 +70,7 @@ def plan_memory(
         max_running: B.
         wanted_tokens: what lets every request reach the context's end; the pool gets this, or what fits.
         kv_tokens: the pool's size when the user gave one.
+        window: N that logits are computed for.
 
     Raises:
         UserError: the given size does not fit into the free memory.
@@ -75,10 +80,15 @@ def plan_memory(
     if draft is not None:
         per_token += 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * weight.element_size()
     scratch = per_token * max_running * MAX_WINDOW
-    logits = max_running * LOGITS_NODES * config.vocab_size * 4
-    weights = sum(p.numel() * p.element_size() for p in target.parameters())
+    logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
+    weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
     room = int(FREE_SHARE[weight.device.type] * free) - scratch - logits
+    if kv_tokens is None and room < per_token:
+        raise UserError(
+            f"{free / 1e9:.2f} GB are free, and {(scratch + logits) / 1e9:.2f} GB are needed before a token.",
+            "Free memory, or lower the batch size.",
+        )
     if kv_tokens is None:
         kv_tokens = max(1, min(wanted_tokens, room // per_token))
     elif kv_tokens * per_token > free - scratch - logits:
@@ -88,6 +98,19 @@ def plan_memory(
             "Lower kv_tokens.",
         )
     return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free)
+
+
+def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:
+    """Every weight once, and the copies that a CPU keeps in another layout."""
+    parts = () if draft is None else vars(draft).values()
+    models = [target, *(part for part in parts if isinstance(part, nn.Module))]
+    seen = set()
+    for model in models:
+        packed = [module._packed for module in model.modules() if isinstance(module, Linear)]
+        for tensor in (*model.parameters(), *packed):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
 
 
 def free_memory(device: torch.device) -> int:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.request import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.accept import Deterministic, TargetOnly, Verifier
+from eagle_kit.kernels.accept import Deterministic, Relaxed, TargetOnly, Verifier
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel
@@ -28,7 +28,7 @@ from eagle_kit.serve.cycle import (
     verify,
 )
 from eagle_kit.serve.grammar import allowed_tokens
-from eagle_kit.serve.graph import GraphRunner, HostCopy
+from eagle_kit.serve.graph import GraphRunner, HostCopy, to_device
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
@@ -44,12 +44,13 @@ COLUMN_BUCKET = 64
 class Results(NamedTuple):
     """Tokens on their way to the host, for ``requests`` if they are still in ``epochs``: ``copy`` of
     (``tokens`` int64 ``[B, n]``, how many of each row are new ``[B]``, ``Logprobs`` or None). ``is_verify``
-    is False for first tokens."""
+    is False for first tokens. ``num_drafts`` a request, None when they fill the window."""
 
     requests: list[Request]
     epochs: list[int]
     copy: HostCopy
     is_verify: bool
+    num_drafts: list[int] | None = None
 
 
 class CycleInputs(NamedTuple):
@@ -115,14 +116,20 @@ class Runner:
                 page_size=page_size,
                 max_batch_size=self.num_slots,
             )
-        default = TargetOnly() if self._drafter is None else self._drafter.verifiers[0]()
-        self.verifier = verifier or default
+        self._verifier = verifier
         self.use_shape(SpecShape.parse(None))
 
     @property
     def drafter(self) -> Drafter | None:
         """The drafter of the current shape; None in ordinary decoding."""
         return self._drafter if self.shape.steps else None
+
+    @property
+    def verifier(self) -> Verifier:
+        """What decides on drafts of requests that sample. Windows that no model drafted are deterministic."""
+        kinds = (TargetOnly, Relaxed) if self.drafter is None else self.drafter.verifiers
+        fits = self._verifier is not None and isinstance(self._verifier, kinds)
+        return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
     def use_shape(self, shape: SpecShape) -> None:
         """Speculate with ``shape`` from now on; nothing may be running."""
@@ -186,7 +193,7 @@ class Runner:
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
         counts = self._tensor([0 if request.token_ids else 1 for request in requests])
         logprobs = None
-        if (top := _num_logprobs(requests)) is not None:
+        if (top := self._num_logprobs(requests)) is not None:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
         epochs = [request.epoch for request in requests]
@@ -207,11 +214,16 @@ class Runner:
         steps, topk, tokens = self.shape
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
         columns = self._columns(columns)
-        settings = Settings(self.shape, columns, _num_logprobs(requests), self.verifier)
+        settings = Settings(self.shape, columns, self._num_logprobs(requests), self.verifier)
         sampling = self._sampling(requests, len(padding))
-        outputs = self._run(requests, CycleInputs(rows, sampling), settings, ngram)
+        tree = self._ngram_tree(requests, len(padding), ngram) if ngram is not None and steps else None
+        outputs = self._run(requests, CycleInputs(rows, sampling), settings, tree)
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy(outputs), True)
+        num_drafts = None
+        if tree is not None:  # an unused node is its own parent, and so is the root
+            own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
+            num_drafts = (tree.parents != own).sum(1).tolist()
+        return Results(requests, epochs, HostCopy(outputs), True, num_drafts)
 
     @torch.inference_mode()
     def warm_up(self) -> int:
@@ -240,17 +252,17 @@ class Runner:
         return self.max_pages * self.kv.page_size
 
     def _run(
-        self, requests: list[Request], inputs: CycleInputs, settings: Settings, ngram: NgramIndex | None
+        self, requests: list[Request], inputs: CycleInputs, settings: Settings, tree: Tree | None
     ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
-        """Tokens, how many of them are new, and their log-probabilities, on the device."""
-        drafts = ngram if self.shape.steps else None
+        """Verify ``tree``, or a draft of its own -> tokens, how many are new, their log-probabilities, on the
+        device."""
         matches = [request.match for request in requests]
-        if drafts is None and not any(matches) and self.graphs.mode != "phases":
+        if tree is None and not any(matches) and self.graphs.mode != "phases":
             return self._part("cycle", self._cycle, inputs, settings)
         # The host is needed in the middle, or the phases are to be told apart.
         padding = len(inputs.rows) - len(requests)
-        if drafts is not None:
-            draft = Draft(self._ngram_tree(requests, padding, drafts), Deterministic())
+        if tree is not None:
+            draft = Draft(tree, Deterministic())
         else:
             draft = self._part("propose", self._propose, inputs, settings)
         allowed = None
@@ -270,8 +282,9 @@ class Runner:
         return verified.accepted.tokens, verified.num_emitted, verified.logprobs
 
     def _part(self, name: str, body: Any, inputs: CycleInputs, settings: Settings) -> Any:
-        """Run a part of the cycle, as a graph where there are graphs."""
-        if self.graphs.mode == "off":
+        """Run a part of the cycle, as a graph where there are graphs. Rare laws have none: there would be one
+        for every combination of them."""
+        if self.graphs.mode == "off" or (inputs.sampling is not None and _is_rare(inputs.sampling)):
             return body(inputs, settings)
         laws = None
         if inputs.sampling is not None:
@@ -338,7 +351,11 @@ class Runner:
         key = tuple((request.number, request.epoch) for request in requests) + ((-1, padding),)
         if self._batch[0] != key:
             made = self._laws(requests, padding)
-            self._batch = key, None if made is None else made._replace(counts=None)
+            if made is not None:
+                made = made._replace(counts=None)
+                if self.graphs.mode != "off":
+                    made = _widened(made, self.target.config.vocab_size)
+            self._batch = key, made
         return self._batch[1]
 
     def _laws(self, requests: list[Request], padding: int = 0) -> SamplingBatch | None:
@@ -350,8 +367,16 @@ class Runner:
         seeds = [request.seed for request in requests] + [0] * padding
         return make_sampling_batch(params, prompts, seeds, self.target.config.vocab_size, self.device)
 
+    def _num_logprobs(self, requests: list[Request]) -> int | None:
+        """How many alternatives to report for the batch; for graphs it is all or none."""
+        wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        if not wanted:
+            return None
+        most = max(wanted) if self.graphs.mode == "off" else MAX_LOGPROBS
+        return min(most, self.target.config.vocab_size)
+
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return to_device(numbers, self.device)
 
 
 def _counts_tokens(sampling: SamplingBatch) -> bool:
@@ -359,10 +384,23 @@ def _counts_tokens(sampling: SamplingBatch) -> bool:
     return any(field is not None for field in (sampling.repetition, sampling.frequency, sampling.presence))
 
 
+def _is_rare(sampling: SamplingBatch) -> bool:
+    """Whether logits are bent before they are filtered, which takes tables of the vocabulary."""
+    return _counts_tokens(sampling) or sampling.bias is not None
+
+
+def _widened(sampling: SamplingBatch, vocab_size: int) -> SamplingBatch:
+    """The same laws with all filters when there is one, so that graphs are made for few kinds of batches."""
+    filters = sampling.top_k, sampling.top_p, sampling.min_p
+    if all(part is None for part in filters):
+        return sampling
+    ones = torch.ones_like(sampling.temperature)
+    neutral = (torch.full_like(sampling.seeds, vocab_size), ones, torch.zeros_like(ones))
+    top_k, top_p, min_p = (
+        own if own is not None else none for own, none in zip(filters, neutral, strict=True)
+    )
+    return sampling._replace(top_k=top_k, top_p=top_p, min_p=min_p)
+
+
 def _is_plain(params: SamplingParams) -> bool:
     return params.is_greedy and not params.has_penalties and not params.logit_bias
-
-
-def _num_logprobs(requests: list[Request]) -> int | None:
-    wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-    return max(wanted) if wanted else None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from eagle_kit.serve.cycle import CycleState
+from eagle_kit.serve.graph import to_device
 from eagle_kit.speculation.drafter import Drafter, DraftState
 
 
@@ -40,7 +41,7 @@ class Slots:
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a request's page numbers."""
         self.page_table[slot] = self.dummy_page
-        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self.page_table[slot, : len(pages)] = to_device(pages, self.page_table.device)
 
     def join(
         self, slots: torch.Tensor, seq_lens: torch.Tensor, roots: torch.Tensor, draft: DraftState | None

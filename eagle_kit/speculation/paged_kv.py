@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.window_attention import WindowPlan, window_attention
-from eagle_kit.models.layers import Attend
+from eagle_kit.models.layers import Attend, Place
 
 
 class Segment(NamedTuple):
@@ -26,7 +27,7 @@ class Segment(NamedTuple):
 class PagedKV:
     """Keys and values ``[L, Hkv, R, D]``; rows are the slots of ``num_pages`` pages and of one *dummy page*,
     then a scratch of ``window`` rows per request of a batch, then one dummy row that padding reads and nobody
-    writes, and one trash row where rejected tokens go.
+    writes, and one trash row for what is not to be kept.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch, :meth:`commit`
     copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p % page_size`` belongs to
@@ -82,11 +83,12 @@ class PagedKV:
     ) -> Attend:
         """Attention for a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window keys.
 
-        The returned callable stores the nodes' keys and values into the scratch and attends to the first
+        The nodes' keys and values go into the scratch (`Attend.place`); each node attends to the first
         ``prefix_lens [B]`` slots (without those before ``first_slot``) and to the node's ``ancestors [B,
         N]``. ``num_columns`` bounds prefix + ``num_keys``.
         """
         b, n = ancestors.shape
+        rows = self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
         plan = WindowPlan(
             page_table=page_table,
             page_size=self.page_size,
@@ -100,17 +102,7 @@ class PagedKV:
             dummy_row=self.dummy_row,
             dtype=self.k.dtype,
         )
-        written = self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k_rows, v_rows = self.k[layer], self.v[layer]
-            k_rows.index_copy_(1, written, k.transpose(0, 1))
-            v_rows.index_copy_(1, written, v.transpose(0, 1))
-            return window_attention(q.view(b, n, *q.shape[1:]), k_rows, v_rows, plan, self.scale).flatten(
-                0, 1
-            )
-
-        return attend
+        return _WindowAttend(self, plan, rows)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
         """Attention for a forward over prompt tokens of one or several requests, packed in this order.
@@ -144,11 +136,6 @@ class PagedKV:
 
         return attend
 
-    def commit(self, source_rows: torch.Tensor, target_rows: torch.Tensor) -> None:
-        """Copy rows ``[n]`` to rows ``[n]`` in every layer; rejected ones are sent to the trash row."""
-        self.k.index_copy_(2, target_rows, self.k.index_select(2, source_rows))
-        self.v.index_copy_(2, target_rows, self.v.index_select(2, source_rows))
-
     def commit_window(
         self,
         page_table: torch.Tensor,
@@ -158,9 +145,34 @@ class PagedKV:
     ) -> None:
         """Copy window ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first
         ``num_committed [B]``."""
-        b, n = nodes.shape
-        offset = torch.arange(n, device=nodes.device)
-        slots = self.slots(page_table, first_position[:, None] + offset)
-        slots = torch.where(offset < num_committed[:, None], slots, self.trash_row)
-        source = self.scratch_rows(b, 0, self.window).gather(1, nodes)
-        self.commit(source.view(-1), slots.view(-1))
+        commit_path(
+            self.k,
+            self.v,
+            page_table,
+            self.page_size,
+            nodes,
+            first_position,
+            num_committed,
+            self.num_slots,
+            self.window,
+        )
+
+
+class _WindowAttend:
+    """Attention of a window's nodes, whose keys and values are written into the scratch as they are made."""
+
+    def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor) -> None:
+        self.kv, self.plan, self.rows = kv, plan, rows
+
+    def place(self, layer: int) -> Place:
+        """The nodes' rows of the scratch."""
+        return Place(self.kv.k[layer], self.kv.v[layer], self.rows)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k_rows, v_rows, rows = self.place(layer)
+        if len(k):
+            k_rows.index_copy_(1, rows, k.transpose(0, 1))
+            v_rows.index_copy_(1, rows, v.transpose(0, 1))
+        b, n = self.plan.ancestors.shape
+        nodes = q.view(b, n, *q.shape[1:])
+        return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.scale).flatten(0, 1)

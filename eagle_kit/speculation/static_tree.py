@@ -6,7 +6,7 @@ Legend: B requests, N window nodes, S depth, M nodes that are forwarded, V / Vd 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,13 +67,68 @@ def _order(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return len(path), tuple(path)
 
 
+class _Children(NamedTuple):
+    """The node at place ``at`` of its level, its children and their ranks, as indices int64 on the device."""
+
+    at: int
+    node: int
+    below: torch.Tensor
+    ranks: torch.Tensor
+    num_candidates: int
+
+
+class _Level(NamedTuple):
+    """One depth: its inner ``nodes`` and the places of their parents in the level ``above`` int64 ``[M]``,
+    ``bits`` int64 ``[1, M]`` over the ``num_keys`` nodes forwarded so far, and who has which children."""
+
+    depth: int
+    nodes: torch.Tensor
+    above: torch.Tensor
+    bits: torch.Tensor
+    num_keys: int
+    families: list[_Children]
+
+
 class StaticDrafter(SampledDrafter):
     """Fills a fixed topology: with the most likely candidates, or, ``draws`` set, with drawn ones for
-    requests that sample."""
+    requests that sample. All indices are on the device from the start, so that a graph can hold it."""
 
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     topology = Topology.parse(EAGLE1_CHOICES)
     draws = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        topology, device = self.topology, self.model.device
+        parents = torch.tensor([topology.parents], device=device)
+        self._parents = parents
+        self._depths = torch.tensor([topology.depths], device=device)
+        self._bits = ancestor_bits(parents, max(topology.depths))
+        self._levels = [self._level(depth) for depth in range(len(topology.inner))]
+
+    def _level(self, depth: int) -> _Level:
+        topology, device = self.topology, self.model.device
+        level = topology.inner[depth]
+        forwarded = [node for inner in topology.inner[1 : depth + 1] for node in inner]
+        place = {node: i for i, node in enumerate(forwarded)}
+        # A node of depth 1 has its parent's place for its own: the root is not forwarded.
+        parents = [place.get(topology.parents[node], place[node]) for node in forwarded]
+        bits = ancestor_bits(torch.tensor([parents or [0]]), depth)[:, -len(level) :]
+        above = topology.inner[depth - 1] if depth else level
+        families = []
+        for at, node in enumerate(level):
+            below = topology.children(node)
+            ranks = [topology.ranks[child] for child in below]
+            columns, candidates = torch.tensor(below, device=device), torch.tensor(ranks, device=device)
+            families.append(_Children(at, node, columns, candidates, ranks[-1] + 1))
+        return _Level(
+            depth,
+            torch.tensor(level, device=device),
+            torch.tensor([above.index(topology.parents[node]) for node in level], device=device),
+            bits.to(device),
+            len(forwarded),
+            families,
+        )
 
     def propose(
         self,
@@ -86,62 +141,45 @@ class StaticDrafter(SampledDrafter):
         sampling: SamplingBatch | None = None,
     ) -> Draft:
         """Fill the topology behind ``roots [B]``; ``shape`` must be the topology's."""
-        topology, b = self.topology, roots.shape[0]
-        count = len(topology.parents)
-        device = roots.device
+        b, count = roots.shape[0], len(self.topology.parents)
         drawn = sampling if self.draws else None
         tokens = roots[:, None].expand(b, count).clone()
-        laws = torch.zeros(b, count, self.vocab_size, device=device) if drawn is not None else None
-        coins = None
+        laws = coins = None
         if drawn is not None:
+            laws = torch.zeros(b, count, self.vocab_size, device=roots.device)
             coins = window_uniforms(drawn.seeds, seq_lens, count, DRAFT_COINS)
         logits, features = state.logits[:, None], state.features[:, None]
-        forwarded: list[int] = []
-        for level in topology.inner:
-            if level != (0,):
-                before = len(forwarded)
-                forwarded += level
-                logits, features = self._forward(
-                    tokens, features, level, forwarded, before, seq_lens, page_table, num_columns
-                )
-            for i, node in enumerate(level):
-                below = topology.children(node)
+        for level in self._levels:
+            if level.depth:
+                logits, features = self._forward(tokens, features, level, seq_lens, page_table, num_columns)
+            for at, node, below, ranks, num_candidates in level.families:
                 if laws is not None and coins is not None and drawn is not None:
-                    laws[:, node] = self._law(logits[:, i], drawn)
-                    tokens[:, below] = sample_distinct(laws[:, node], coins[:, below])
+                    laws[:, node] = self._law(logits[:, at], drawn)
+                    chosen = sample_distinct(laws[:, node], coins.index_select(1, below))
                 else:
-                    ids = logits[:, i].topk(topology.ranks[below[-1]] + 1, -1).indices
-                    tokens[:, below] = self.model.to_target(ids)[:, [topology.ranks[n] for n in below]]
-        parents = torch.tensor(topology.parents, device=device).expand(b, count)
-        depths = torch.tensor(topology.depths, device=device).expand(b, count)
-        tree = Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps))
+                    ids = logits[:, at].topk(num_candidates, -1).indices
+                    chosen = self.model.to_target(ids).index_select(1, ranks)
+                tokens.index_copy_(1, below, chosen)
+        tree = Tree(tokens, *(part.expand(b, count) for part in (self._parents, self._depths, self._bits)))
         return Draft(tree, Deterministic() if laws is None else SampledTree(laws))
 
     def _forward(
         self,
         tokens: torch.Tensor,
         features: torch.Tensor,
-        level: tuple[int, ...],
-        forwarded: list[int],
-        before: int,
+        level: _Level,
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         num_columns: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the nodes of one level that have children -> their logits ``[B, M, Vd]`` and features."""
-        b, m = tokens.shape[0], len(level)
-        topology, depth = self.topology, self.topology.depths[level[0]]
-        place = {node: i for i, node in enumerate(forwarded)}
-        above = topology.inner[depth - 1]
-        # A node of depth 1 has its parent's place for its own: the root is not forwarded.
-        parents = [place.get(topology.parents[node], place[node]) for node in forwarded]
-        bits = ancestor_bits(torch.tensor([parents], device=tokens.device), depth)[:, before:]
+        b, m = tokens.shape[0], len(level.nodes)
         attend = self.kv.window_attend(
-            page_table, seq_lens + 1, bits.expand(b, m), len(forwarded), num_columns
+            page_table, seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
         )
-        mine = features[:, [above.index(topology.parents[node]) for node in level]].flatten(0, 1)
-        slots = (seq_lens + depth)[:, None].expand(b, m).reshape(-1)
-        out = self.model.step(mine, tokens[:, list(level)].reshape(-1), slots, attend)
+        mine = features.index_select(1, level.above).flatten(0, 1)
+        slots = (seq_lens + level.depth)[:, None].expand(b, m).reshape(-1)
+        out = self.model.step(mine, tokens.index_select(1, level.nodes).reshape(-1), slots, attend)
         return self.model.logits(out).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
 
 

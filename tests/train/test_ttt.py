@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.models.layers import rotate
+from eagle_kit.kernels.rope.reference import rotate
 from eagle_kit.train.teacher import TargetFeatures, capture_features
 from eagle_kit.train.ttt import plan_row, ttt_forward_backward
 

@@ -1,0 +1,67 @@
+"""Commit: copy rows of a key-value store, in all its layers and heads at once.
+
+Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows of a request. A store
+is a pair ``k, v [L, Hkv, R, D]`` or, for latent attention, one tensor ``[L, R, D]`` and None; it is
+contiguous.
+"""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.commit import reference
+
+
+def commit(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    source_rows: torch.Tensor,
+    target_rows: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Copy rows ``source_rows`` of ``k`` and ``v`` to ``target_rows``, both int64 ``[n]``.
+
+    No row is source and target at once, and a target may come twice only where its content does not matter.
+    """
+    _check(k, v)
+    if uses_triton(k, backend):
+        from eagle_kit.kernels.commit import triton
+
+        triton.commit(k, v, source_rows, target_rows)
+    else:
+        reference.commit(k, v, source_rows, target_rows)
+
+
+def commit_path(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    page_table: torch.Tensor,
+    page_size: int,
+    nodes: torch.Tensor,
+    first_position: torch.Tensor,
+    num_committed: torch.Tensor,
+    scratch_start: int,
+    scratch_stride: int,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Copy window nodes ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first
+    ``num_committed [B]`` of each request; nothing else is touched. All are int64.
+
+    Node j of request b is row ``scratch_start + b * scratch_stride + j``; position p is row ``page_table[b, p
+    // page_size] * page_size + p % page_size``, with ``page_table [B, P]``. Requests own their pages alone,
+    except pages whose content does not matter.
+    """
+    _check(k, v)
+    if uses_triton(k, backend):
+        from eagle_kit.kernels.commit import triton as form
+    else:
+        form = reference
+    form.commit_path(
+        k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride
+    )
+
+
+def _check(k: torch.Tensor, v: torch.Tensor | None) -> None:
+    assert k.is_contiguous(), "a store is contiguous"
+    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), "v is like k"

@@ -1,0 +1,36 @@
+"""Commit in torch: what the kernel is held to. Legend: B requests, n rows of a request."""
+
+import torch
+
+
+def commit(
+    k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
+) -> None:
+    """Copy rows ``[n]`` of the last dimension but one to rows ``[n]``."""
+    for store in (k, v):
+        if store is not None:
+            held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8
+            held.index_copy_(-2, target_rows, held.index_select(-2, source_rows))
+
+
+def commit_path(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    page_table: torch.Tensor,
+    page_size: int,
+    nodes: torch.Tensor,
+    first_position: torch.Tensor,
+    num_committed: torch.Tensor,
+    scratch_start: int,
+    scratch_stride: int,
+) -> None:
+    """Copy the first ``num_committed [B]`` of ``nodes [B, n]``; the others copy a scratch row onto itself."""
+    b, n = nodes.shape
+    offset = torch.arange(n, device=nodes.device)
+    kept = offset < num_committed[:, None]
+    scratch = scratch_start + torch.arange(b, device=nodes.device)[:, None] * scratch_stride
+    source = scratch + torch.where(kept, nodes, 0)
+    position = first_position[:, None] + offset
+    page = torch.where(kept, position // page_size, 0)
+    slot = page_table.gather(1, page) * page_size + position % page_size
+    commit(k, v, source.view(-1), torch.where(kept, slot, source).view(-1))

@@ -1,0 +1,199 @@
+"""Commit: copy rows of a key-value store in all layers and heads, one launch for keys and values.
+
+A store is planes (layer and head) of R rows; a program copies its share of one row's bytes, over several
+planes, as words of up to 8 bytes, two of which make the 16 bytes that a thread moves at once. So every dtype
+is one kernel. The row arithmetic of :func:`commit_path` is the kernel's own: nothing is launched before it.
+
+Bytes: 2 planes * D elements a row and tensor, read and written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+
+BLOCK = 256
+"""Words a program copies of each tensor: 2 KB, one load of 16 bytes a thread at 4 warps. A row of Llama 3 8B
+is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an H200."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def _copy(
+    k, v, source, target, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
+):
+    """The piece of row ``source`` that belongs to this program."""
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = i < num_planes * WORDS
+    plane = (i // WORDS).to(tl.int64)
+    place = plane * num_rows * WORDS + i % WORDS
+    k_piece = tl.load(k + place + source * WORDS, inside)
+    if HAS_V:
+        v_piece = tl.load(v + place + source * WORDS, inside)
+        tl.store(v + place + target * WORDS, v_piece, inside)
+    tl.store(k + place + target * WORDS, k_piece, inside)
+
+
+@triton.jit
+def _commit(
+    k, v, sources, targets, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
+):
+    row = tl.program_id(0)
+    source, target = tl.load(sources + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
+    _copy(k, v, source, target, num_planes, num_rows, WORDS, HAS_V, SIZE)
+
+
+@triton.jit
+def _commit_path(
+    k,
+    v,
+    page_table,
+    nodes,
+    first_position,
+    num_committed,
+    table_stride,
+    node_stride_b,
+    node_stride_n,
+    scratch_start,
+    scratch_stride,
+    num_nodes,
+    num_planes,
+    num_rows,
+    PAGE_SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    HAS_V: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    request = tl.program_id(0) // num_nodes
+    j = tl.program_id(0) % num_nodes
+    if j < tl.load(num_committed + request):
+        position = tl.load(first_position + request).to(tl.int64) + j
+        page = tl.load(page_table + request * table_stride + position // PAGE_SIZE).to(tl.int64)
+        node = tl.load(nodes + request * node_stride_b + j * node_stride_n).to(tl.int64)
+        source = scratch_start + request * scratch_stride + node
+        _copy(k, v, source, page * PAGE_SIZE + position % PAGE_SIZE, num_planes, num_rows, WORDS, HAS_V, SIZE)
+
+
+def _words(store: torch.Tensor) -> torch.Tensor:
+    """The store as the widest integers that its rows and its start allow."""
+    row_bytes = store.shape[-1] * store.element_size()
+    start = store.storage_offset() * store.element_size()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == start % dtype.itemsize == 0:
+            return store.view(dtype)
+    return store.view(torch.uint8)
+
+
+def _shape(words: torch.Tensor) -> tuple[int, int, int]:
+    """Planes, rows and words a row."""
+    num_rows, size = words.shape[-2:]
+    return words.numel() // (num_rows * size), num_rows, size
+
+
+@torch.library.custom_op("eagle_kit::commit", mutates_args=("k", "v"))
+def commit(
+    k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
+) -> None:
+    """``k`` and ``v [..., R, D]`` contiguous; rows int64 ``[n]``, contiguous."""
+    if source_rows.numel() == 0 or k.numel() == 0:
+        return
+    held = _words(k)
+    num_planes, num_rows, size = _shape(held)
+    _commit[(source_rows.numel(), triton.cdiv(num_planes * size, BLOCK))](
+        held,
+        held if v is None else _words(v),
+        source_rows.contiguous(),
+        target_rows.contiguous(),
+        num_planes,
+        num_rows,
+        WORDS=size,
+        HAS_V=v is not None,
+        SIZE=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+@commit.register_fake
+def _(k, v, source_rows, target_rows):
+    return None
+
+
+@torch.library.custom_op("eagle_kit::commit_path", mutates_args=("k", "v"))
+def commit_path(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    page_table: torch.Tensor,
+    page_size: int,
+    nodes: torch.Tensor,
+    first_position: torch.Tensor,
+    num_committed: torch.Tensor,
+    scratch_start: int,
+    scratch_stride: int,
+) -> None:
+    """``k`` and ``v [..., R, D]`` contiguous, ``page_table [B, P]``, ``nodes [B, n]`` of any strides."""
+    if nodes.numel() == 0 or k.numel() == 0:
+        return
+    held = _words(k)
+    num_planes, num_rows, size = _shape(held)
+    _commit_path[(nodes.numel(), triton.cdiv(num_planes * size, BLOCK))](
+        held,
+        held if v is None else _words(v),
+        page_table,
+        nodes,
+        first_position.contiguous(),
+        num_committed.contiguous(),
+        page_table.stride(0),
+        *nodes.stride(),
+        scratch_start,
+        scratch_stride,
+        nodes.shape[1],
+        num_planes,
+        num_rows,
+        PAGE_SIZE=page_size,
+        WORDS=size,
+        HAS_V=v is not None,
+        SIZE=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+@commit_path.register_fake
+def _(k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride):
+    return None
+
+
+def variants() -> list[Variant]:
+    """Rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and DeepSeek's latent (576, one tensor)."""
+    made = []
+    for title, row_bytes, has_v in (
+        ("bf16 D128", 256, True),
+        ("fp8 D128", 128, True),
+        ("bf16 D80", 160, True),
+        ("bf16 latent D576", 1152, False),
+    ):
+        constants = {"WORDS": row_bytes // 8, "HAS_V": has_v, "SIZE": BLOCK}
+        stores, counts = dict.fromkeys(("k", "v"), "*i64"), dict.fromkeys(("num_planes", "num_rows"), "i32")
+        rows = dict.fromkeys(("sources", "targets"), "*i64")
+        made.append(
+            Variant(f"commit {title}", _commit, {**stores, **rows, **counts}, constants, num_warps=NUM_WARPS)
+        )
+        inputs = dict.fromkeys(("page_table", "nodes", "first_position", "num_committed"), "*i64")
+        strides = (
+            "table_stride",
+            "node_stride_b",
+            "node_stride_n",
+            "scratch_start",
+            "scratch_stride",
+            "num_nodes",
+        )
+        made.append(
+            Variant(
+                f"commit_path {title} page 16",
+                _commit_path,
+                {**stores, **inputs, **dict.fromkeys(strides, "i32"), **counts},
+                {"PAGE_SIZE": 16, **constants},
+                num_warps=NUM_WARPS,
+            )
+        )
+    return made

@@ -1,0 +1,422 @@
+"""RMSNorm of query and key heads, rotary positions and the store of keys and values: one pass over memory.
+
+A pair (a, b) of a head turns by its position's angle: ``a' = a cos - b sin, b' = b cos + a sin``, in fp32.
+A program has one token and some heads of one kind (query, key or value). Half types are rounded after the
+norm, after its weight and after the rotation, as the reference rounds; an fp8 store takes the rounded values
+divided by its scale, and the conversion saturates.
+
+Moves T (2 Hq + 4 Hkv) D elements, or T (2 Hq + 6 Hkv) D where k and v are both stored and returned, and 4 T E
+bytes of the table. After Su et al. (arXiv 2104.09864); norms of heads after Qwen3 (arXiv 2505.09388).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+
+
+@triton.jit
+def _load_pairs(start, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Both members of the pairs of the heads at ``start [X, 1]`` -> fp32 ``[X, BLOCK_HALF]`` each."""
+    if INTERLEAVED:
+        i = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        both = tl.load(start + i, inside & (i < E), 0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, [start.shape[0], BLOCK_HALF, 2]))
+    else:
+        i = tl.arange(0, BLOCK_HALF)[None, :]
+        here = inside & (i < E // 2)
+        a = tl.load(start + i, here, 0.0).to(tl.float32)
+        b = tl.load(start + E // 2 + i, here, 0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(start, a, b, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    if INTERLEAVED:
+        i = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        both = tl.reshape(tl.join(a, b), [start.shape[0], 2 * BLOCK_HALF])
+        tl.store(start + i, both.to(start.dtype.element_ty), inside & (i < E))
+    else:
+        i = tl.arange(0, BLOCK_HALF)[None, :]
+        here = inside & (i < E // 2)
+        tl.store(start + i, a.to(start.dtype.element_ty), here)
+        tl.store(start + E // 2 + i, b.to(start.dtype.element_ty), here)
+
+
+@triton.jit
+def _normed(x, scale, weight, kind: tl.constexpr):
+    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, scale, kind: tl.constexpr):
+    """What a store of this dtype holds for ``x``, before the conversion."""
+    if kind == tl.float8e4nv:
+        x = tl.div_rn(x, scale)
+    return x
+
+
+@triton.jit
+def _turn(
+    source,
+    out,
+    stored,
+    inside,
+    cos,
+    sin,
+    weight,
+    eps,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    RETURNS: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Norm and rotate the heads at ``source [X, 1]`` into those at ``out`` and ``stored``."""
+    kind: tl.constexpr = source.dtype.element_ty
+    stored_kind: tl.constexpr = stored.dtype.element_ty
+    a, b = _load_pairs(source, inside, E, INTERLEAVED, BLOCK_HALF)
+    if E < D:
+        i = E + tl.arange(0, BLOCK_REST)[None, :]
+        in_rest = inside & (i < D)
+        rest = tl.load(source + i, in_rest, 0.0).to(tl.float32)
+    if HAS_NORM:
+        total = tl.sum(a * a + b * b, 1)
+        if E < D:
+            total += tl.sum(rest * rest, 1)
+        norm = (1.0 / tl.sqrt_rn(total / D + eps))[:, None]
+        one = tl.arange(0, 1)[:, None]
+        weight_a, weight_b = _load_pairs(weight + one, one == 0, E, INTERLEAVED, BLOCK_HALF)
+        a, b = _normed(a, norm, weight_a, kind), _normed(b, norm, weight_b, kind)
+        if E < D:
+            rest = _normed(rest, norm, tl.load(weight + i, i < D, 0.0).to(tl.float32), kind)
+    j = tl.arange(0, BLOCK_HALF)[None, :]
+    c = tl.load(cos + E // 2 + j, j < E // 2, 0.0)  # the second halves hold the plain sines
+    s = tl.load(sin + E // 2 + j, j < E // 2, 0.0)
+    a, b = (a * c - b * s).to(kind).to(tl.float32), (b * c + a * s).to(kind).to(tl.float32)
+    if RETURNS:
+        _store_pairs(out, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
+        if E < D:
+            tl.store(out + i, rest.to(kind), in_rest)
+    if STORES:
+        a, b = _scaled(a, scale, stored_kind), _scaled(b, scale, stored_kind)
+        _store_pairs(stored, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
+        if E < D:
+            tl.store(stored + i, _scaled(rest, scale, stored_kind).to(stored_kind), in_rest)
+
+
+@triton.jit
+def _rope_store(
+    qkv,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    q,
+    k,
+    v,
+    k_rows,
+    v_rows,
+    rows,
+    num_rows,
+    eps,
+    k_scale,
+    v_scale,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    RETURNS: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_PARTS: tl.constexpr = (HKV + BLOCK_HEADS - 1) // BLOCK_HEADS
+    source = qkv + token * (HQ + 2 * HKV) * D
+    block = tl.arange(0, BLOCK_HEADS)[:, None]
+    if part < Q_PARTS:
+        head = part * BLOCK_HEADS + block
+        out = q + (token * HQ + head) * D
+        _turn(
+            source + head * D,
+            out,
+            out,
+            head < HQ,
+            cos + token * E,
+            sin + token * E,
+            q_norm,
+            eps,
+            1.0,
+            D,
+            E,
+            INTERLEAVED,
+            HAS_NORM,
+            True,
+            False,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
+    else:
+        head = (part - Q_PARTS) % KV_PARTS * BLOCK_HEADS + block
+        returned = (token * HKV + head) * D
+        stored = returned
+        if STORES:
+            stored = (head.to(tl.int64) * num_rows + tl.load(rows + token)) * D
+        if part < Q_PARTS + KV_PARTS:
+            _turn(
+                source + (HQ + head) * D,
+                k + returned,
+                k_rows + stored,
+                head < HKV,
+                cos + token * E,
+                sin + token * E,
+                k_norm,
+                eps,
+                k_scale,
+                D,
+                E,
+                INTERLEAVED,
+                HAS_NORM,
+                RETURNS,
+                STORES,
+                BLOCK_HALF,
+                BLOCK_REST,
+            )
+        else:
+            i = tl.arange(0, BLOCK_D)[None, :]
+            inside = (head < HKV) & (i < D)
+            value = tl.load(source + (HQ + HKV + head) * D + i, inside, 0.0)
+            if RETURNS:
+                tl.store(v + returned + i, value, inside)
+            if STORES:
+                kind: tl.constexpr = v_rows.dtype.element_ty
+                tl.store(v_rows + stored + i, _scaled(value.to(tl.float32), v_scale, kind).to(kind), inside)
+
+
+def _blocks(num_heads: int, head_dim: int, rotated: int) -> dict[str, int]:
+    """Block sizes. 1,024 pairs a program are 16 bytes of each half a thread in half types: one load each, and
+    at 16 programs a multiprocessor enough in flight for an H200; a single token still spreads over some
+    multiprocessors."""
+    half = triton.next_power_of_2(rotated // 2)
+    return {
+        "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), max(1, 1024 // half)),
+        "BLOCK_HALF": half,
+        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - rotated)),
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+    }
+
+
+def _num_warps(blocks: dict[str, int]) -> int:
+    return min(4, max(1, blocks["BLOCK_HEADS"] * blocks["BLOCK_HALF"] // 256))
+
+
+def _launch(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+    k_rows: torch.Tensor | None = None,
+    v_rows: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    returns_kv: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = _outputs(qkv, num_heads, returns_kv)
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, rotated = k.shape[1], cos.shape[-1]
+    if num_tokens == 0:
+        return q, k, v
+    assert k_rows is None or v_rows is None or (k_rows.is_contiguous() and v_rows.is_contiguous())
+    blocks = _blocks(num_heads, head_dim, rotated)
+    heads = blocks["BLOCK_HEADS"]
+    grid = (num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
+    _rope_store[grid](
+        qkv,
+        cos,
+        sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        q,
+        k,
+        v,
+        k if k_rows is None else k_rows,
+        v if v_rows is None else v_rows,
+        cos if rows is None else rows,
+        0 if k_rows is None else k_rows.shape[1],
+        eps,
+        k_scale,
+        v_scale,
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        E=rotated,
+        INTERLEAVED=interleaved,
+        HAS_NORM=q_norm is not None,
+        RETURNS=returns_kv,
+        STORES=k_rows is not None,
+        **blocks,
+        num_warps=_num_warps(blocks),
+    )
+    return q, k, v
+
+
+def _outputs(
+    qkv: torch.Tensor, num_heads: int, returns_kv: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_tokens, all_heads, head_dim = qkv.shape
+    kv_shape = (num_tokens if returns_kv else 0, (all_heads - num_heads) // 2, head_dim)
+    return qkv.new_empty((num_tokens, num_heads, head_dim)), qkv.new_empty(kv_shape), qkv.new_empty(kv_shape)
+
+
+@torch.library.custom_op("eagle_kit::rope", mutates_args=())
+def rope(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``qkv [T, Hq + 2 Hkv, D]``, ``cos`` and ``sin [T, 1, E]``, all contiguous -> q, k and v."""
+    return _launch(qkv, cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
+
+
+@rope.register_fake
+def _(qkv, cos, sin, num_heads, q_norm, k_norm, eps, interleaved):
+    return _outputs(qkv, num_heads, True)
+
+
+@torch.library.custom_op("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
+def rope_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    rows: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    returns_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`rope`, and k and v go to rows ``rows [T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]``."""
+    return _launch(
+        qkv,
+        cos,
+        sin,
+        num_heads,
+        q_norm,
+        k_norm,
+        eps,
+        interleaved,
+        k_rows,
+        v_rows,
+        rows,
+        k_scale,
+        v_scale,
+        returns_kv,
+    )
+
+
+@rope_store.register_fake
+def _(
+    qkv,
+    cos,
+    sin,
+    num_heads,
+    q_norm,
+    k_norm,
+    eps,
+    interleaved,
+    k_rows,
+    v_rows,
+    rows,
+    k_scale,
+    v_scale,
+    returns_kv,
+):
+    return _outputs(qkv, num_heads, returns_kv)
+
+
+def _variant(
+    kind: str,
+    shape: tuple[int, int, int],
+    *,
+    rotated: int | None = None,
+    norm: bool = False,
+    interleaved: bool = False,
+    stored: str | None = None,
+    returns: bool = True,
+) -> Variant:
+    num_heads, num_kv_heads, head_dim = shape
+    rotated = rotated or head_dim
+    blocks = _blocks(num_heads, head_dim, rotated)
+    marks = [f"E{rotated}"] * (rotated < head_dim) + ["norm"] * norm + ["interleaved"] * interleaved
+    marks += [f"into {stored}"] * (stored is not None)
+    pointers = ("qkv", "q_norm", "k_norm", "q", "k", "v")
+    return Variant(
+        " ".join(["rope", kind, f"Hq{num_heads} Hkv{num_kv_heads} D{head_dim}", *marks]),
+        _rope_store,
+        {
+            **dict.fromkeys(pointers, f"*{kind}"),
+            **dict.fromkeys(("cos", "sin"), "*fp32"),
+            **dict.fromkeys(("k_rows", "v_rows"), f"*{stored or kind}"),
+            "rows": "*i64",
+            "num_rows": "i32",
+            **dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),
+        },
+        {
+            **{"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "E": rotated},
+            **{
+                "INTERLEAVED": interleaved,
+                "HAS_NORM": norm,
+                "RETURNS": returns,
+                "STORES": stored is not None,
+            },
+            **blocks,
+        },
+        num_warps=_num_warps(blocks),
+        archs=(90,) if stored == "fp8e4nv" else (80, 90),
+    )
+
+
+def variants() -> list[Variant]:
+    """Shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head; fp8 stores need a Hopper GPU."""
+    llama, qwen3 = (32, 8, 128), (32, 4, 128)
+    return [
+        _variant("bf16", llama),
+        _variant("bf16", llama, stored="bf16", returns=False),
+        _variant("bf16", llama, stored="fp8e4nv", returns=False),
+        _variant("fp16", llama, stored="fp16"),
+        _variant("fp32", llama, stored="fp32"),
+        _variant("bf16", (9, 3, 64), stored="bf16", returns=False),
+        _variant("bf16", qwen3, norm=True, stored="bf16", returns=False),
+        _variant("bf16", qwen3, norm=True, stored="fp8e4nv"),
+        _variant("bf16", (32, 32, 80), stored="bf16", returns=False),
+        _variant("bf16", (32, 8, 96), rotated=48, norm=True, stored="bf16"),
+        _variant("bf16", (16, 8, 256), norm=True, stored="bf16", returns=False),
+        _variant("bf16", llama, interleaved=True, stored="bf16", returns=False),
+    ]

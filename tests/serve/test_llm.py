@@ -1,0 +1,133 @@
+"""`LLM` where things go wrong or are unusual: interruptions, small pools, laws of drafts."""
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.kernels.accept import Block
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.runner import CycleInputs, Settings
+
+DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def make(**options):
+    target = tiny_target()
+    return LLM(target, tiny_head(target), max_context=64, **{"max_batch_size": 4, **options})
+
+
+def test_drawn_drafts_and_plain_decoding_go_with_one_another():
+    llm = make(shape="3,1,4", sampled_drafts=True)
+    plain = llm.generate([[1, 2]], DRAWN, shape="none")[0]
+    assert plain.token_ids == make().generate([[1, 2]], DRAWN, shape="none")[0].token_ids
+    assert len(llm.generate([[1, 2]], DRAWN)[0].token_ids) == 8
+    assert llm.generate([[1, 2]], DRAWN, shape="none")[0].token_ids == plain.token_ids
+
+
+def test_a_verifier_of_drawn_drafts_needs_drawn_drafts():
+    with pytest.raises(UserError, match="Block verification does not fit"):
+        LLM(tiny_target(), verifier=Block()).engine()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_interrupted_call_leaves_nothing_to_the_next(lag):
+    llm = make(shape="3,1,4", lag=lag)
+    expected = llm.generate([[1, 2], [3]], GREEDY)
+
+    def interrupt(index, output):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(
+            [[1, 2], [3], [4, 5], [6]], SamplingParams(max_tokens=3, ignore_eos=True), on_finish=interrupt
+        )
+    seen = []
+    again = llm.generate([[1, 2], [3]], GREEDY, on_finish=lambda index, output: seen.append(index))
+    assert [a.token_ids for a in again] == [a.token_ids for a in expected] and sorted(seen) == [0, 1]
+    assert llm.generate([[1, 2]], GREEDY, shape="none")[0].token_ids == expected[0].token_ids
+
+
+def test_what_is_refused_is_refused_before_any_work():
+    llm = make(shape="3,1,4")
+    top = llm.config.vocab_size
+    with pytest.raises(UserError, match="logit_bias names"):
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=4, logit_bias={top: 1.0}))
+    assert not llm.engine().has_work and llm.engine().totals.num_finished == {}
+    assert len(llm.generate([[1]], GREEDY, on_finish=lambda *_: None)) == 1
+
+
+def test_a_pool_that_is_smaller_than_the_context_shortens_it():
+    llm = make(shape="3,1,4", kv_tokens=40, page_size=8)
+    with pytest.warns(UserWarning, match="holds 40 tokens, so the context is 34 instead of 64"):
+        llm.engine()
+    assert llm.max_context == 34
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=31, ignore_eos=True))[0].token_ids) == 31
+    with pytest.raises(UserError, match="too few for any request"):
+        make(kv_tokens=3, page_size=1).engine()
+
+
+def test_more_logprobs_than_tokens():
+    target = tiny_target(vocab_size=12)
+    llm = LLM(target, tiny_head(target, 9), max_context=32, shape="3,1,4")
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=20)
+    answer = llm.generate([[1, 2]], params)[0]
+    assert [len(entry.top) for entry in answer.logprobs] == [12] * 5
+
+
+def test_ngram_counts_the_drafts_there_were_and_learns_the_last_tokens():
+    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=64)
+    engine = llm.engine()
+    answer = llm.generate([[1, 2, 3]], GREEDY)[0]
+    assert engine.totals.num_draft_tokens <= answer.stats.num_verifies * (llm.default_shape.tokens - 1)
+    assert len(engine.ngram) == 3 + len(answer.token_ids)
+    nothing = LLM(tiny_target(seed=5), algorithm="NGRAM", max_context=64)
+    nothing.generate([[1]], SamplingParams(max_tokens=1))
+    assert nothing.engine().totals.num_draft_tokens == 0
+
+
+class _HostTensors(TorchDispatchMode):
+    """Counts tensors that are made from numbers of the host, which a CUDA graph cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, "4,1,5"),
+        ({}, "5,4,16"),
+        ({"sampled_drafts": True}, "4,1,5"),
+        ({"tree": "static"}, "5,4,26"),
+        ({"tree": "static", "sampled_drafts": True}, "5,4,26"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("law", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_no_cycle_makes_tensors_on_the_host(options, shape, law):
+    llm = make(shape=shape, **options)
+    engine = llm.engine()
+    request = llm.make_request([1, 2, 3], law)
+    engine.add_request(request)
+    while request.is_prefilling or not request.token_ids:
+        engine.step()
+    runner = engine.runner
+    inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling([request], 0))
+    settings = Settings(runner.shape, 128, None, runner.verifier)
+    runner._cycle(inputs, settings)
+    with torch.inference_mode(), _HostTensors() as host:
+        runner._cycle(inputs, settings)
+    # The reference of attention looks at lengths on a CPU: once a window, never in a kernel.
+    windows = (
+        sum(level.depth > 0 for level in getattr(runner.drafter, "_levels", ())) or runner.shape.steps - 1
+    )
+    assert host.found <= windows + 2
