@@ -149,7 +149,7 @@ def run_engine(args: argparse.Namespace) -> int:
         result["train"] = benchmark_training(args.target)
         print(format_training(result["train"]), flush=True)
     if args.out is not None:
-        _write(args.out, result)
+        _write(args.out, {**_head(), **result})
     return 0
 
 
@@ -169,10 +169,7 @@ def run_serving(args: argparse.Namespace) -> int:
     result = benchmark_serving(llm, load_chats(llm, 64))
     print(format_serving(result), flush=True)
     if args.out is not None:
-        from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
-
-        head = {"date": now(), "command": command_line(), "machine": describe_machine("cpu")}
-        _write(args.out, {**head, "versions": describe_versions(), **result})
+        _write(args.out, {**_head(), **result})
     return 0
 
 
@@ -347,6 +344,14 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
         "client": describe_machine("cpu"),
         "versions": versions,
     }
+
+
+def _head() -> dict[str, Any]:
+    """When, how, on what and with what a result was measured."""
+    from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
+
+    machine = {"date": now(), "command": command_line(), "machine": describe_machine("cpu")}
+    return {**machine, "versions": describe_versions()}
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
