@@ -16,8 +16,8 @@ import torch
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Relaxed, TargetOnly
 from eagle_kit.kernels.sampling import SamplingBatch
-from eagle_kit.kernels.tree_build import Tree, chain_build, top_scores, tree_build
-from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
+from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.llama import TargetOutput
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.paged_kv import PagedKV, Segment
@@ -110,34 +110,15 @@ class Drafter:
         num_columns: int,
     ) -> Tree:
         b, topk = roots.shape[0], shape.topk
-        tokens, scores = state.tokens, state.scores
-        features = state.features[:, None].expand(b, topk, -1).reshape(b * topk, -1)
-        all_tokens, all_scores, all_parents = [tokens], [scores], [torch.full_like(tokens, -1)]
-        beam_ids = torch.arange(topk, device=roots.device).expand(b, topk)
-        beam_parents = torch.zeros_like(beam_ids)
-        scratch_parents = beam_ids
+        beam, candidates = start_beam(state.tokens, state.scores, shape)
+        features = state.features
         for step in range(1, shape.steps):
-            num_keys = step * topk
-            scratch_parents = beam_ids if step == 1 else torch.cat((scratch_parents, beam_parents), 1)
-            bits = ancestor_bits(scratch_parents, step)[:, num_keys - topk :]
-            attend = self.kv.window_attend(page_table, seq_lens + 1, bits, num_keys, num_columns)
+            attend = self.kv.window_attend(page_table, seq_lens + 1, beam.ancestors, step * topk, num_columns)
             slots = (seq_lens + step)[:, None].expand(b, topk).reshape(-1)
-            out = self.model.step(features, tokens.reshape(-1), slots, attend)
-            next_tokens, next_scores = self._candidates(out, topk)
-            next_tokens = next_tokens.view(b, topk * topk)
-            next_scores = (scores[:, :, None] + next_scores.view(b, topk, topk)).view(b, topk * topk)
-            all_tokens.append(next_tokens)
-            all_scores.append(next_scores)
-            all_parents.append(beam_ids.repeat_interleave(topk, 1))
-            best = top_scores(next_scores, topk)
-            scores, tokens = next_scores.gather(1, best), next_tokens.gather(1, best)
-            beam_parents = (step - 1) * topk + best // topk
-            rows = (best // topk + torch.arange(b, device=best.device)[:, None] * topk).reshape(-1)
-            features = self._fed_back(out[rows])
-            beam_ids = topk + (step - 1) * topk**2 + best
-        return tree_build(
-            roots, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1), shape
-        )
+            out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
+            beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
+            features = self._fed_back(out)
+        return tree_build(roots, *candidates, shape)
 
     def _grow_chain(
         self,

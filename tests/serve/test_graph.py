@@ -32,6 +32,7 @@ PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20], [3, 4, 3, 4, 3, 4], [30, 31]]
 LAWS = {
     "greedy": {},
     "drawn": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.2, "seed": 6, "top_k": 9},
     "penalised": {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
 }
 
@@ -69,9 +70,22 @@ def test_replays_say_what_an_eager_engine_says(mode, lag, shape, law):
     llm = LLM(target, head, **options)
     llm.engine(shape)
     assert replies(with_graphs(llm, mode), shape, **LAWS[law]) == expected
-    # Batches of 4, 2 and 1; in phases a proposal, a verification and an observation each.
+    # Batches of 4, 2 and 1; in phases a proposal, a verification and an observation each. Tables of the
+    # vocabulary have no graphs.
     graphs = llm.engine(shape).runner.graphs
-    assert 1 <= graphs.num_graphs <= 3 * (3 if mode == "phases" else 1)
+    most = 3 * (3 if mode == "phases" else 1)
+    assert graphs.num_graphs == 0 if law == "penalised" else 1 <= graphs.num_graphs <= most
+
+
+def test_kinds_of_batches_with_graphs_are_few():
+    target = tiny_target(vocab_size=64)
+    llm = with_graphs(LLM(target, tiny_head(target, 50), max_context=64, batch_sizes=(4,)), "cycle")
+    laws = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.2}, {}]
+    for law in laws:
+        for logprobs in (None, 0, 3, 17):
+            params = SamplingParams(max_tokens=3, temperature=1.0, logprobs=logprobs, **law)
+            llm.generate([[1, 2]], params)
+    assert llm.engine().runner.graphs.num_graphs == 4
 
 
 def test_a_grammar_and_ngrams_split_the_cycle(tmp_path):

@@ -1,5 +1,92 @@
-"""Build the verified window out of draft candidates."""
+"""Grow a draft and build the verified window out of its candidates.
 
-from eagle_kit.kernels.tree_build.reference import Tree, chain_build, top_scores, tree_build
+Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
+"""
 
-__all__ = ["Tree", "chain_build", "top_scores", "tree_build"]
+import torch
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.tree_build import reference
+from eagle_kit.kernels.tree_build.reference import Beam, Candidates, Tree, top_scores
+
+__all__ = [
+    "Beam",
+    "Candidates",
+    "Tree",
+    "chain_build",
+    "grow_beam",
+    "start_beam",
+    "top_scores",
+    "tree_build",
+]
+
+
+def start_beam(
+    tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape, *, backend: Backend | None = None
+) -> tuple[Beam, Candidates]:
+    """The candidates of depth 1, ``tokens`` int64 and ``scores`` fp32 ``[B, K]`` -> the beam of the first
+    draft step, and the record of candidates, whose later depths are yet to be written."""
+    if uses_triton(scores, backend):
+        from eagle_kit.kernels.tree_build import triton as form
+    else:
+        form = reference
+    return form.start_beam(tokens.contiguous(), scores.contiguous(), shape)
+
+
+def grow_beam(
+    beam: Beam,
+    candidates: Candidates,
+    next_tokens: torch.Tensor,
+    next_scores: torch.Tensor,
+    step: int,
+    *,
+    backend: Backend | None = None,
+) -> Beam:
+    """Keep the K best of the K^2 children that draft step ``step`` proposed, the earlier one of equals.
+
+    Args:
+        beam: the nodes of depth ``step``, as :func:`start_beam` or the step before left them.
+        candidates: the children are written into it.
+        next_tokens: int64 ``[B * K, K]``, target ids of each node's children.
+        next_scores: fp32 ``[B * K, K]``, their log-probabilities behind their parents.
+        step: from 1 to S - 1.
+    """
+    if uses_triton(next_scores, backend):
+        from eagle_kit.kernels.tree_build import triton as form
+    else:
+        form = reference
+    return form.grow_beam(beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step)
+
+
+def tree_build(
+    roots: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    shape: SpecShape,
+    *,
+    backend: Backend | None = None,
+) -> Tree:
+    """Keep the best N - 1 candidates, the earlier one of equals.
+
+    Args:
+        roots: int64 ``[B]``, the last emitted token of each request.
+        tokens: int64 ``[B, n]``, target ids of all candidates.
+        scores: fp32 ``[B, n]``, log-probability of the path to each.
+        parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
+    """
+    if uses_triton(scores, backend):
+        from eagle_kit.kernels.tree_build import triton as form
+    else:
+        form = reference
+    return form.tree_build(roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape)
+
+
+def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
+    """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.tree_build import triton as form
+    else:
+        form = reference
+    return form.chain_build(roots, tokens.contiguous())

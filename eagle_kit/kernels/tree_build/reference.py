@@ -1,7 +1,8 @@
-"""From recorded draft candidates to the window that is verified (EAGLE-2's rerank, arXiv 2406.16858).
+"""How a draft tree grows, and from its candidates to the window that is verified (EAGLE-2's expansion and
+rerank, arXiv 2406.16858), in torch: what the kernels are held to.
 
-Legend: B requests, S steps, K top-k, N nodes with the root. Candidates are numbered in the order they were
-drafted: 0..K-1 at depth 1, then K * K at every further depth.
+Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates. Candidates are
+numbered in the order they were drafted: 0..K-1 at depth 1, then K * K at every further depth.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,41 @@ class Tree(NamedTuple):
     ancestors: torch.Tensor
 
 
+class Beam(NamedTuple):
+    """The K nodes that a draft step extends, best first; all but ``scores`` are int64.
+
+    Attributes:
+        tokens: ``[B, K]``, target ids.
+        scores: fp32 ``[B, K]``, log-probabilities of the paths to them.
+        ids: ``[B, K]``, their candidate numbers.
+        rows: ``[B * K]``, row of the last step's output (at first: of the state, a row a request) that each
+            one's features come from.
+        ancestors: ``[B, K]``, bits over the scratch window of all beams so far, each one's own included; a
+            node behind bit 63 has none of its own.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    ids: torch.Tensor
+    rows: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class Candidates(NamedTuple):
+    """All that a draft proposes, in the order it was drafted, ``[B, n]`` each: target ids ``tokens`` int64,
+    ``scores`` fp32 of the paths to them, and the candidate numbers of their ``parents`` int64, -1 at depth
+    1."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+
+
+def num_candidates(shape: SpecShape) -> int:
+    """n."""
+    return shape.topk + (shape.steps - 1) * shape.topk**2
+
+
 def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their
     index.
@@ -31,6 +67,42 @@ def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     holds the parents of its members, also when probabilities round to 1.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> tuple[Beam, Candidates]:
+    """``tokens``, ``scores [B, K]`` of depth 1 -> the first beam and the record of candidates."""
+    b, topk = tokens.shape
+    k = torch.arange(topk, device=tokens.device).expand(b, topk)
+    rows = torch.arange(b, device=tokens.device).repeat_interleave(topk)
+    size = (b, num_candidates(shape))
+    candidates = Candidates(tokens.new_empty(size), scores.new_empty(size), tokens.new_empty(size))
+    for record, first in zip(candidates, (tokens, scores, -1), strict=True):
+        record[:, :topk] = first
+    return Beam(tokens, scores, k, rows, torch.ones_like(k) << k), candidates
+
+
+def grow_beam(
+    beam: Beam, candidates: Candidates, next_tokens: torch.Tensor, next_scores: torch.Tensor, step: int
+) -> Beam:
+    """``next_tokens``, ``next_scores [B * K, K]`` -> the next beam; the children are recorded."""
+    b, topk = beam.tokens.shape
+    tokens = next_tokens.view(b, topk**2)
+    scores = (beam.scores[:, :, None] + next_scores.view(b, topk, topk)).view(b, topk**2)
+    first = topk + (step - 1) * topk**2
+    for record, made in zip(candidates, (tokens, scores, beam.ids.repeat_interleave(topk, 1)), strict=True):
+        record[:, first : first + topk**2] = made
+    best = top_scores(scores, topk)
+    up = best // topk
+    start = torch.arange(b, device=best.device)[:, None] * topk
+    key = step * topk + torch.arange(topk, device=best.device)
+    own = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
+    return Beam(
+        tokens=tokens.gather(1, best),
+        scores=scores.gather(1, best),
+        ids=first + best,
+        rows=(start + up).view(-1),
+        ancestors=beam.ancestors.gather(1, up) | own,
+    )
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
@@ -44,14 +116,7 @@ def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
 def tree_build(
     roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, shape: SpecShape
 ) -> Tree:
-    """Keep the best N - 1 candidates.
-
-    Args:
-        roots: int64 ``[B]``, the last emitted token of each request.
-        tokens: int64 ``[B, n]``, target ids of all candidates, n = K + (S - 1) K^2.
-        scores: ``[B, n]``, log-probability of the path to each.
-        parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
-    """
+    """Keep the best N - 1 candidates, ``tokens``, ``scores`` and ``parents [B, n]``."""
     chosen = top_scores(scores, shape.tokens - 1).sort(1).values
     chosen_parents = parents.gather(1, chosen)
     at = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1
