@@ -1,7 +1,11 @@
 """Door for people: `python kernels check` tries every operation, `python kernels bench` times decoding."""
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+from typing import Any
 
 from eagle_kit.cli import main as eagle_kit
 
@@ -19,15 +23,57 @@ def main() -> int:
 
 
 def check() -> int:
-    """One line per operation and form: its error against fp64 and whether that is rounding."""
-    from eagle_kit.kernels.selfcheck import TOLERANCE, run_checks
+    """Every operation against fp64, its Triton form too (interpreted where no GPU is), and what the compiler
+    makes of each configuration for GPUs that need not be there."""
+    from eagle_kit.kernels.backend import triton_available
+    from eagle_kit.kernels.selfcheck import TOLERANCE, Check, run_checks
 
     checks = run_checks()
-    for found in checks:
-        print(f"{found.kernel:20}{found.form:16}{found.error:9.1e}  {'ok' if found.ok else 'WRONG'}")
-    wrong = sum(not found.ok for found in checks)
-    print(f"\n{len(checks) - wrong} of {len(checks)} are right (largest relative error <= {TOLERANCE:.0e}).")
-    return 1 if wrong else 0
+    reports: list[dict[str, Any]] = []
+    if triton_available():
+        import torch
+
+        interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+        found = _lines("eagle_kit.kernels.selfcheck", interpret)
+        checks += [Check(**line) for line in found]
+    for one in checks:
+        print(f"{one.kernel:20}{one.form:24}{one.error:9.1e}  {'ok' if one.ok else 'WRONG'}")
+    wrong = sum(not one.ok for one in checks)
+    print(
+        f"\n{len(checks) - wrong} of {len(checks)} are right (largest relative error <= {TOLERANCE:.0e}).\n"
+    )
+    if not triton_available():
+        print("Triton is not installed: its kernels were neither run nor compiled.")
+        return 1 if wrong else 0
+    reports = _lines("eagle_kit.kernels.aot", {"TRITON_INTERPRET": "0"})
+    width = max((len(report["name"]) for report in reports), default=0)
+    print(f"{'compiled':{width}}  sm  registers  stack  shared  wgmma  wide loads")
+    for report in reports:
+        wgmma, wide = ("yes" if report[name] else "-" for name in ("wgmma", "wide_loads"))
+        print(
+            f"{report['name']:{width}}  {report['arch']}  {report['registers']:9}  "
+            f"{report['stack_bytes']:5}  {report['shared_bytes']:6}  {wgmma:5}  {wide:10}  "
+            f"{'; '.join(report['faults']) or 'ok'}"
+        )
+    faults = sum(bool(report["faults"]) for report in reports)
+    import triton
+
+    print(
+        f"\n{len(reports) - faults} of {len(reports)} compile as they should (Triton {triton.__version__})."
+    )
+    return 1 if wrong or faults else 0
+
+
+def _lines(module: str, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What a module prints as JSON lines, in a process of its own: interpreter and compiler exclude one
+    another."""
+    done = subprocess.run(
+        [sys.executable, "-m", module], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode and not lines:
+        raise SystemExit(f"error: {module} failed with exit code {done.returncode}.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ Legend: B requests, N window nodes, V vocabulary.
 
 import torch
 
-from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Verifier, accept, accept_greedy
+from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Verifier, accept, accept_most_likely
 from eagle_kit.kernels.sampling import (
     TARGET_COINS,
+    Law,
     SamplingBatch,
     adjust_logits,
     sample,
-    target_probs,
+    target_law,
     uniforms,
 )
 from eagle_kit.kernels.tree_build import Tree
@@ -40,7 +41,7 @@ def choose(
         return _masked(logits, allowed).argmax(-1)
     positions = seq_lens[:, None] + 1 + tree.depths
     coins = uniforms(sampling.seeds, positions, TARGET_COINS)
-    return sample(target_law(logits, tree, sampling, allowed), coins)
+    return sample(law_of(logits, tree, sampling, allowed), coins)
 
 
 def decide(
@@ -56,17 +57,18 @@ def decide(
     """Which drafts are kept, and the token that follows them: see :func:`choose` and ``kernels.accept``."""
     if sampling is None:
         assert isinstance(proposal, Deterministic), "a draft of greedy requests has nothing to draw"
-        return accept_greedy(choose(logits, tree, seq_lens, None, allowed), tree.tokens, tree.parents, steps)
-    probs = target_law(logits, tree, sampling, allowed)
-    return accept(probs, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
+        return accept_most_likely(_masked(logits, allowed), tree.tokens, tree.parents, steps)
+    law = law_of(logits, tree, sampling, allowed)
+    return accept(law, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
 
 
-def target_law(
+def law_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
-) -> torch.Tensor:
-    """The law after every node, fp32 ``[B, N, V]``: penalties and bias, the grammar, then the filters."""
-    bent = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
-    return target_probs(_masked(bent, allowed), sampling)
+) -> torch.Tensor | Law:
+    """The law after every node: penalties and bias, the grammar, then the filters."""
+    if any(part is not None for part in (sampling.repetition, sampling.counts, sampling.bias)):
+        logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
+    return target_law(_masked(logits, allowed), sampling)
 
 
 def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:

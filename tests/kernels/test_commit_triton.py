@@ -95,7 +95,13 @@ def path_inputs(page_size, device, b=3, n=5):
             p = int(first[request]) + j
             row = int(table[request, p // page_size]) * page_size + p % page_size
             pairs.append((scratch_start + request * WINDOW + int(nodes[request, j]), row))
-    rest = (table.to(device), page_size, nodes.T.contiguous().T.to(device), first.to(device), count.to(device))
+    rest = (
+        table.to(device),
+        page_size,
+        nodes.T.contiguous().T.to(device),
+        first.to(device),
+        count.to(device),
+    )
     return scratch_start + b * WINDOW + 2, pairs, (*rest, scratch_start, WINDOW)
 
 

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
 from eagle_kit.serve.cycle import Settings, cycle
 from eagle_kit.serve.engine import Engine, EngineOptions
@@ -19,9 +20,12 @@ LAWS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"])
-def test_the_cycle_needs_no_host(shape, law):
+def test_the_cycle_needs_no_host(shape, law, backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
     target, batch = tiny_target(), 3
     options = EngineOptions(max_running=batch, max_context=128, kv_tokens=600)
     engine = Engine(target, Eagle3Draft(tiny_head(target), target), options)
@@ -29,7 +33,7 @@ def test_the_cycle_needs_no_host(shape, law):
     engine.use_shape(shape)
     runner, vocab = engine.runner, target.config.vocab_size
     params = LAWS[law]
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), use(backend), FakeTensorMode(allow_non_fake_inputs=True):
         sampling = None
         if params is not None:
             sampling = make_sampling_batch(

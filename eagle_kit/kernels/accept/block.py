@@ -43,25 +43,34 @@ import torch
 
 from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.accept.rejection import chain_accepted, node_rows, weights_or
-from eagle_kit.kernels.sampling import sample
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
 
 
 def accept_block(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     q: torch.Tensor,
     tokens: torch.Tensor,
     coins: torch.Tensor,
     bonus_coins: torch.Tensor,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Verify a chain as one block.
 
     Args:
-        probs: ``[B, S + 1, V]``, the target's law after each node.
+        probs: ``[B, S + 1, V]`` or a ``Law``, the target's law after each node.
         q: ``[B, S, V]``, the law that the child of each node was drawn from, S >= 1.
         tokens: int64 ``[B, S + 1]``, the root and the drafts; each was drawn with q > 0.
         coins: ``[B, S]`` in [0, 1), one per draft.
         bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
     """
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.accept import triton
+
+        chain = q.contiguous(), tokens.contiguous(), coins.contiguous(), bonus_coins.contiguous()
+        return Accepted(*triton.accept_block(*law_parts(probs), *chain))
+    probs = probabilities(probs)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]
     p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
@@ -81,4 +90,6 @@ def accept_block(
     p_end = node_rows(probs, num_accepted).double()
     q_end = node_rows(q, num_accepted.clamp(max=steps - 1)) * (num_accepted < steps)[:, None]
     left = (node_rows(w, num_accepted)[:, None] * p_end - q_end).relu()
-    return chain_accepted(tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins))
+    return chain_accepted(
+        tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins, backend="reference")
+    )

@@ -16,7 +16,8 @@ from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
 from eagle_kit.kernels.accept.target_only import accept_target_only
-from eagle_kit.kernels.sampling import TARGET_COINS, VERIFY_COINS, uniforms, window_uniforms
+from eagle_kit.kernels.backend import Backend
+from eagle_kit.kernels.sampling import TARGET_COINS, VERIFY_COINS, Law, uniforms, window_uniforms
 from eagle_kit.kernels.tree_build import Tree
 
 
@@ -78,13 +79,15 @@ def default_verifier(proposal: Proposal) -> Verifier:
 
 
 def accept(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     tree: Tree,
     proposal: Proposal,
     verifier: Verifier,
     seeds: torch.Tensor,
     root_positions: torch.Tensor,
     steps: int,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Verify a window with coins that depend on each request's seed and position only.
 
@@ -93,7 +96,7 @@ def accept(
     nothing drawn for a thrown-away draft is used again.
 
     Args:
-        probs: ``[B, N, V]``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
         tree: the window.
         seeds, root_positions: int64 ``[B]``.
         steps: S, depth of the window.
@@ -104,20 +107,25 @@ def accept(
     n = tree.tokens.shape[1]
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
         places = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
-        coins = uniforms(seeds, places, TARGET_COINS)
-        return accept_target_only(probs, tree.tokens, tree.parents, tree.depths, coins, steps)
-    coins = window_uniforms(seeds, root_positions, n + 1, VERIFY_COINS)
+        coins = uniforms(seeds, places, TARGET_COINS, backend=backend)
+        window = tree.tokens, tree.parents, tree.depths
+        return accept_target_only(probs, *window, coins, steps, backend=backend)
+    coins = window_uniforms(seeds, root_positions, n + 1, VERIFY_COINS, backend=backend)
     nodes, bonus = coins[:, :n], coins[:, n]
     match proposal, verifier:
         case Deterministic(), Relaxed(single, acc):
             # A coin per depth; there are no more depths than nodes.
-            return accept_relaxed(probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc)
+            return accept_relaxed(
+                probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc, backend=backend
+            )
         case SampledChain(q), Rejection():
-            return accept_rejection_chain(probs, q, tree.tokens, nodes[:, 1:], bonus)
+            return accept_rejection_chain(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
         case SampledChain(q), Block():
-            return accept_block(probs, q, tree.tokens, nodes[:, 1:], bonus)
+            return accept_block(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
         case SampledTree(q), Rejection():
-            return accept_rejection_tree(probs, q, tree.tokens, tree.parents, nodes, bonus, steps)
+            return accept_rejection_tree(
+                probs, q, tree.tokens, tree.parents, nodes, bonus, steps, backend=backend
+            )
     raise TypeError(
         f"{type(verifier).__name__} verification is not sound for {type(proposal).__name__} drafts. Use "
         "TargetOnly or Relaxed for Deterministic, Rejection or Block for SampledChain, Rejection for "

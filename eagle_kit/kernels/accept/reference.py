@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.backend import Backend, uses_triton
+
 
 class Accepted(NamedTuple):
     """The accepted path of each request.
@@ -22,8 +24,30 @@ class Accepted(NamedTuple):
     num_accepted: torch.Tensor
 
 
+def accept_most_likely(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    steps: int,
+    *,
+    backend: Backend | None = None,
+) -> Accepted:
+    """:func:`accept_greedy` of ``logits [B, N, V]``, of any float type: the lowest id among equals."""
+    if uses_triton(logits, backend):
+        from eagle_kit.kernels.accept import triton
+
+        window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
+        return Accepted(*triton.accept_most_likely(*window, steps))
+    return accept_greedy(logits.argmax(-1), tokens, parents, steps, backend="reference")
+
+
 def accept_greedy(
-    predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
+    predicted: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    steps: int,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Walk from the root to the child that is the target's choice, as long as there is one.
 
@@ -32,6 +56,11 @@ def accept_greedy(
         tokens, parents: int64 ``[B, N]``, the window.
         steps: S, its depth.
     """
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.accept import triton
+
+        window = predicted.contiguous(), tokens.contiguous(), parents.contiguous()
+        return Accepted(*triton.accept_greedy(*window, steps))
     b, n = tokens.shape
     node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
     alive = torch.ones_like(node, dtype=torch.bool)

@@ -25,28 +25,37 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 import torch
 
 from eagle_kit.kernels.accept.reference import Accepted
-from eagle_kit.kernels.sampling import sample
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
 
 
 def accept_rejection_chain(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     q: torch.Tensor,
     tokens: torch.Tensor,
     coins: torch.Tensor,
     bonus_coins: torch.Tensor,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Verify a chain token by token.
 
     A token with q = 0 cannot have been drawn: it and what follows count as not drafted.
 
     Args:
-        probs: ``[B, S + 1, V]``, the target's law after each node.
+        probs: ``[B, S + 1, V]`` or a ``Law``, the target's law after each node.
         q: ``[B, S, V]``, the law that the child of each node was drawn from, S >= 1.
         tokens: int64 ``[B, S + 1]``, the root and the drafts.
         coins: ``[B, S]`` in [0, 1), one per draft.
         bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
     """
     steps = q.shape[1]
+    if uses_triton(tokens, backend):
+        # A tree without branches; the root has no coin.
+        parents = torch.arange(-1, steps, device=tokens.device).clamp(min=0).expand_as(tokens)
+        padded = torch.cat((coins[:, :1], coins), 1)
+        return accept_rejection_tree(probs, q, tokens, parents, padded, bonus_coins, steps, backend=backend)
+    probs = probabilities(probs)
     drafts = tokens[:, 1:, None]
     p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
     keeps = (coins.double() * q_x < p_x) & (q_x > 0)
@@ -55,17 +64,21 @@ def accept_rejection_chain(
     # After the last draft, and where nothing can have been drawn, there is no q to subtract.
     is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
     left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
-    return chain_accepted(tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins))
+    return chain_accepted(
+        tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins, backend="reference")
+    )
 
 
 def accept_rejection_tree(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     q: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
     coins: torch.Tensor,
     bonus_coins: torch.Tensor,
     steps: int,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Verify a tree whose siblings were drawn without replacement and lie in the window in that order.
 
@@ -75,7 +88,7 @@ def accept_rejection_tree(
     are therefore verified exactly too: leaving repetitions out, they are a draw without replacement.
 
     Args:
-        probs: ``[B, N, V]``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
         q: ``[B, Q, V]``, Q <= N, the law that the children of each of the first Q nodes were drawn from;
             nodes from Q on have no children.
         tokens, parents: int64 ``[B, N]``, the window; a token of -1 is an unused node.
@@ -83,6 +96,12 @@ def accept_rejection_tree(
         bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
         steps: S, depth of the window.
     """
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.accept import triton
+
+        window = tokens.contiguous(), parents.contiguous(), coins.contiguous(), bonus_coins.contiguous()
+        return Accepted(*triton.accept_by_trial(*law_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0))
+    probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
     path, num_accepted = node.expand(-1, steps + 1), node
     p, law = probs[:, 0].double(), q[:, 0].double()
@@ -99,7 +118,7 @@ def accept_rejection_tree(
         if j < q.shape[1]:
             law = torch.where(kept, q[:, j], law)
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
-    return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_coins))
+    return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_coins, backend="reference"))
 
 
 def weights_or(weights: torch.Tensor, law: torch.Tensor) -> torch.Tensor:

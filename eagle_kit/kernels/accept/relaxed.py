@@ -7,14 +7,15 @@ import torch
 
 from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.accept.rejection import node_rows, step_to, tree_accepted, weights_or
-from eagle_kit.kernels.sampling import sample
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
 
 LEAST_THRESHOLD = 1e-9
 """What a threshold of 0 divides by, SGLang's cap."""
 
 
 def accept_relaxed(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     tokens: torch.Tensor,
     parents: torch.Tensor,
     coins: torch.Tensor,
@@ -22,6 +23,8 @@ def accept_relaxed(
     steps: int,
     threshold_single: float,
     threshold_acc: float,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Keep a child whose probability, or whose share of the coin, is large enough. LOSSY below thresholds
     of 1: the text no longer follows the target's law, it leans towards what the draft proposes.
@@ -39,7 +42,7 @@ def accept_relaxed(
     its probability was spent. Source: SGLang, ``speculative_sampling.cuh``, read in 2026.
 
     Args:
-        probs: ``[B, N, V]``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
         tokens, parents: int64 ``[B, N]``, the window of a deterministic draft; -1 is an unused node.
         coins: ``[B, S + 1]`` in [0, 1), one per depth.
         bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
@@ -52,6 +55,14 @@ def accept_relaxed(
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} is {value}. Give a number from 0 to 1; 1 is lossless.")
+    least_acc = max(threshold_acc, LEAST_THRESHOLD)
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.accept import triton
+
+        window = tokens.contiguous(), parents.contiguous(), coins.contiguous(), bonus_coins.contiguous()
+        out = triton.accept_by_trial(*law_parts(probs), None, *window, steps, threshold_single, least_acc)
+        return Accepted(*out)
+    probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
     path, num_accepted = node.expand(-1, steps + 1), node
     p = probs[:, 0].double()
@@ -63,11 +74,12 @@ def accept_relaxed(
         tried = (parents[:, j : j + 1] == node) & (token >= 0)
         mass = tried_mass + p_x
         coin = coins.gather(1, num_accepted)
-        enough = (coin < mass / max(threshold_acc, LEAST_THRESHOLD)) | (p_x >= threshold_single)
+        enough = (coin < mass / least_acc) | (p_x >= threshold_single)
         kept = tried & enough & (p_x > 0)
         refused = tried & ~kept
         p = torch.where(kept, probs[:, j], torch.where(refused, p.scatter(1, at, 0.0), p))
         tried_mass = torch.where(kept, 0.0, torch.where(refused, mass, tried_mass))
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
-    bonus = sample(weights_or(p, node_rows(probs, node[:, 0]).double()), bonus_coins)
+    left = weights_or(p, node_rows(probs, node[:, 0]).double())
+    bonus = sample(left, bonus_coins, backend="reference")
     return tree_accepted(tokens, path, num_accepted[:, 0], bonus)

@@ -10,16 +10,19 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 import torch
 
 from eagle_kit.kernels.accept.reference import Accepted, accept_greedy
-from eagle_kit.kernels.sampling import sample
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
 
 
 def accept_target_only(
-    probs: torch.Tensor,
+    probs: torch.Tensor | Law,
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
     coins: torch.Tensor,
     steps: int,
+    *,
+    backend: Backend | None = None,
 ) -> Accepted:
     """Draw the target's token at every node and walk to the child that equals it.
 
@@ -27,9 +30,15 @@ def accept_target_only(
     are, so their order and repeated siblings change nothing.
 
     Args:
-        probs: ``[B, N, V]``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
         tokens, parents, depths: int64 ``[B, N]``, the window.
         coins: ``[B, S + 1]`` in [0, 1), of the tokens that follow nodes of depth 0..S.
         steps: S, depth of the window.
     """
-    return accept_greedy(sample(probs, coins.gather(1, depths)), tokens, parents, steps)
+    if uses_triton(tokens, backend):
+        from eagle_kit.kernels.accept import triton
+
+        window = tokens.contiguous(), parents.contiguous(), coins.contiguous()
+        return Accepted(*triton.accept_target_only(*law_parts(probs), *window, steps))
+    drawn = sample(probabilities(probs), coins.gather(1, depths), backend="reference")
+    return accept_greedy(drawn, tokens, parents, steps, backend="reference")

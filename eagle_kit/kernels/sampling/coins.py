@@ -8,6 +8,9 @@ The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed an
 
 import torch
 
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.sampling.law import Law, law_parts, probabilities
+
 TARGET_COINS, DRAFT_COINS, VERIFY_COINS = 0, 1, 2
 """Streams: the target's choice at a position, a draft's choice, and the acceptance of a sampled draft."""
 
@@ -25,7 +28,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 33)
 
 
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+def uniforms(
+    seeds: torch.Tensor, positions: torch.Tensor, stream: int, *, backend: Backend | None = None
+) -> torch.Tensor:
     """Coins in [0, 1 - 2^-53], fp64 ``[B, n]``.
 
     Args:
@@ -33,11 +38,20 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch
         positions: int64 ``[B, n]``, of the tokens that are decided.
         stream: coins of different use are independent.
     """
+    if uses_triton(seeds, backend):
+        from eagle_kit.kernels.sampling import triton
+
+        return triton.coins(seeds.contiguous(), positions, positions.shape[1], stream, False)
     return _shift_right(_hash(seeds[:, None], positions, stream), 11).double() * 2.0**-53
 
 
 def window_uniforms(
-    seeds: torch.Tensor, root_positions: torch.Tensor, count: int, stream: int
+    seeds: torch.Tensor,
+    root_positions: torch.Tensor,
+    count: int,
+    stream: int,
+    *,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
     """Coins of one cycle, fp64 ``[B, count]``: they belong to its root's position, which grows from cycle to
     cycle, so that nothing drawn for a rejected draft is used again.
@@ -47,27 +61,36 @@ def window_uniforms(
         count: coins per request.
         stream: coins of different use are independent.
     """
+    if uses_triton(seeds, backend):
+        from eagle_kit.kernels.sampling import triton
+
+        return triton.coins(seeds.contiguous(), root_positions[:, None], count, stream, True)
     index = torch.arange(count, device=seeds.device).expand(seeds.shape[0], count)
-    return uniforms(_hash(seeds, root_positions, stream), index, stream)
+    return uniforms(_hash(seeds, root_positions, stream), index, stream, backend="reference")
 
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
     return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + stream * 0x5851F42D4C957F2D)
 
 
-def sample(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+def sample(probs: torch.Tensor | Law, coins: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
     """Draw by the inverse of the cumulative distribution: the first token whose sum exceeds the coin.
 
     The sum is fp64, so a token's share is off by no more than the rounding of its own fp32 probability. A
     token of probability zero adds nothing to the sum and is never the first to exceed anything.
 
     Args:
-        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one.
+        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one. Or a ``Law``.
         coins: fp64 ``[...]`` in [0, 1).
 
     Returns:
         int64 ``[...]``, 0..V - 1 also for a row that is no law (all zeros, NaN).
     """
+    if uses_triton(coins, backend):
+        from eagle_kit.kernels.sampling import triton
+
+        return triton.sample(coins.contiguous(), *law_parts(probs))
+    probs = probabilities(probs)
     sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
     # A coin just below one may round up to the total, which nothing exceeds.
@@ -75,7 +98,9 @@ def sample(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(sums, bound, right=True)[..., 0].clamp(max=probs.shape[-1] - 1)
 
 
-def sample_distinct(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+def sample_distinct(
+    probs: torch.Tensor, coins: torch.Tensor, *, backend: Backend | None = None
+) -> torch.Tensor:
     """Draw tokens one after another without replacement, as siblings of a sampled tree are.
 
     When the law has no token left, the lowest ids not drawn yet follow, of probability zero: a verifier knows
@@ -88,13 +113,17 @@ def sample_distinct(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[B, K]``, in the order of the draws, which must be their order in the window.
     """
+    if uses_triton(probs, backend):
+        from eagle_kit.kernels.sampling import triton
+
+        return triton.sample_distinct(probs.contiguous(), coins.contiguous())
     drawn = []
     unused = torch.ones_like(probs)
     for k in range(coins.shape[1]):
         left = probs * unused
         is_empty = left.amax(-1, keepdim=True) <= 0
         coin = torch.where(is_empty[:, 0], 0.0, coins[:, k])
-        token = sample(torch.where(is_empty, unused, left), coin)
+        token = sample(torch.where(is_empty, unused, left), coin, backend="reference")
         unused = unused.scatter(1, token[:, None], 0.0)
         drawn.append(token)
     return torch.stack(drawn, 1)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.request import SamplingParams
+from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling.nearest import nearest
 
 LARGEST = torch.finfo(torch.float32).max / 4
@@ -36,6 +37,21 @@ class SamplingBatch(NamedTuple):
     bias: torch.Tensor | None = None
     prompt_mask: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+
+
+class Law(NamedTuple):
+    """Laws after every node that only the Triton kernels read: logits and what their filters keep of them.
+
+    ``logits [B, N, V]``, as they were filtered; ``stats`` fp32 ``[B, N, 3]``: the best logit, the
+    temperature, and the distance ``(best - logit) / temperature`` up to which tokens are kept; ``last`` int32
+    ``[B, N]``, of those at that distance the last one kept; ``sums`` fp64 ``[B, N, C]``, of
+    ``exp(-distance)`` over the kept tokens of every chunk of the vocabulary.
+    """
+
+    logits: torch.Tensor
+    stats: torch.Tensor
+    last: torch.Tensor
+    sums: torch.Tensor
 
 
 def make_sampling_batch(
@@ -130,7 +146,41 @@ def adjust_logits(
     return logits if batch.bias is None else logits + batch.bias[:, None]
 
 
-def target_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def target_law(
+    logits: torch.Tensor, batch: SamplingBatch, *, backend: Backend | None = None
+) -> torch.Tensor | Law:
+    """The law of :func:`target_probs` as ``sample`` and the verifiers read it best: probabilities for the
+    reference, a ``Law`` for Triton, which then takes ``logits`` of any float type."""
+    if not uses_triton(logits, backend):
+        return target_probs(logits.float(), batch, backend="reference")
+    from eagle_kit.kernels.sampling import triton
+
+    logits = logits.contiguous()
+    floors = None if batch.min_p is None else -batch.min_p.log()
+    return Law(logits, *triton.filtered_law(logits, batch.temperature, batch.top_k, batch.top_p, floors))
+
+
+def law_parts(
+    law: torch.Tensor | Law,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What Triton kernels are given of a law: the fields of ``Law``, probabilities have the first."""
+    if isinstance(law, torch.Tensor):
+        return law.contiguous(), None, None, None
+    return law.logits, law.stats, law.last, law.sums
+
+
+def probabilities(law: torch.Tensor | Law) -> torch.Tensor:
+    """A law as probabilities, fp32 ``[B, N, V]``."""
+    if isinstance(law, torch.Tensor):
+        return law
+    from eagle_kit.kernels.sampling import triton
+
+    return triton.law_probs(*law)
+
+
+def target_probs(
+    logits: torch.Tensor, batch: SamplingBatch, *, backend: Backend | None = None
+) -> torch.Tensor:
     """Temperature, then top-k, top-p and min-p, each on what the one before left -> fp32 ``[B, N, V]``.
 
     Equal logits are ranked by token id, so top-k keeps exactly k, and top-p no more than it needs. A
@@ -140,6 +190,8 @@ def target_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     Args:
         logits: fp32 ``[B, N, V]``.
     """
+    if uses_triton(logits, backend):
+        return probabilities(target_law(logits, batch, backend=backend))
     greedy = (batch.temperature == 0)[:, None, None]
     best, at = logits.max(-1, keepdim=True)
     distance = best - logits  # of every token from the best one, 0..inf

@@ -1,0 +1,499 @@
+"""Verification without a row of probabilities: every program walks one request's window.
+
+Greedy and target-only (deterministic drafts) follow the target's own token from node to node, so only nodes
+on the path are looked at: the best of each chunk decides the greedy token, the sums of the chunks and one
+chunk of logits decide a drawn one. Bytes a node on the path: C values, and 4,096 logits where it is drawn.
+
+Rejection (arXiv 2211.17192, 2305.09781) reads a row only when a draft is refused. After r refusals at a node,
+of tokens x_1 .. x_r, what is left of p and q is a recursion over each token alone,
+
+    u_r(y) = relu(u_{r-1}(y) / P_{r-1} - q_{r-1}(y) / Q_{r-1}),    q_r(y) = q_{r-1}(y) [y != x_r],
+
+with the sums P and Q over the vocabulary. The program keeps those 3 r numbers instead of rows and computes
+u_r anew where it is needed; one pass over p and q a refusal gives P_r, Q_r and the sums of the chunks that
+the token is drawn from. Bytes: (e + 4) V a refusal, e those of a logit. A chain is a tree without branches.
+
+Block verification (arXiv 2403.10444) needs the sums of relu(w_i p - q) at every node: one launch over all
+chunks of all nodes, which are those of the residual row as well, then one walk. Bytes: (e + 4) V S.
+
+Relaxed verification (LOSSY) drops refused tokens: one pass over p where any was refused before the bonus.
+
+p comes as probabilities or as a ``Law``, whose p is rounded to fp32 as by ``law_probs``, q as probabilities.
+Tokens behind the accepted ones are all the bonus token, so the next root is ``tokens[:, -1]``.
+
+Legend: B requests, N window nodes, Q of them with a row of q, S steps, V vocabulary, C chunks of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.sampling.triton import (
+    best_of_chunks,
+    chunk_size,
+    chunk_sums,
+    draw,
+    num_chunks,
+    pick_chunk,
+    pick_token,
+    row_argmax,
+    row_probs,
+    row_scale,
+    row_sums,
+    sizes,
+)
+
+_LANE = tl.constexpr(128)
+"""Tokens whose left-over is summed within a warp: no barrier then stands between the loads of a pass."""
+
+
+@triton.jit
+def _window(tokens, parents, b, nodes, NPAD: tl.constexpr):
+    j = tl.arange(0, NPAD)
+    is_drafted = (j > 0) & (j < nodes)
+    up = tl.load(parents + b * nodes + j, is_drafted, -1)
+    return j, up, tl.load(tokens + b * nodes + j, is_drafted, -1)
+
+
+@triton.jit
+def _follow(rows, stats, last, sums, values, ids, coins, tokens, parents, path, emitted, num_accepted, nodes,
+            vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+            CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
+    out = b * (steps + 1)
+    node, count, alive = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), b >= 0
+    token = tl.full((), 0, tl.int64)
+    for step in range(steps + 1):
+        if alive:
+            m = b * nodes + node
+            if GREEDY:
+                token = row_argmax(values, ids, m, chunks, CPAD).to(tl.int64)
+            else:
+                coin = tl.load(coins + out + step)
+                token = draw(rows, m, coin, vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD).to(tl.int64)
+        tl.store(path + out + step, node.to(tl.int64))
+        tl.store(emitted + out + step, token)
+        child = tl.min(tl.where((up == node) & (drafted == token), j, NPAD), 0)
+        alive = alive & (child < NPAD) & (step < steps)
+        node = tl.where(alive, child, node)
+        count += alive.to(tl.int32)
+    tl.store(num_accepted + b, count.to(tl.int64))
+
+
+@triton.jit
+def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
+    """What ``number`` refusals leave of the laws p and q at tokens ``y``, not normalised."""
+    for r in range(number):
+        token = tl.load(refused + at + r)
+        if RELAXED:
+            p = tl.where(y == token, 0.0, p)
+        else:
+            p = tl.maximum(p * tl.load(scales + 2 * (at + r)) - q * tl.load(scales + 2 * (at + r) + 1), 0.0)
+            q = tl.where(y == token, 0.0, q)
+    return p, q
+
+
+@triton.jit
+def _laws(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number,
+          RELAXED: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
+    """p after node ``m`` and q for its children, of which ``q_size`` tokens are known, at tokens ``y`` as
+    ``number`` refusals leave them, fp64."""
+    p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
+    if RELAXED:
+        return _left(p, p, y, refused, scales, at, number, True)
+    below = tl.load(q + q_row * vocab + y, y < q_size, 0.0).to(tl.float64)
+    return _left(p, below, y, refused, scales, at, number, False)
+
+
+@triton.jit
+def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refused, scales, at, number,
+              parts, RELAXED: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Sums of what is left of p and q; those of p of every 128 tokens are written to ``parts``."""
+    GROUPS: tl.constexpr = CHUNK // _LANE
+    group = tl.arange(0, GROUPS)
+    total, rest = tl.zeros([GROUPS], tl.float64), tl.zeros([GROUPS], tl.float64)
+    for c in range(chunks):
+        y = c * CHUNK + group[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+        p, below = _laws(
+            rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
+            DENSE,
+        )  # fmt: skip
+        part = tl.sum(p, 1)
+        tl.store(parts + c * GROUPS + group, part)
+        total += part
+        rest += tl.sum(below, 1)
+    return tl.sum(total, 0), tl.sum(rest, 0)
+
+
+@triton.jit
+def _walk(rows, stats, last, sums, q, tokens, parents, coins, bonus_coins, refused, scales, parts, path,
+          emitted, num_accepted, nodes, q_nodes, coin_stride, vocab, chunks, steps, SINGLE: tl.constexpr,
+          ACC: tl.constexpr, RELAXED: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+          CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
+    at, out = b * nodes, b * (steps + 1)
+    GROUPS: tl.constexpr = CHUNK // _LANE
+    parts += b * chunks * GROUPS
+    one = tl.full((), 1.0, tl.float64)
+    none = tl.full((), 0, tl.int32)
+    node, count, number, mass = none, none, none, one * 0.0
+    p_total, q_total = one, one
+    tl.store(path + out, (b * 0).to(tl.int64))
+    child = tl.min(tl.where((up == 0) & (drafted >= 0), j, NPAD), 0)
+    while child < NPAD:
+        x = tl.load(tokens + at + child)
+        m, q_row, q_size = at + node, b * q_nodes + node, tl.where(node < q_nodes, vocab, 0)
+        scale = row_scale(sums, m, chunks, DENSE, CPAD)
+        p_x, q_x = _laws(
+            rows, stats, last, q, x, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
+            DENSE,
+        )  # fmt: skip
+        p_x, q_x = p_x / p_total, q_x / q_total
+        if RELAXED:
+            coin = tl.load(coins + b * coin_stride + count)
+            mass += p_x
+            kept = ((coin < mass / ACC) | (p_x >= SINGLE)) & (p_x > 0)
+            refuses = kept == 0
+        else:
+            coin = tl.load(coins + b * coin_stride + child)
+            kept = (q_x > 0) & (coin * q_x < p_x)
+            refuses = (q_x > 0) & (coin * q_x >= p_x)
+        if refuses:
+            # Barriers stand between what other warps read of the last refusals, this one, and its readers.
+            tl.debug_barrier()
+            tl.store(refused + at + number, x)
+            if RELAXED:
+                number += 1
+                tl.debug_barrier()
+            else:
+                tl.store(scales + 2 * (at + number), 1.0 / p_total)
+                number += 1
+                total, rest = one * 0.0, one * 0.0
+                for attempt in range(2):
+                    # Laws that differ by rounding only may leave nothing: p then stays.
+                    if total <= 0:
+                        tl.debug_barrier()
+                        tl.store(scales + 2 * (at + number) - 1, tl.where(attempt == 0, 1.0 / q_total, 0.0))
+                        tl.debug_barrier()
+                        total, rest = _sum_left(
+                            rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refused, scales, at,
+                            number, parts, RELAXED, DENSE, CHUNK,
+                        )  # fmt: skip
+                p_total, q_total = tl.where(total > 0, total, 1.0), tl.where(rest > 0, rest, 1.0)
+        if kept:
+            tl.store(emitted + out + count, x, count < steps)
+            node, count, number, mass = child, count + 1, none, one * 0.0
+            p_total, q_total = one, one
+            tl.store(path + out + count, child.to(tl.int64), count <= steps)
+        child = tl.min(tl.where((up == node) & (drafted >= 0) & (j > child), j, NPAD), 0)
+    m, q_row, q_size = at + node, b * q_nodes + node, tl.where(node < q_nodes, vocab, 0)
+    scale = row_scale(sums, m, chunks, DENSE, CPAD)
+    if RELAXED and number > 0:
+        total, _ = _sum_left(
+            rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refused, scales, at, number, parts,
+            RELAXED, DENSE, CHUNK,
+        )  # fmt: skip
+        number = tl.where(total > 0, number, 0)
+    c, group = tl.arange(0, CPAD), tl.arange(0, GROUPS)
+    weight = row_sums(sums, m, chunks, CPAD) * scale
+    if number > 0:
+        tl.debug_barrier()
+        fine = tl.load(parts + c[:, None] * GROUPS + group[None, :], (c < chunks)[:, None], 0.0)
+        weight = tl.sum(fine, 1)
+    chunk, before, aim = pick_chunk(weight, tl.load(bonus_coins + b), CPAD)
+    y = chunk * CHUNK + tl.arange(0, CHUNK)
+    p, _ = _laws(
+        rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED, DENSE
+    )
+    token = pick_token(p, y, before, aim, vocab)
+    for step in range(steps + 1):
+        if step >= count:
+            tl.store(path + out + step, node.to(tl.int64))
+            tl.store(emitted + out + step, token.to(tl.int64))
+    tl.store(num_accepted + b, count.to(tl.int64))
+
+
+@triton.jit
+def _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE: tl.constexpr,
+                    CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
+    """w_0 .. w_S of a chain."""
+    k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
+    is_draft = k < steps
+    m = b * (steps + 1) + tl.where(is_draft, k, 0)
+    x = tl.load(tokens + m + 1)
+    scale = tl.full([SPAD], 1.0, tl.float64)
+    if not DENSE:
+        scale = 1.0 / tl.sum(tl.load(sums + m[:, None] * chunks + c[None, :], (c < chunks)[None, :], 0.0), 1)
+    p_x = row_probs(rows, x, m, vocab, stats, last, scale, DENSE).to(tl.float64)
+    q_x = tl.load(q + (b * steps + k) * vocab + x, is_draft, 0.0).to(tl.float64)
+    ratio = tl.where(q_x > 0, p_x / q_x, 0.0)
+    weight = tl.full((), 1.0, tl.float64)
+    found = tl.where(k == 0, weight, 0.0)
+    for i in range(steps):
+        weight = tl.minimum(weight * tl.sum(tl.where(k == i, ratio, 0.0), 0), 1.0)
+        found = tl.where(k == i + 1, weight, found)
+    return found
+
+
+@triton.jit
+def _excess(rows, stats, last, sums, q, tokens, excess, steps, vocab, chunks, DENSE: tl.constexpr,
+            CHUNK: tl.constexpr, CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, i = r // steps, r % steps
+    found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
+    weight = tl.sum(tl.where(tl.arange(0, SPAD) == i, found, 0.0), 0)
+    m = b * (steps + 1) + i
+    y = c * CHUNK + tl.arange(0, CHUNK)
+    scale = row_scale(sums, m, chunks, DENSE, CPAD)
+    p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
+    below = tl.load(q + r * vocab + y, y < vocab, 0.0).to(tl.float64)
+    tl.store(excess + r * chunks + c, tl.sum(tl.maximum(weight * p - below, 0.0), 0))
+
+
+@triton.jit
+def _block(rows, stats, last, sums, q, tokens, coins, bonus_coins, excess, path, emitted, num_accepted, steps,
+           vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+           SPAD: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
+    k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
+    places = excess + (b * steps + k)[:, None] * chunks + c[None, :]
+    parts = tl.load(places, (k < steps)[:, None] & (c < chunks)[None, :], 0.0)
+    total = tl.sum(parts, 1)
+    slack = total + 1 - found
+    share = tl.where(slack > 0, total / tl.where(slack > 0, slack, 1.0), 1.0)
+    share = tl.where(k < steps, share, found)
+    is_draft = (k > 0) & (k <= steps)
+    coin = tl.load(coins + b * steps + k - 1, is_draft, 1.0)
+    count = tl.max(tl.where(is_draft & (coin < share), k, 0), 0)
+    weight = tl.sum(tl.where(k == count, found, 0.0), 0)
+    has_left = (count < steps) & (tl.sum(tl.where(k == count, total, 0.0), 0) > 0)
+    m = b * (steps + 1) + count
+    scale = row_scale(sums, m, chunks, DENSE, CPAD)
+    left = tl.sum(tl.where((k == count)[:, None], parts, 0.0), 0)
+    left = tl.where(has_left, left, row_sums(sums, m, chunks, CPAD) * scale)
+    chunk, before, aim = pick_chunk(left, tl.load(bonus_coins + b), CPAD)
+    y = chunk * CHUNK + tl.arange(0, CHUNK)
+    p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
+    below = tl.load(q + (b * steps + count) * vocab + y, y < tl.where(has_left, vocab, 0), 0.0).to(tl.float64)
+    p = tl.where(has_left, tl.maximum(weight * p - below, 0.0), p)
+    token = pick_token(p, y, before, aim, vocab).to(tl.int64)
+    out = b * (steps + 1)
+    drafted = tl.load(tokens + out + k + 1, k < steps, 0)
+    tl.store(path + out + k, tl.minimum(k, count).to(tl.int64), k <= steps)
+    tl.store(emitted + out + k, tl.where(k < count, drafted, token), k <= steps)
+    tl.store(num_accepted + b, count.to(tl.int64))
+
+
+Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""``path``, ``tokens`` and ``num_accepted`` of ``Accepted``."""
+
+
+def _outcome(tokens: torch.Tensor, steps: int) -> Outcome:
+    b, device = tokens.shape[0], tokens.device
+    path, emitted = (torch.empty(b, steps + 1, dtype=torch.int64, device=device) for _ in range(2))
+    return path, emitted, torch.empty(b, dtype=torch.int64, device=device)
+
+
+def _walk_warps(chunk: int, is_relaxed: bool) -> int:
+    """A program of ``_walk`` has a multiprocessor to itself: 16 warps keep 32 KB of loads in flight.
+    Without q the compiler takes so few registers for 8 or 16 that it spills."""
+    return max(1, min(4 if is_relaxed else 16, chunk // 256))
+
+
+def _padded(nodes: int) -> int:
+    return triton.next_power_of_2(nodes)
+
+
+@torch.library.custom_op("eagle_kit::accept_most_likely", mutates_args=())
+def accept_most_likely(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
+) -> Outcome:
+    """``logits [B, N, V]``, ``tokens``, ``parents [B, N]``, all contiguous: two launches."""
+    out = _outcome(tokens, steps)
+    if tokens.numel():
+        values, ids = best_of_chunks(logits)
+        _launch_greedy(values, ids, tokens, parents, out, steps)
+    return out
+
+
+@torch.library.custom_op("eagle_kit::accept_greedy", mutates_args=())
+def accept_greedy(
+    predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
+) -> Outcome:
+    """``predicted``, ``tokens``, ``parents [B, N]`` contiguous: one launch, over rows of a single chunk."""
+    out = _outcome(tokens, steps)
+    if tokens.numel():
+        _launch_greedy(predicted.view(-1, 1), predicted.view(-1, 1), tokens, parents, out, steps)
+    return out
+
+
+def _launch_greedy(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    out: Outcome,
+    steps: int,
+) -> None:
+    (b, nodes), chunks = tokens.shape, values.shape[1]
+    _follow[(b,)](
+        *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
+        DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
+    )  # fmt: skip
+
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _rows(
+    probs: torch.Tensor, stats: torch.Tensor | None, last: torch.Tensor | None, sums: torch.Tensor | None
+) -> tuple[Rows, bool]:
+    """What kernels read of a law, and whether it is one of probabilities."""
+    if stats is None or last is None or sums is None:
+        return (probs, probs, probs, chunk_sums(probs)), True
+    return (probs, stats, last, sums), False
+
+
+@torch.library.custom_op("eagle_kit::accept_target_only", mutates_args=())
+def accept_target_only(
+    probs: torch.Tensor,
+    stats: torch.Tensor | None,
+    last: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    coins: torch.Tensor,
+    steps: int,
+) -> Outcome:
+    """Probabilities ``[B, N, V]`` or the parts of a ``Law``; ``coins`` fp64 ``[B, S + 1]``; all contiguous.
+    One launch for a law, two for probabilities."""
+    out = _outcome(tokens, steps)
+    if tokens.numel():
+        rows, dense = _rows(probs, stats, last, sums)
+        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        _follow[(b,)](
+            *rows, probs, probs, coins, tokens, parents, *out, nodes, vocab, num_chunks(vocab), steps,
+            GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("eagle_kit::accept_by_trial", mutates_args=())
+def accept_by_trial(
+    probs: torch.Tensor,
+    stats: torch.Tensor | None,
+    last: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    q: torch.Tensor | None,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+    steps: int,
+    threshold_single: float,
+    threshold_acc: float,
+) -> Outcome:
+    """Rejection with ``q [B, Q, V]`` and ``coins`` fp64 ``[B, N]``, or without q by thresholds with
+    ``coins [B, S + 1]``; the rest as for ``accept_target_only``, launches too."""
+    out = _outcome(tokens, steps)
+    if tokens.numel():
+        rows, dense = _rows(probs, stats, last, sums)
+        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        options = sizes(vocab)
+        options["num_warps"] = _walk_warps(options["CHUNK"], q is None)
+        refused = torch.empty_like(tokens)
+        scales = torch.empty(b, nodes, 2, dtype=torch.float64, device=tokens.device)
+        groups = options["CHUNK"] // _LANE.value
+        parts = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
+        _walk[(b,)](
+            *rows, probs if q is None else q, tokens, parents, coins, bonus_coins, refused, scales, parts,
+            *out, nodes, 0 if q is None else q.shape[1], coins.shape[1], vocab, num_chunks(vocab), steps,
+            SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
+            **options,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("eagle_kit::accept_block", mutates_args=())
+def accept_block(
+    probs: torch.Tensor,
+    stats: torch.Tensor | None,
+    last: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    q: torch.Tensor,
+    tokens: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+) -> Outcome:
+    """``q [B, S, V]``, ``tokens [B, S + 1]``, ``coins`` fp64 ``[B, S]``; the rest as for
+    ``accept_target_only``. Two launches for a law, three for probabilities."""
+    b, steps, vocab = q.shape
+    out = _outcome(tokens, steps)
+    if tokens.numel():
+        rows, dense = _rows(probs, stats, last, sums)
+        chunks = num_chunks(vocab)
+        excess = torch.empty(b, steps, chunks, dtype=torch.float64, device=q.device)
+        options = {**sizes(vocab), "DENSE": dense, "SPAD": triton.next_power_of_2(steps + 1)}
+        _excess[(b * steps, chunks)](*rows, q, tokens, excess, steps, vocab, chunks, **options)
+        _block[(b,)](*rows, q, tokens, coins, bonus_coins, excess, *out, steps, vocab, chunks, **options)
+    return out
+
+
+@accept_most_likely.register_fake
+@accept_greedy.register_fake
+def _(logits, tokens, parents, steps):
+    return _outcome(tokens, steps)
+
+
+@accept_target_only.register_fake
+def _(probs, stats, last, sums, tokens, parents, coins, steps):
+    return _outcome(tokens, steps)
+
+
+@accept_by_trial.register_fake
+def _(probs, stats, last, sums, q, tokens, parents, coins, bonus_coins, steps, single, acc):
+    return _outcome(tokens, steps)
+
+
+@accept_block.register_fake
+def _(probs, stats, last, sums, q, tokens, coins, bonus_coins):
+    return _outcome(tokens, q.shape[1])
+
+
+def variants() -> list[Variant]:
+    """Llama 3's vocabulary: laws over bf16 logits, probabilities for drafts of other engines."""
+    found = []
+    integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "coin_stride")
+    longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
+    doubles = ("sums", "coins", "bonus_coins", "scales", "parts", "excess")
+    types = {
+        **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
+        "stats": "*fp32", "last": "*i32", "q": "*fp32", "values": "*fp32", "ids": "*i32",
+    }  # fmt: skip
+    chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
+    row = {"CHUNK": chunk, "CPAD": chunks}
+
+    def add(name, kernel, dense, constants, warps=chunk // 512):
+        described = {**types, "rows": "*fp32" if dense else "*bf16"}
+        names = {a: described[a] for a in kernel.arg_names if a not in constants and a != "DENSE"}
+        found.append(
+            Variant(
+                f"accept {name}", kernel, names, {**constants, "DENSE": dense}, aligned=("vocab",),
+                num_warps=warps,
+            )
+        )  # fmt: skip
+
+    greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
+    add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
+    for name, dense in (("bf16", False), ("dense", True)):
+        add(f"target only {name}", _follow, dense, {**row, "GREEDY": False, "NPAD": 64})
+        trial = {**row, "SINGLE": 1.0, "ACC": 1.0, "NPAD": 32}
+        add(f"rejection {name}", _walk, dense, {**trial, "RELAXED": False}, _walk_warps(chunk, False))
+        add(f"relaxed {name}", _walk, dense, {**trial, "RELAXED": True}, _walk_warps(chunk, True))
+        add(f"excess {name}", _excess, dense, {**row, "SPAD": 8})
+        add(f"block {name}", _block, dense, {**row, "SPAD": 8})
+    return found

@@ -1,0 +1,575 @@
+"""The law of a token out of logits, without a sort and without a row of probabilities.
+
+A filtered law needs four numbers a row besides the logits x: the best logit, the temperature, and where the
+kept tokens end. With d = (best - x) / temperature, top-k, top-p and min-p each keep a beginning of the order
+(d, token id), so together they keep what is not behind one pair (``bound``, ``last``):
+
+    weight(i) = exp(-d_i)  if d_i < bound or (d_i = bound and i <= last), else 0;    p(i) = weight(i) / total.
+
+The weights are summed by chunks of a row, in fp64. A draw finds the first chunk whose running sum exceeds
+coin * total and then the first token within it: the inverse CDF in the order of ids, as in ``coins.py``.
+
+The bound of top-k and top-p is a radix search over the 31 bits of d >= 0, four a launch: every program adds
+up what each of 16 digits weighs in its chunk, and begins by merging the digits of the round before. There are
+no atomics, so sums do not depend on the order of programs. A chunk whose best token lies behind the digit is
+not read again, nor is a row that asks for no filter. The last round counts tokens: its digits are single
+numbers.
+
+Bytes, for M rows of V logits of e bytes: best and sums read e M V each; a filter reads that much once in the
+first round and little later, as few chunks hold a token near the bound (eight times at worst). Launches: 2,
+9 more for top-k, 9 more for top-p.
+
+Legend: M = B N rows, V vocabulary, C chunks of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+
+ROUNDS, DIGITS = 8, 16
+_INFINITY = tl.constexpr(0x7F800000)
+_NO_ID = tl.constexpr(2**31 - 1)
+_MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC53)
+_GOLDEN, _STREAM = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0x5851F42D4C957F2D)
+
+
+@triton.jit
+def row_best(values, m, chunks, CPAD: tl.constexpr):
+    """The largest value of row ``m``, from those of its chunks."""
+    c = tl.arange(0, CPAD)
+    return tl.max(tl.load(values + m * chunks + c, c < chunks, float("-inf")), 0)
+
+
+@triton.jit
+def row_argmax(values, ids, m, chunks, CPAD: tl.constexpr):
+    """The lowest id of the largest value of row ``m``."""
+    c = tl.arange(0, CPAD)
+    value = tl.load(values + m * chunks + c, c < chunks, float("-inf"))
+    at = tl.load(ids + m * chunks + c, c < chunks, _NO_ID)
+    return tl.min(tl.where(value == tl.max(value, 0), at, _NO_ID), 0)
+
+
+@triton.jit
+def _best(logits, values, ids, vocab, chunks, CHUNK: tl.constexpr):
+    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = c * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
+    best = tl.max(x, 0)
+    tl.store(values + m * chunks + c, best)
+    tl.store(ids + m * chunks + c, tl.minimum(tl.min(tl.where(x == best, i, _NO_ID), 0), vocab - 1))
+
+
+@triton.jit
+def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_COUNT: tl.constexpr,
+              TOP_P: tl.constexpr, CPAD: tl.constexpr):  # fmt: skip
+    """The interval that round ``round - 1``, of digits ``shift``, leaves: its first bits, the weight before
+    it, the weight that is needed; and the digit that was chosen."""
+    before = (round - 1) * rows + m
+    low, base, need = tl.load(lows + before), tl.load(bases + before), tl.load(needs + before)
+    c, digit = tl.arange(0, CPAD), tl.arange(0, 16)
+    at = (((round - 1) % 2) * rows + m) * chunks + c
+    parts = tl.load(partial + at[:, None] * 16 + digit[None, :], (c < chunks)[:, None], 0.0)
+    weight = tl.sum(parts.to(tl.float64), 0)
+    if AFTER_COUNT and TOP_P:
+        each = tl.exp(-(low + digit).to(tl.float32, bitcast=True)).to(tl.float64)
+        weight = tl.where(weight > 0, weight * each, 0.0)  # bits behind infinity are no number
+    if TOP_P:
+        need = tl.where(round == 1, need * tl.sum(weight, 0), need)
+    upto = base + tl.cumsum(weight, 0)
+    chosen = tl.min(tl.where(upto >= need, digit, 15), 0)
+    chosen = tl.where(round == 1, tl.minimum(chosen, 7), chosen)  # infinity lies in digit 7
+    base += tl.sum(tl.where(digit < chosen, weight, 0.0), 0)
+    return low + (chosen << shift), base, need, chosen
+
+
+@triton.jit(do_not_specialize=["round", "shift"])
+def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, bases, needs, nodes, vocab,
+            chunks, rows, round, shift, COUNT: tl.constexpr, TOP_P: tl.constexpr, HAS_LIMIT: tl.constexpr,
+            CHUNK: tl.constexpr, LANES: tl.constexpr, CPAD: tl.constexpr):  # fmt: skip
+    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    divisor = tl.load(temperature + m // nodes)
+    if round == 0:
+        low = 0
+        base = tl.zeros((), tl.float64)
+        share = tl.load(wanted + m // nodes).to(tl.float64)
+        # What keeps everything is never reached.
+        needed = tl.where((divisor > 0) & (share < (1 if TOP_P else vocab)), share, float("inf"))
+    else:
+        low, base, needed, _ = _narrowed(
+            partial, lows, bases, needs, m, rows, chunks, round, shift + 4, False, TOP_P, CPAD
+        )
+    if c == 0:
+        tl.store(lows + round * rows + m, low)
+        tl.store(bases + round * rows + m, base)
+        tl.store(needs + round * rows + m, needed)
+    divisor = tl.where(divisor > 0, divisor, 1.0)
+    best = row_best(values, m, chunks, CPAD)
+    nearest = tl.div_rn(best - tl.load(values + m * chunks + c), divisor).to(tl.int32, bitcast=True)
+    digit = tl.arange(0, 16)
+    sums = tl.zeros([16, LANES], tl.float32)
+    if (needed < float("inf")) & ((nearest < low) | (((nearest - low) >> shift) < 16)):
+        for start in range(0, CHUNK, LANES):
+            i = c * CHUNK + start + tl.arange(0, LANES)
+            x = tl.load(logits + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
+            d = tl.div_rn(best - x, divisor)
+            bits = d.to(tl.int32, bitcast=True)
+            counts = (i < vocab) & (bits >= low)
+            if HAS_LIMIT:
+                bound, last = tl.load(bounds + m), tl.load(lasts + m)
+                counts &= (d < bound) | ((d == bound) & (i <= last))
+            own = tl.where(counts, (bits - low) >> shift, 16)
+            weight = tl.full([LANES], 1.0, tl.float32) if COUNT else tl.exp(-d)
+            sums += tl.where(own[None, :] == digit[:, None], weight[None, :], 0.0)
+    at = ((round % 2) * rows + m) * chunks + c
+    tl.store(partial + at * 16 + digit, tl.sum(sums, 1))
+
+
+@triton.jit
+def _settle(logits, values, temperature, bounds, lasts, partial, lows, bases, needs, new_bounds, new_lasts,
+            nodes, vocab, chunks, rows, TOP_P: tl.constexpr, HAS_LIMIT: tl.constexpr, CHUNK: tl.constexpr,
+            CPAD: tl.constexpr):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    bits, base, need, chosen = _narrowed(
+        partial, lows, bases, needs, m, rows, chunks, 8, 0, True, TOP_P, CPAD
+    )
+    bits = tl.minimum(bits, _INFINITY)
+    bound = bits.to(tl.float32, bitcast=True)
+    last = vocab
+    c = tl.arange(0, CPAD)
+    # After eight rounds the buffer of odd rounds is the newest.
+    ties = tl.load(partial + ((rows + m) * chunks + c) * 16 + chosen, c < chunks, 0.0).to(tl.int32)
+    upto = tl.cumsum(ties, 0)
+    total = tl.sum(ties, 0)
+    each = tl.exp(-bound).to(tl.float64) if TOP_P else tl.full((), 1.0, tl.float64)
+    missing = tl.where(each > 0, tl.ceil((need - base) / each), float("inf"))
+    wanted = tl.maximum(tl.minimum(missing, total.to(tl.float64)).to(tl.int32), 1)
+    if (bits < _INFINITY) & (wanted < total):
+        chunk = tl.min(tl.where(upto >= wanted, c, CPAD), 0)
+        rank = wanted - tl.sum(tl.where(c < chunk, ties, 0), 0)
+        best = row_best(values, m, chunks, CPAD)
+        i = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(logits + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
+        tied = (tl.div_rn(best - x, tl.load(temperature + m // nodes)) == bound) & (i < vocab)
+        last = tl.min(tl.where(tied & (tl.cumsum(tied.to(tl.int32), 0) == rank), i, vocab), 0)
+    if HAS_LIMIT:
+        is_new = bits < _INFINITY
+        old_last = tl.load(lasts + m)
+        last = tl.where(bound == tl.load(bounds + m), tl.minimum(last, old_last), last)
+        last = tl.where(is_new, last, old_last)
+        bound = tl.where(is_new, bound, tl.load(bounds + m))
+    tl.store(new_bounds + m, bound)
+    tl.store(new_lasts + m, last)
+
+
+@triton.jit
+def row_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
+    """What tokens ``i`` of row ``m`` weigh, fp32: dense rows hold it. From ``vocab`` on it is nothing."""
+    x = tl.load(rows + m * vocab + i, i < vocab, 0.0 if DENSE else float("-inf")).to(tl.float32)
+    if DENSE:
+        return x
+    best, divisor = tl.load(stats + m * 3), tl.load(stats + m * 3 + 1)
+    bound, end = tl.load(stats + m * 3 + 2), tl.load(last + m)
+    d = tl.div_rn(best - x, divisor)
+    return tl.where((d < bound) | ((d == bound) & (i <= end)), tl.exp(-d), 0.0)
+
+
+@triton.jit
+def _sums(rows, values, ids, temperature, bounds, lasts, floors, stats, last, sums, nodes, vocab, chunks,
+          DENSE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FLOOR: tl.constexpr, CHUNK: tl.constexpr,
+          CPAD: tl.constexpr):  # fmt: skip
+    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = c * CHUNK + tl.arange(0, CHUNK)
+    if DENSE:
+        weight = tl.load(rows + m * vocab + i, i < vocab, 0.0).to(tl.float64)
+        tl.store(sums + m * chunks + c, tl.sum(weight, 0))
+    else:
+        best, at = row_best(values, m, chunks, CPAD), row_argmax(values, ids, m, chunks, CPAD)
+        divisor = tl.load(temperature + m // nodes)
+        bound, end = float("inf"), vocab
+        if HAS_LIMIT:
+            bound, end = tl.load(bounds + m), tl.load(lasts + m)
+        if HAS_FLOOR:
+            floor = tl.load(floors + m // nodes)
+            end = tl.where(floor < bound, vocab, end)
+            bound = tl.minimum(floor, bound)
+        is_greedy = divisor == 0
+        divisor = tl.where(is_greedy, 1.0, divisor)
+        bound, end = tl.where(is_greedy, 0.0, bound), tl.where(is_greedy, at, end)
+        if c == 0:
+            tl.store(stats + m * 3, best)
+            tl.store(stats + m * 3 + 1, divisor)
+            tl.store(stats + m * 3 + 2, bound)
+            tl.store(last + m, end)
+        total = tl.zeros((), tl.float64)
+        if tl.div_rn(best - tl.load(values + m * chunks + c), divisor) <= bound:
+            x = tl.load(rows + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
+            d = tl.div_rn(best - x, divisor)
+            weight = tl.where((d < bound) | ((d == bound) & (i <= end)), tl.exp(-d), 0.0)
+            total = tl.sum(weight.to(tl.float64), 0)
+        tl.store(sums + m * chunks + c, total)
+
+
+@triton.jit
+def row_sums(sums, m, chunks, CPAD: tl.constexpr):
+    """Of the chunks of row ``m``, fp64."""
+    c = tl.arange(0, CPAD)
+    return tl.load(sums + m * chunks + c, c < chunks, 0.0)
+
+
+@triton.jit
+def row_scale(sums, m, chunks, DENSE: tl.constexpr, CPAD: tl.constexpr):
+    """What makes probabilities of the weights of row ``m``."""
+    if DENSE:
+        return tl.full((), 1.0, tl.float64)
+    return 1.0 / tl.sum(row_sums(sums, m, chunks, CPAD), 0)
+
+
+@triton.jit
+def row_probs(rows, i, m, vocab, stats, last, scale, DENSE: tl.constexpr):
+    """Of tokens ``i`` of row ``m``, fp32; wherever a law is read, they are the same to the bit."""
+    weight = row_weights(rows, i, m, vocab, stats, last, DENSE)
+    return (weight.to(tl.float64) * scale).to(tl.float32)
+
+
+@triton.jit
+def pick_chunk(sums, coin, CPAD: tl.constexpr):
+    """The chunk in which the running sum exceeds ``coin`` times the total, the sum before it, and the aim."""
+    c = tl.arange(0, CPAD)
+    upto = tl.cumsum(sums, 0)
+    aim = coin * tl.sum(sums, 0)
+    first = tl.min(tl.where((sums > 0) & (upto > aim), c, CPAD), 0)
+    chunk = tl.where(first < CPAD, first, tl.max(tl.where(sums > 0, c, 0), 0))
+    return chunk, tl.sum(tl.where(c < chunk, sums, 0.0), 0), aim
+
+
+@triton.jit
+def pick_token(weight, i, before, aim, vocab):
+    """First of ``i`` at which the sum exceeds ``aim``; where rounding leaves none, the last that weighs."""
+    upto = before + tl.cumsum(weight, 0)
+    first = tl.min(tl.where((weight > 0) & (upto > aim), i, vocab), 0)
+    return tl.where(first < vocab, first, tl.max(tl.where((weight > 0) & (i < vocab), i, 0), 0))
+
+
+@triton.jit
+def draw(rows, m, coin, vocab, chunks, stats, last, sums, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+         CPAD: tl.constexpr):  # fmt: skip
+    """The token of row ``m`` for ``coin``."""
+    chunk, before, aim = pick_chunk(row_sums(sums, m, chunks, CPAD), coin, CPAD)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = row_weights(rows, i, m, vocab, stats, last, DENSE).to(tl.float64)
+    return pick_token(weight, i, before, aim, vocab)
+
+
+@triton.jit
+def _draw(rows, coins, stats, last, sums, out, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+          CPAD: tl.constexpr):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    token = draw(rows, m, tl.load(coins + m), vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD)
+    tl.store(out + m, token.to(tl.int64))
+
+
+@triton.jit
+def _probs(rows, stats, last, sums, out, vocab, chunks, CHUNK: tl.constexpr, CPAD: tl.constexpr):
+    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = c * CHUNK + tl.arange(0, CHUNK)
+    scale = row_scale(sums, m, chunks, False, CPAD)
+    tl.store(out + m * vocab + i, row_probs(rows, i, m, vocab, stats, last, scale, False), i < vocab)
+
+
+@triton.jit
+def _draw_distinct(rows, coins, sums, out, vocab, chunks, count, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+                   KPAD: tl.constexpr):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    k, c = tl.arange(0, KPAD), tl.arange(0, CPAD)
+    drawn = tl.full([KPAD], -1, tl.int32)
+    left = row_sums(sums, m, chunks, CPAD)
+    for n in range(count):
+        # The lowest id that is not drawn yet; it is one of the first KPAD.
+        is_drawn = tl.max((drawn[:, None] == k[None, :]).to(tl.int32), 0)
+        token = tl.min(tl.where(is_drawn == 0, k, KPAD), 0)
+        if tl.sum(left, 0) > 0:
+            chunk, before, aim = pick_chunk(left, tl.load(coins + m * count + n), CPAD)
+            i = chunk * CHUNK + tl.arange(0, CHUNK)
+            weight = tl.load(rows + m * vocab + i, i < vocab, 0.0).to(tl.float64)
+            for earlier in range(n):
+                weight = tl.where(i == tl.sum(tl.where(k == earlier, drawn, 0), 0), 0.0, weight)
+            token = pick_token(weight, i, before, aim, vocab)
+            rest = tl.sum(tl.where(i == token, 0.0, weight), 0)
+            left = tl.where(c == chunk, rest, left)
+        drawn = tl.where(k == n, token, drawn)
+    tl.store(out + m * count + k, drawn.to(tl.int64), k < count)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 33)) * _MIX_1
+    x = (x ^ (x >> 33)) * _MIX_2
+    return x ^ (x >> 33)
+
+
+@triton.jit
+def _coins(seeds, positions, out, count, size, row_stride, column_stride, STREAM: tl.constexpr,
+           OF_CYCLE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, j = i // count, i % count
+    inside = i < size
+    stream: tl.constexpr = (STREAM * _STREAM) % 2**64
+    seed = tl.load(seeds + b, inside, 0).to(tl.uint64, bitcast=True)
+    if OF_CYCLE:
+        root = tl.load(positions + b * row_stride, inside, 0).to(tl.uint64, bitcast=True)
+        seed = _mix(_mix(seed + _GOLDEN) + root * _GOLDEN + stream)
+        position = j.to(tl.uint64)
+    else:
+        position = tl.load(positions + b * row_stride + j * column_stride, inside, 0)
+        position = position.to(tl.uint64, bitcast=True)
+    hashed = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN + stream)
+    tl.store(out + i, (hashed >> 11).to(tl.float64) * (2.0**-53), inside)
+
+
+def chunk_size(vocab: int) -> int:
+    """Tokens a program reads. Eight or more chunks a row and none above 4,096: a window of eight nodes over
+    128 K tokens is then 256 programs of 8 to 16 KB, two for each multiprocessor of an H200."""
+    return min(4096, max(256, triton.next_power_of_2(vocab) // 8))
+
+
+def num_chunks(vocab: int) -> int:
+    """C."""
+    return triton.cdiv(vocab, chunk_size(vocab))
+
+
+def sizes(vocab: int) -> dict[str, int]:
+    """What kernels over chunks are launched with."""
+    chunk = chunk_size(vocab)
+    return {
+        "CHUNK": chunk,
+        "CPAD": triton.next_power_of_2(num_chunks(vocab)),
+        "num_warps": max(1, chunk // 512),
+    }
+
+
+def best_of_chunks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits [..., V]`` contiguous -> the largest of each chunk, fp32 ``[M, C]``; its first id, int32."""
+    vocab = logits.shape[-1]
+    rows, chunks = logits.numel() // vocab, num_chunks(vocab)
+    values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    if rows:
+        options = sizes(vocab)
+        _best[(rows, chunks)](
+            logits, values, ids, vocab, chunks, CHUNK=options["CHUNK"], num_warps=options["num_warps"]
+        )
+    return values, ids
+
+
+def _filter(
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    temperature: torch.Tensor,
+    wanted: torch.Tensor,
+    limit: tuple[torch.Tensor, torch.Tensor] | None,
+    is_top_p: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the tokens end that top-k or top-p keeps of those within ``limit``: bounds, last ids ``[M]``."""
+    (rows, chunks), vocab, device = values.shape, logits.shape[-1], logits.device
+    nodes = rows // temperature.shape[0]
+    partial = torch.empty(2, rows, chunks, DIGITS, dtype=torch.float32, device=device)
+    lows = torch.empty(ROUNDS, rows, dtype=torch.int32, device=device)
+    bases, needs = torch.empty(2, ROUNDS, rows, dtype=torch.float64, device=device)
+    bounds = torch.empty(rows, dtype=torch.float32, device=device)
+    lasts = torch.empty(rows, dtype=torch.int32, device=device)
+    old_bounds, old_lasts = (bounds, lasts) if limit is None else limit
+    state = (partial, lows, bases, needs)
+    options = sizes(vocab)
+    for round in range(ROUNDS):
+        _search[(rows, chunks)](
+            logits, values, temperature, wanted, old_bounds, old_lasts, *state, nodes, vocab, chunks, rows,
+            round, 4 * (ROUNDS - 1 - round), COUNT=not is_top_p or round == ROUNDS - 1, TOP_P=is_top_p,
+            HAS_LIMIT=limit is not None, LANES=min(512, options["CHUNK"]), **{**options, "num_warps": 4},
+        )  # fmt: skip
+    _settle[(rows,)](
+        logits, values, temperature, old_bounds, old_lasts, *state, bounds, lasts, nodes, vocab, chunks, rows,
+        TOP_P=is_top_p, HAS_LIMIT=limit is not None, **{**options, "num_warps": 2 * options["num_warps"]},
+    )  # fmt: skip
+    return bounds, lasts
+
+
+@torch.library.custom_op("eagle_kit::filtered_law", mutates_args=())
+def filtered_law(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    floors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``logits [B, N, V]`` contiguous, of any float type -> ``stats``, ``last`` and ``sums`` of ``Law``.
+
+    Args:
+        temperature, top_k, top_p: ``[B]``, as in ``SamplingBatch``.
+        floors: fp32 ``[B]``, the distance up to which min-p keeps tokens, infinity for all.
+    """
+    b, n, vocab = logits.shape
+    stats, last, sums = _empty_law(logits)
+    if b * n == 0:
+        return stats, last, sums
+    values, ids = best_of_chunks(logits)
+    limit = None
+    if top_k is not None:
+        limit = _filter(logits, values, temperature, top_k, limit, False)
+    if top_p is not None:
+        limit = _filter(logits, values, temperature, top_p, limit, True)
+    bounds, lasts = limit or (stats, last)
+    floor = stats if floors is None else floors
+    _sums[values.shape](
+        logits, values, ids, temperature, bounds, lasts, floor, stats, last, sums, n,
+        vocab, values.shape[1], DENSE=False, HAS_LIMIT=limit is not None, HAS_FLOOR=floors is not None,
+        **sizes(vocab),
+    )  # fmt: skip
+    return stats, last, sums
+
+
+def _empty_law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    b, n, vocab = logits.shape
+    stats = torch.empty(b, n, 3, dtype=torch.float32, device=logits.device)
+    last = torch.empty(b, n, dtype=torch.int32, device=logits.device)
+    return stats, last, torch.empty(b, n, num_chunks(vocab), dtype=torch.float64, device=logits.device)
+
+
+@filtered_law.register_fake
+def _(logits, temperature, top_k, top_p, floors):
+    return _empty_law(logits)
+
+
+def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
+    """``probs [..., V]`` contiguous -> sums of its chunks, fp64 ``[..., C]``."""
+    vocab = probs.shape[-1]
+    chunks = num_chunks(vocab)
+    sums = torch.empty(*probs.shape[:-1], chunks, dtype=torch.float64, device=probs.device)
+    if sums.numel():
+        _sums[(sums.numel() // chunks, chunks)](
+            probs, *[probs] * 8, sums, 1, vocab, chunks, DENSE=True, HAS_LIMIT=False, HAS_FLOOR=False,
+            **sizes(vocab),
+        )  # fmt: skip
+    return sums
+
+
+@torch.library.custom_op("eagle_kit::sample", mutates_args=())
+def sample(
+    coins: torch.Tensor,
+    rows: torch.Tensor,
+    stats: torch.Tensor | None,
+    last: torch.Tensor | None,
+    sums: torch.Tensor | None,
+) -> torch.Tensor:
+    """``coins`` fp64 ``[...]``, ``rows [..., V]``, both contiguous: probabilities, or the logits of a ``Law``
+    with the rest of it -> tokens int64 ``[...]``. Two launches for probabilities, one
+    for a law."""
+    vocab = rows.shape[-1]
+    out = torch.empty(coins.shape, dtype=torch.int64, device=rows.device)
+    if out.numel():
+        totals = chunk_sums(rows) if sums is None else sums
+        _draw[(out.numel(),)](
+            rows, coins, rows if stats is None else stats, rows if last is None else last, totals, out, vocab,
+            num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
+        )  # fmt: skip
+    return out
+
+
+@sample.register_fake
+def _(coins, rows, stats, last, sums):
+    return torch.empty(coins.shape, dtype=torch.int64, device=rows.device)
+
+
+@torch.library.custom_op("eagle_kit::law_probs", mutates_args=())
+def law_probs(
+    logits: torch.Tensor, stats: torch.Tensor, last: torch.Tensor, sums: torch.Tensor
+) -> torch.Tensor:
+    """The probabilities of a ``Law``, fp32 ``[B, N, V]``."""
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if out.numel():
+        rows, vocab, chunks = last.numel(), logits.shape[-1], sums.shape[-1]
+        _probs[(rows, chunks)](logits, stats, last, sums, out, vocab, chunks, **sizes(vocab))
+    return out
+
+
+@law_probs.register_fake
+def _(logits, stats, last, sums):
+    return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+
+
+@torch.library.custom_op("eagle_kit::sample_distinct", mutates_args=())
+def sample_distinct(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """``probs [B, V]``, ``coins`` fp64 ``[B, K]``, both contiguous -> tokens int64 ``[B, K]``; 2 launches."""
+    out = torch.empty(coins.shape, dtype=torch.int64, device=probs.device)
+    if out.numel():
+        (b, count), vocab = coins.shape, probs.shape[-1]
+        _draw_distinct[(b,)](
+            probs, coins, chunk_sums(probs), out, vocab, num_chunks(vocab), count,
+            KPAD=triton.next_power_of_2(count), **sizes(vocab),
+        )  # fmt: skip
+    return out
+
+
+@sample_distinct.register_fake
+def _(probs, coins):
+    return torch.empty(coins.shape, dtype=torch.int64, device=probs.device)
+
+
+@torch.library.custom_op("eagle_kit::coins", mutates_args=())
+def coins(
+    seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int, of_cycle: bool
+) -> torch.Tensor:
+    """Coins fp64 ``[B, count]`` of ``seeds [B]`` contiguous and ``positions [B, count]``, or ``of_cycle`` of
+    the roots' ``positions [B, 1]``. Integers modulo 2^64, converted exactly: the reference's to the bit."""
+    out = torch.empty(seeds.shape[0], count, dtype=torch.float64, device=seeds.device)
+    if size := out.numel():
+        _coins[(triton.cdiv(size, 256),)](
+            seeds, positions, out, count, size, positions.stride(0), positions.stride(1), STREAM=stream,
+            OF_CYCLE=of_cycle, BLOCK=256, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+@coins.register_fake
+def _(seeds, positions, count, stream, of_cycle):
+    return torch.empty(seeds.shape[0], count, dtype=torch.float64, device=seeds.device)
+
+
+def variants() -> list[Variant]:
+    """The vocabularies of Llama 3 in bf16 and of a bent law in fp32."""
+    found = []
+    integers = dict.fromkeys(("nodes", "vocab", "chunks", "rows", "round", "shift"), "i32")
+    types = {
+        **integers, "logits": "*bf16", "values": "*fp32", "ids": "*i32", "temperature": "*fp32",
+        "bounds": "*fp32", "lasts": "*i32", "floors": "*fp32", "stats": "*fp32", "last": "*i32",
+        "sums": "*fp64", "partial": "*fp32", "lows": "*i32", "bases": "*fp64", "needs": "*fp64",
+        "new_bounds": "*fp32", "new_lasts": "*i32", "coins": "*fp64", "out": "*i64", "count": "i32",
+        "seeds": "*i64", "positions": "*i64", "size": "i32", "row_stride": "i64", "column_stride": "i64",
+    }  # fmt: skip
+
+    def add(name, kernel, constants, warps=8, **special):
+        described = {**types, **special}
+        names = {a: described[a] for a in kernel.arg_names if a not in constants}
+        aligned = [a for a in ("vocab",) if a in names]
+        found.append(Variant(f"sampling {name}", kernel, names, constants, aligned=aligned, num_warps=warps))
+
+    chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
+    law = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
+    add("best bf16", _best, {"CHUNK": chunk})
+    for name, kind, count, top_p, limit in (
+        ("top-k bf16", "bf16", True, False, False),
+        ("top-p fp32", "fp32", False, True, True),
+    ):
+        options = {"TOP_P": top_p, "HAS_LIMIT": limit, "CHUNK": chunk, "CPAD": chunks}
+        wanted = {"wanted": "*fp32" if top_p else "*i64", "logits": f"*{kind}"}
+        add(f"search {name}", _search, {**options, "COUNT": count, "LANES": 512}, 4, **wanted)
+        add(f"settle {name}", _settle, options, 16, **wanted)
+    for name, filtered in (("", False), (" filtered", True)):
+        add(f"sums bf16{name}", _sums, {**law, "HAS_LIMIT": filtered, "HAS_FLOOR": filtered}, rows="*bf16")
+    add("draw bf16", _draw, law, rows="*bf16")
+    add("draw fp32 dense", _draw, {**law, "DENSE": True}, rows="*fp32")
+    add("probs fp32", _probs, {"CHUNK": chunk, "CPAD": chunks}, rows="*fp32", out="*fp32")
+    add("draw distinct", _draw_distinct, {"CHUNK": chunk, "CPAD": chunks, "KPAD": 8}, rows="*fp32")
+    add("coins", _coins, {"STREAM": 2, "OF_CYCLE": True, "BLOCK": 256}, 2)
+    return found
