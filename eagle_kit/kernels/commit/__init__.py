@@ -5,6 +5,8 @@ is a pair ``k, v [L, Hkv, R, D]`` or, for latent attention, one tensor ``[L, R, 
 contiguous.
 """
 
+from typing import Any
+
 import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
@@ -53,10 +55,11 @@ def commit_path(
     except pages whose content does not matter.
     """
     _check(k, v)
+    form: Any = reference
     if uses_triton(k, backend):
-        from eagle_kit.kernels.commit import triton as form
-    else:
-        form = reference
+        from eagle_kit.kernels.commit import triton
+
+        form = triton
     form.commit_path(
         k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride
     )

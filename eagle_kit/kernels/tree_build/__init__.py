@@ -3,6 +3,8 @@
 Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
 """
 
+from typing import Any
+
 import torch
 
 from eagle_kit.core.shape import SpecShape
@@ -27,10 +29,11 @@ def start_beam(
 ) -> tuple[Beam, Candidates]:
     """The candidates of depth 1, ``tokens`` int64 and ``scores`` fp32 ``[B, K]`` -> the beam of the first
     draft step, and the record of candidates, whose later depths are yet to be written."""
+    form: Any = reference
     if uses_triton(scores, backend):
-        from eagle_kit.kernels.tree_build import triton as form
-    else:
-        form = reference
+        from eagle_kit.kernels.tree_build import triton
+
+        form = triton
     return form.start_beam(tokens.contiguous(), scores.contiguous(), shape)
 
 
@@ -52,10 +55,11 @@ def grow_beam(
         next_scores: fp32 ``[B * K, K]``, their log-probabilities behind their parents.
         step: from 1 to S - 1.
     """
+    form: Any = reference
     if uses_triton(next_scores, backend):
-        from eagle_kit.kernels.tree_build import triton as form
-    else:
-        form = reference
+        from eagle_kit.kernels.tree_build import triton
+
+        form = triton
     return form.grow_beam(beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step)
 
 
@@ -76,17 +80,19 @@ def tree_build(
         scores: fp32 ``[B, n]``, log-probability of the path to each.
         parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
     """
+    form: Any = reference
     if uses_triton(scores, backend):
-        from eagle_kit.kernels.tree_build import triton as form
-    else:
-        form = reference
+        from eagle_kit.kernels.tree_build import triton
+
+        form = triton
     return form.tree_build(roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape)
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
     """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    form: Any = reference
     if uses_triton(tokens, backend):
-        from eagle_kit.kernels.tree_build import triton as form
-    else:
-        form = reference
+        from eagle_kit.kernels.tree_build import triton
+
+        form = triton
     return form.chain_build(roots, tokens.contiguous())

@@ -76,8 +76,8 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
     rows = torch.arange(b, device=tokens.device).repeat_interleave(topk)
     size = (b, num_candidates(shape))
     candidates = Candidates(tokens.new_empty(size), scores.new_empty(size), tokens.new_empty(size))
-    for record, first in zip(candidates, (tokens, scores, -1), strict=True):
-        record[:, :topk] = first
+    candidates.tokens[:, :topk], candidates.scores[:, :topk] = tokens, scores
+    candidates.parents[:, :topk] = -1
     return Beam(tokens, scores, k, rows, torch.ones_like(k) << k), candidates
 
 
