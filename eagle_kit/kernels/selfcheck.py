@@ -4,20 +4,27 @@ The tests go further (hostile shapes, gradients of everything); this tells withi
 libraries of this machine compute what they should, and which forms of each operation there are.
 """
 
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import accept_greedy, accept_rejection_chain
+from eagle_kit.kernels.aot import kernel_modules
+from eagle_kit.kernels.backend import Backend, use
+from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.draft_head import draft_topk
 from eagle_kit.kernels.linear import linear, onednn
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import tree_build
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
@@ -40,11 +47,24 @@ class Check(NamedTuple):
 
 
 def run_checks() -> list[Check]:
-    """Check every operation on the CPU in fp32."""
-    return [Check(kernel, form, error()) for kernel, form, error in _checks()]
+    """Check every operation in fp32 on torch's default device, as :func:`backend.use` says."""
+    return [Check(kernel, form, error()) for kernel, form, error in _checks("reference")]
 
 
-def _checks() -> list[tuple[str, str, Callable[[], float]]]:
+def run_triton_checks() -> list[Check]:
+    """Check the Triton forms: on the GPU, or interpreted where ``TRITON_INTERPRET`` is set. Operations
+    without one are left out."""
+    on_gpu = torch.cuda.is_available()
+    kernels = {module.split(".")[-2] for module in kernel_modules()}
+    with torch.device("cuda" if on_gpu else "cpu"), use("triton"):
+        return [
+            Check(kernel, "Triton" if on_gpu else "Triton, interpreted", error())
+            for kernel, form, error in _checks("triton")
+            if kernel in kernels and "torch" in form
+        ]
+
+
+def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
     checks: list[tuple[str, str, Callable[[], float]]] = [("linear", "torch", lambda: _linear("torch"))]
     if onednn.available():
         checks += [
@@ -61,15 +81,20 @@ def _checks() -> list[tuple[str, str, Callable[[], float]]]:
         ("sampling", "torch, law", _law),
         ("sampling", "torch, draws", _draws),
         ("packed_attention", "torch", _packed_attention),
-        ("ttt_attention", "torch", lambda: _ttt("reference")),
+        ("ttt_attention", "torch", lambda: _ttt(backend)),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
         ("soft_cross_entropy", "torch", _soft_cross_entropy),
         ("norm", "torch", _norm),
+        ("rope", "torch", _rope),
+        ("swiglu", "torch", _swiglu),
+        ("commit", "torch", _commit),
+        ("draft_head", "torch", _draft_head),
     ]
 
 
 def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -99,6 +124,41 @@ def _norm() -> float:
     total = (x + residual).double()
     expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     return _error(add_rms_norm(x, residual, weight, 1e-5)[0], expected)
+
+
+def _rope() -> float:
+    """Two query heads and a key head of four elements: pairs (0, 2) and (1, 3) turn by the table's angles."""
+    qkv, angle = _randn(3, 4, 4), _randn(3, 1, 2, seed=1)
+    table = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    got = torch.cat(rope_store(qkv, table, num_heads=2), 1)
+    turned = torch.view_as_complex(qkv.double().unflatten(-1, (2, 2)).transpose(-1, -2).contiguous())
+    turned = turned * torch.polar(torch.ones(()).double(), angle.double())
+    expected = torch.view_as_real(turned).transpose(-1, -2).flatten(-2)
+    expected[:, 3] = qkv[:, 3].double()
+    return _error(got, expected)
+
+
+def _swiglu() -> float:
+    x = _randn(5, 24)
+    gate, up = x.double().chunk(2, -1)
+    return _error(swiglu(x), gate / (1 + (-gate).exp()) * up)
+
+
+def _commit() -> float:
+    """Nodes 0 and 2 of a window at rows 8.. go to positions 3 and 4, on pages 1 and 0 of two slots each."""
+    k, v = _randn(2, 1, 12, 3), _randn(2, 1, 12, 3, seed=1)
+    expected = torch.cat((k, v))
+    expected[:, :, [3, 0]] = expected[:, :, [8, 10]]
+    pages, one = torch.tensor([[2, 1, 0]]), torch.tensor([2])
+    commit_path(k, v, pages, 2, torch.tensor([[0, 2, 1]]), one + 1, one, 8, 4)
+    return _error(torch.cat((k, v)), expected)
+
+
+def _draft_head() -> float:
+    x, weight = _randn(4, 16), _randn(50, 16, seed=1)
+    ids, logprobs = draft_topk(x, weight, 3)
+    expected = (x.double() @ weight.double().T).log_softmax(-1).topk(3, -1)
+    return max(_error(logprobs, expected.values), _error(ids, expected.indices))
 
 
 def _prefill() -> float:
@@ -174,7 +234,7 @@ def _packed_attention() -> float:
     return _error(packed_attention(q, k, v, [(0, 9), (9, 23)], 16**-0.5), _dense(q, k, v, seen))
 
 
-def _ttt(backend: str) -> float:
+def _ttt(backend: Backend | Literal["cpu"]) -> float:
     """Rows 3..8 of one document of nine, each with two own keys besides its prefix."""
     rows = torch.arange(3, 9)
     q, k, v = _randn(6, 6, 16), _randn(9, 2, 16, seed=1), _randn(9, 2, 16, seed=2)
@@ -206,3 +266,8 @@ def _soft_cross_entropy() -> float:
     loss.backward()
     pairs = [(fused, loss), (h.grad, exact[0].grad), (weight.grad, exact[1].grad)]
     return max(_error(a.detach(), b.detach()) for a, b in pairs if a is not None and b is not None)
+
+
+if __name__ == "__main__":
+    for check in run_triton_checks():
+        print(json.dumps(check._asdict()))

@@ -4,7 +4,7 @@ Legend: T rows, F features, H hidden, Vd draft vocabulary.
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,15 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
+
+
+class Readout(NamedTuple):
+    """The last matmul of a draft: ``states [T, H]`` times ``weight [Vd, H]``; ``token_map`` int64 ``[Vd]``,
+    the target id of each draft id, None when they are the same."""
+
+    states: torch.Tensor
+    weight: torch.Tensor
+    token_map: torch.Tensor | None
 
 
 class DraftModel(Protocol):
@@ -45,6 +54,10 @@ class DraftModel(Protocol):
         """:meth:`step`'s output -> ``[T, Vd]``."""
         ...
 
+    def readout(self, states: torch.Tensor) -> Readout:
+        """:meth:`logits` before its matmul, for kernels that need no logits."""
+        ...
+
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids of any shape -> target ids."""
         ...
@@ -62,6 +75,7 @@ class Eagle3Draft:
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
         self.dtype, self.device = weight.dtype, weight.device
+        self.token_map = head.target_ids
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
         return self.head.fuse(aux)
@@ -73,6 +87,9 @@ class Eagle3Draft:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(states)
+
+    def readout(self, states: torch.Tensor) -> Readout:
+        return Readout(self.head.norm_for_head(states), self.head.lm_head.weight, self.token_map)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.head.to_target(draft_ids)
@@ -108,6 +125,9 @@ class Eagle1Draft:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.output.logits(states)
 
+    def readout(self, states: torch.Tensor) -> Readout:
+        return Readout(states, self.output.layer.weight, self.output.token_map)
+
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.output.to_target(draft_ids)
 
@@ -142,6 +162,9 @@ class StandaloneDraft:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.output.logits(states)
+
+    def readout(self, states: torch.Tensor) -> Readout:
+        return Readout(states, self.output.layer.weight, self.output.token_map)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.output.to_target(draft_ids)

@@ -15,6 +15,8 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Relaxed, TargetOnly
+from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.kernels.draft_head import MAX_TOPK, draft_topk
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import chain_bits
@@ -222,6 +224,9 @@ class Drafter:
 
         A chain ranks nothing, so with K = 1 the probabilities are left at 0.
         """
+        if uses_triton(out) and topk <= MAX_TOPK:
+            states, weight, token_map = self.model.readout(out)
+            return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
         logits = self.model.logits(out)
         if topk == 1:
             ids = logits.argmax(-1, keepdim=True)

@@ -26,7 +26,8 @@ def wrong(x, BLOCK: tl.constexpr):
 @triton.jit
 def large(x, out, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, tl.sort(tl.load(x + i)))
+    value = tl.load(x + i)
+    tl.store(out + i, value / tl.sum(value, 0))
 
 types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
 two = {"x": "*fp32", "out": "*fp32"}
@@ -35,7 +36,7 @@ for variant in (
     Variant("forgotten", add, {**types, "z": "i32"}, {}),
     Variant("wrong", wrong, {"x": "*fp32"}, {"BLOCK": 16}),
     Variant("no wgmma", add, types, {"BLOCK": 1024}, wgmma=True),
-    Variant("spills", large, two, {"BLOCK": 32768}, num_warps=1),
+    Variant("spills", large, two, {"BLOCK": 16384}, num_warps=1),
 ):
     print(json.dumps(dataclasses.asdict(compile_variant(variant, 90))))
 """

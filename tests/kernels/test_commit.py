@@ -1,46 +1,33 @@
-"""The reference of commit: what the paged store does today, and nothing that it must not touch."""
+"""The reference of commit against copies written out row by row."""
 
 import pytest
 import torch
 
 from eagle_kit.kernels.commit import commit, commit_path
-from eagle_kit.speculation.paged_kv import PagedKV
-
-B, N, WINDOW, PAGE_SIZE, NUM_PAGES = 3, 4, 6, 2, 11
 
 
-def paged_store(dtype=torch.float32):
-    kv = PagedKV(
-        2, 3, 5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_batch_size=B, window=WINDOW, dtype=dtype
-    )
-    generator = torch.Generator().manual_seed(1)
-    for store in (kv.k, kv.v):
-        store.copy_(torch.randn(store.shape, generator=generator))
-    return kv
+def test_rows_are_copied_in_every_layer_and_head():
+    k, v = torch.randn(2, 2, 3, 9, 5, generator=torch.Generator().manual_seed(1))
+    expected = [store.clone() for store in (k, v)]
+    for store in expected:
+        for source, target in ((8, 4), (6, 0), (7, 2)):
+            store[:, :, target] = store[:, :, source]
+    commit(k, v, torch.tensor([8, 6, 7]), torch.tensor([4, 0, 2]), backend="reference")
+    assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
-def test_commit_copies_rows_in_every_layer():
-    ours, theirs = paged_store(), paged_store()
-    source, target = torch.tensor([30, 25, 27]), torch.tensor([4, theirs.trash_row, 11])
-    commit(ours.k, ours.v, source, target, backend="reference")
-    theirs.commit(source, target)
-    assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
-
-
-def test_a_path_goes_where_the_paged_store_puts_it():
-    ours, theirs = paged_store(), paged_store()
-    generator = torch.Generator().manual_seed(2)
-    table = torch.randperm(NUM_PAGES, generator=generator)[:9].view(B, 3)
-    nodes = torch.stack([torch.randperm(WINDOW, generator=generator)[:N] for _ in range(B)])
-    first, count = torch.tensor([0, 3, 2]), torch.tensor([4, 1, 0])
-    path = (ours.k, ours.v, table, PAGE_SIZE, nodes, first, count, ours.num_slots, WINDOW)
-    commit_path(*path, backend="reference")
-    before = paged_store()
-    theirs.commit_window(table, nodes, first, count)
-    for mine, right, old in ((ours.k, theirs.k, before.k), (ours.v, theirs.v, before.v)):
-        assert torch.equal(mine[:, :, : ours.trash_row], right[:, :, : ours.trash_row])
-        assert torch.equal(mine[:, :, ours.trash_row], old[:, :, ours.trash_row])
-        assert not torch.equal(mine, old)
+def test_a_path_lands_in_its_pages_and_nothing_else_is_touched():
+    k, v = torch.randn(2, 2, 3, 32, 5, generator=torch.Generator().manual_seed(1))
+    expected = [store.clone() for store in (k, v)]
+    # pages of 2 slots; the scratch has 4 rows a request and starts at 20
+    for store in expected:
+        for source, target in ((20 + 0, 14), (20 + 3, 15), (20 + 1, 4), (24 + 2, 9)):
+            store[:, :, target] = store[:, :, source]
+    table = torch.tensor([[7, 2], [0, 4], [1, 3]])
+    nodes = torch.tensor([[0, 3, 1], [2, 0, 0], [3, 2, 1]])
+    first, count = torch.tensor([0, 3, 3]), torch.tensor([3, 1, 0])  # the rejected lie beyond the tables
+    commit_path(k, v, table, 2, nodes, first, count, 20, 4, backend="reference")
+    assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
 def test_fp8_and_a_single_latent_store():

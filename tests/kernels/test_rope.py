@@ -1,32 +1,43 @@
-"""The reference of RoPE, qk-norm and store: today's attention bit for bit, and the rotation's definition."""
+"""The reference of RoPE, qk-norm and store: bit for bit attention, and the rotation's definition."""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.rope.reference import rotate
-from eagle_kit.models.layers import Attention, Rope
+from eagle_kit.models.layers import Rope
 
 
-@torch.no_grad()
+def attention_without_the_operation(qkv, table, num_heads, norms):
+    """Norm, rotate and split as a model does that knows nothing of kernels."""
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    cos, sin = table
+    out = []
+    for x, weight in ((q, norms.get("q_norm")), (k, norms.get("k_norm"))):
+        if weight is not None and x.dtype == torch.float32:
+            x = F.rms_norm(x, weight.shape, weight, norms["eps"])
+        elif weight is not None:
+            x = F.rms_norm(x.float(), weight.shape, None, norms["eps"]).to(x.dtype) * weight
+        out.append(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype))
+    return *out, v
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("eps", [None, 1e-6])
-def test_it_is_what_attention_and_a_store_do(dtype, eps):
-    torch.manual_seed(1)
-    attention = Attention(24, 24, 9, 3, 10, qk_norm_eps=eps).to(dtype)
-    if attention.q_norm is not None:
-        attention.q_norm.weight.normal_(), attention.k_norm.weight.normal_()
-    x, table = torch.randn(7, 24).to(dtype), Rope(10, 1e4, None).table(torch.arange(7) * 301)
-    q, k, v = attention.qkv(x, table)
+@pytest.mark.parametrize("normed", [False, True])
+def test_it_is_what_attention_and_a_store_do_bit_for_bit(dtype, normed):
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(7, 15, 10, generator=generator).to(dtype)
+    weights = torch.randn(2, 10, generator=generator).to(dtype)
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6} if normed else {}
+    table = Rope(10, 1e4, None).table(torch.arange(7) * 301)
     rows = torch.tensor([4, 11, 0, 2, 9, 10, 7])
-    stores = torch.randn(2, 3, 12, 10).to(dtype)
+    stores = torch.randn(2, 3, 12, 10, generator=generator).to(dtype)
     expected = stores.clone()
+    q, k, v = attention_without_the_operation(qkv, table, 9, norms)
     expected[0].index_copy_(1, rows, k.transpose(0, 1))
     expected[1].index_copy_(1, rows, v.transpose(0, 1))
-    qkv = attention.qkv_proj(x).unflatten(-1, (-1, 10))
-    norms = {}
-    if attention.q_norm is not None:
-        norms = {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight, "eps": eps}
     ours = rope_store(
         qkv, table, num_heads=9, **norms, k_rows=stores[0], v_rows=stores[1], rows=rows, backend="reference"
     )

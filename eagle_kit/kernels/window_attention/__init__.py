@@ -7,7 +7,7 @@ Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the st
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.window_attention import reference
 from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits
 
@@ -29,17 +29,18 @@ def window_attention(
 
     Args:
         q: ``[B, N, Hq, D]``.
-        k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included; fp8 values are
-            multiplied by ``k_scale`` and ``v_scale``.
+        k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included, in the dtype of
+            ``q`` or fp8 e4m3.
         plan: where the keys are, and who sees them.
+        k_scale, v_scale: what an fp8 store's values are multiplied by.
 
     Returns:
         ``[B, N, Hq, D]`` in the dtype of ``q``.
     """
-    if uses_triton(q, backend):
+    if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
     if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return reference.window_attention_by_length(q, k_rows, v_rows, plan, scale)
-    return reference.window_attention(q, k_rows, v_rows, plan, scale)
+        return reference.window_attention_by_length(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    return reference.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)

@@ -71,7 +71,6 @@ class WindowPlan:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
 
-
     @cached_property
     def by_length(self) -> list[Columns]:
         """The layout in groups of requests of like length, so that a short one does not pay for the longest,

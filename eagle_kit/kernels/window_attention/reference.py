@@ -10,7 +10,13 @@ from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 
 def window_attention(
-    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, scale: float
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node.
 
@@ -18,24 +24,31 @@ def window_attention(
         q: ``[B, N, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; this window's keys are already in it.
         plan: which rows are columns, and who sees them.
+        k_scale, v_scale: what keys and values are multiplied by, other than 1 for an fp8 store.
 
     Returns:
         ``[B, N, Hq, D]``.
     """
-    return attend_to(q, k_rows, v_rows, *plan.layout, scale)
+    return attend_to(q, k_rows, v_rows, *plan.layout, scale * k_scale, v_scale)
 
 
 def window_attention_by_length(
-    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, scale: float
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The same for a CPU, where the host may look at lengths: requests of like length together."""
     groups = plan.by_length
     if groups[0].requests is None:
-        return attend_to(q, k_rows, v_rows, groups[0].rows, groups[0].mask, scale)
+        return attend_to(q, k_rows, v_rows, groups[0].rows, groups[0].mask, scale * k_scale, v_scale)
     out = torch.empty_like(q)
     for requests, rows, mask in groups:
         assert requests is not None
-        out[requests] = attend_to(q[requests], k_rows, v_rows, rows, mask, scale)
+        out[requests] = attend_to(q[requests], k_rows, v_rows, rows, mask, scale * k_scale, v_scale)
     return out
 
 
@@ -46,6 +59,7 @@ def attend_to(
     rows: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``.
 
@@ -59,9 +73,19 @@ def attend_to(
     if n == 1:
         q, mask = q.expand(b, 2, hq, d), mask.expand(b, 2, c)
     m = q.shape[1]
-    k = k_rows.index_select(1, rows.reshape(-1)).view(hkv * b, c, d)
-    v = v_rows.index_select(1, rows.reshape(-1)).view(hkv * b, c, d)
+    k = take_rows(k_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)
+    v = take_rows(v_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)
     queries = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
     scores = torch.bmm(queries, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
     out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
+    if v_scale != 1.0:
+        out = out * v_scale
     return out.view(hkv, b, m, g, d).permute(1, 2, 0, 3, 4).reshape(b, m, hq, d)[:, :n]
+
+
+def take_rows(store: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``store [Hkv, R, D]``, ``rows`` int64 ``[n]`` -> ``[Hkv, n, D]``; fp8 as ``dtype``."""
+    if store.element_size() > 1:
+        return store.index_select(1, rows)
+    held = store.view(torch.uint8).index_select(1, rows)  # torch cannot index fp8
+    return held.view(store.dtype).to(dtype)

@@ -1,0 +1,38 @@
+"""The draft head in torch: what the kernel is held to. Legend: T rows, H hidden, Vd draft vocabulary."""
+
+import torch
+from torch.nn import functional as F
+
+
+def best_of(logits: torch.Tensor, topk: int) -> torch.Tensor:
+    """Ids ``[T, K]`` of the largest of ``logits [T, Vd]`` fp32, best first, the lowest id first of equals.
+
+    ``torch.topk`` takes equals as they come, and a stable sort is ten times slower. So it is given integers
+    in the same order that differ: the bits of a float, those of a negative one inverted, before the id.
+    """
+    if topk == 1:
+        return logits.argmax(-1, keepdim=True)
+    bits = (logits + 0.0).view(torch.int32)  # -0 becomes 0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return ((order << 32) - ids).topk(topk, -1).indices
+
+
+def draft_topk(
+    x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits in the dtype of ``x``, their softmax in fp32."""
+    return topk_of_logits(F.linear(x, weight), topk, normalized, token_map)
+
+
+def topk_of_logits(
+    logits: torch.Tensor, topk: int, normalized: bool = True, token_map: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits [T, Vd]`` -> ids and log-probabilities ``[T, K]``."""
+    logits = logits.float()
+    ids = best_of(logits, topk)
+    if normalized:
+        scores = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    else:
+        scores = torch.zeros_like(ids, dtype=torch.float32)
+    return ids if token_map is None else token_map[ids], scores

@@ -1,0 +1,461 @@
+"""Window attention by flash decoding: one launch over parts of the keys, a second that merges the parts.
+
+A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its window keys. With
+``c = scale k_scale log2(e)`` and scores ``S = c q k^T``, a part of the columns gives, for each query row,
+
+    m = max S,    P = exp2(S - m),    o = P v / sum(P),    L = m + log2(sum(P)),
+
+and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
+
+The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
+so that a key is read once per window. Columns are taken in blocks. Blocks that lie wholly inside of the prefix
+know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
+ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
+device: the grid depends on sizes known to the host alone, and a program without a share returns at once.
+
+Bytes: ``2 Hkv (prefix + M) D`` elements of the store a request, ``2 N Hq D`` of queries and results; with S
+parts ``8 S N Hq D`` bytes for partial results, most of which stay in the L2 cache.
+
+After FlashAttention-2 (arXiv 2307.08691) and flash decoding (Dao et al. 2023); ancestors' masks are those of
+SpecInfer (arXiv 2305.09781).
+
+Legend: B requests, N query nodes, M window keys, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the
+store, C a bound on columns, S parts.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.window_attention.plan import WindowPlan
+
+LOG2_E = 1.4426950408889634
+MIN_KEYS = 128
+"""A part has at least so many keys: fewer are read no faster than these."""
+MAX_SPLITS = 128
+
+
+@triton.jit
+def fold(acc, odd, top, total, scores, values, factor, kind: tl.constexpr, MASKED: tl.constexpr):
+    """One block of scores and values into the running softmax, multiplied as ``kind``; where MASKED, scores
+    may be -inf.
+
+    Pairs of fp8 values as int16 go into two results, ``acc`` for even elements and ``odd``: the matrix
+    instructions want neighbouring keys side by side, and bytes cannot be turned that way on the road from
+    shared memory, pairs can. fp8 is exact in fp16, which also holds P better than bf16 does.
+    """
+    higher = tl.maximum(top, tl.max(scores, 1) * factor)
+    base = higher
+    if MASKED:  # a row that has seen nothing yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(scores * factor - base[:, None])
+    kept = tl.exp2(top - base)
+    total = total * kept + tl.sum(p, 1)
+    acc = acc * kept[:, None]
+    if values.dtype == tl.int16:
+        p = p.to(tl.float16)
+        low = values.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = (values >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        acc = tl.dot(p, low.to(tl.float16), acc)
+        odd = tl.dot(p, high.to(tl.float16), odd * kept[:, None])
+    elif values.dtype == tl.float8e4nv and kind != tl.float32:
+        acc = tl.dot(p.to(tl.float16), values.to(tl.float16), acc)
+    else:
+        acc = tl.dot(p.to(kind), values.to(kind), acc, input_precision="ieee")
+    return acc, odd, higher, total
+
+
+@triton.jit
+def block_rows(table, block, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of the store that block ``block`` of a prefix lies in: the first if they are all of one page, each
+    of them otherwise. The table is read once for each page that the block touches."""
+    if PAGE % BLOCK_N == 0:
+        column = block * BLOCK_N
+        rows = tl.load(table + column // PAGE).to(tl.int32) * PAGE + column % PAGE
+    elif PAGE > 1 and BLOCK_N % PAGE == 0:
+        page = tl.load(table + block * (BLOCK_N // PAGE) + tl.arange(0, BLOCK_N // PAGE)).to(tl.int32)
+        rows = tl.reshape(page[:, None] * PAGE + tl.arange(0, PAGE)[None, :], [BLOCK_N])
+    else:
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tl.load(table + column // PAGE).to(tl.int32) * PAGE + column % PAGE
+    return rows
+
+
+@triton.jit
+def fold_blocks(
+    acc, odd, top, total, queries, k, v, table, begin, end, factor,
+    D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Blocks ``begin .. end - 1`` of a prefix, seen by every row. The table is read a block ahead."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_D // PAIR)
+    if begin < end:
+        rows = block_rows(table, begin, PAGE, BLOCK_N)
+        for block in range(begin, end):
+            if PAGE % BLOCK_N == 0:
+                at = rows.to(tl.int64)
+                k_at = k + at * D + (n[:, None] * D + d[None, :])
+                v_at = v + at * (D // PAIR) + (n[:, None] * (D // PAIR) + e[None, :])
+            else:
+                at = rows.to(tl.int64)[:, None]
+                k_at = k + (at * D + d[None, :])
+                v_at = v + (at * (D // PAIR) + e[None, :])
+            rows = block_rows(table, tl.minimum(block + 1, end - 1), PAGE, BLOCK_N)
+            if D < BLOCK_D:
+                keys = tl.load(k_at, (d < D)[None, :], 0.0)
+                values = tl.load(v_at, (e < D // PAIR)[None, :], 0.0)
+            else:
+                keys, values = tl.load(k_at), tl.load(v_at)
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+            acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, False)
+    return acc, odd, top, total
+
+
+@triton.jit
+def share(prefix, num_keys, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Blocks of a request, and how many of them a part takes."""
+    count = tl.cdiv(prefix + num_keys, BLOCK_N)
+    return count, tl.maximum(tl.cdiv(count, splits), MIN_BLOCKS)
+
+
+@triton.jit
+def _window(
+    q, k_rows, v_rows, page_table, prefix_lens, ancestors, out, lse,
+    factor, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
+    scratch_start, scratch_stride, num_keys,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
+    FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One part of the columns of one request, for a tile of query rows of one key head. With SPLIT, ``out``
+    takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their base-2 log-sum-exp."""
+    tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    count, each = share(prefix, num_keys, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
+    begin = part * each
+    if begin >= count:
+        return
+    end = tl.minimum(begin + each, count)
+    # the blocks from gap to resume lie wholly inside of the prefix
+    gap = tl.minimum(tl.maximum(begin, (FIRST + BLOCK_N - 1) // BLOCK_N), end)
+    resume = tl.maximum(gap, tl.minimum(prefix // BLOCK_N, end))
+
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
+    live, inside = r < num_rows, (d < D)[None, :]
+    node = r // G
+    first = request * (num_rows * HKV * D)
+    mine = (node * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
+    queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
+    bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, live, 0)
+    table = page_table + request * table_stride
+    plane = head.to(tl.int64) * store_rows
+    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, odd, top, total = fold_blocks(
+        acc, odd, top, total, queries, k, v, table, gap, resume, factor, D, PAIR, PAGE, BLOCK_N, BLOCK_D
+    )
+    scratch = request * scratch_stride + scratch_start
+    for step in tl.range(begin, end - (resume - gap), num_stages=1):
+        column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
+        in_prefix = (column < prefix) & (column >= FIRST)
+        key = column - prefix
+        in_window = (key >= 0) & (key < num_keys)
+        page = tl.load(table + column // PAGE, in_prefix, 0)
+        row = tl.where(in_prefix, page * PAGE + column % PAGE, scratch + key)[:, None]
+        there = (in_prefix | in_window)[:, None]
+        keys = tl.load(k + (row * D + d[None, :]), there & inside, 0.0)
+        values = tl.load(v + (row * (D // PAIR) + e[None, :]), there & (e < D // PAIR)[None, :], 0.0)
+        bit = tl.where(in_window, key, 0).to(tl.int64)
+        chosen = ((bits[:, None] >> bit[None, :]) & 1) != 0
+        seen = in_prefix[None, :] | (in_window[None, :] & chosen)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        scores = tl.where(seen, scores, float("-inf"))
+        acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
+
+    if PAIR == 2:
+        acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
+    mass = tl.where(total > 0.0, total, 1.0)
+    if SPLIT:
+        first = ((request * HKV + head) * tl.num_programs(1) + part) * num_rows
+        mine = r[:, None] * D + d[None, :]
+        tl.store(out + first * D + mine, acc / mass[:, None], live[:, None] & inside)
+        tl.store(lse + first + r, top + tl.log2(total), live)
+    else:
+        result = (acc * (v_scale / mass)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + first + mine, result, live[:, None] & inside)
+
+
+@triton.jit
+def _merge(
+    partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One query row of one request and head, BLOCK_S parts at a time."""
+    r, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    count, each = share(prefix, num_keys, splits, BLOCK_N, MIN_BLOCKS)
+    parts = tl.cdiv(count, each)
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    first = (request * HKV + head) * splits * num_rows + r
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for step in range(0, parts, BLOCK_S):
+        live = step + s < parts
+        held = first + (step + s) * num_rows
+        weight = tl.load(lse + held, live, float("-inf"))
+        value = tl.load(partial + held[:, None] * D + d[None, :], live[:, None] & (d < D)[None, :], 0.0)
+        higher = tl.maximum(top, tl.max(weight, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, kept = tl.exp2(weight - base), tl.exp2(top - base)
+        total = total * kept + tl.sum(weight, 0)
+        acc = acc * kept + tl.sum(weight[:, None] * value, 0)
+        top = higher
+    row = request * (num_rows * HKV) + (r // G) * (HKV * G) + head * G + r % G
+    result = acc * (v_scale / tl.where(total > 0.0, total, 1.0))
+    tl.store(out + row * D + d, result.to(out.dtype.element_ty), d < D)
+
+
+class Blocks(NamedTuple):
+    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and how many programs an H200's
+    multiprocessor holds."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+
+
+def block_d(size: int) -> int:
+    """Head size that a tile has room for."""
+    return triton.next_power_of_2(max(size, 16))
+
+
+def _blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True) -> Blocks:
+    """For ``rows`` query rows of a key head.
+
+    A block of keys is 16 KB, and as much of values: two blocks on their way are 64 KB a program, twice what
+    4.8 TB/s at 1 us of latency ask of each of 132 multiprocessors, so two programs fit and either may wait.
+    From 64 rows on, Hopper's matrix instructions take 64 rows a warp group; elsewhere more warps share the
+    registers. fp32 is multiplied without tensor cores (TF32 would lose 13 bits): small tiles.
+    """
+    if query_bytes == 4:
+        return Blocks(16, 32 if size <= 64 else 16, 4, 2, 2)
+    m = min(128, max(16, triton.next_power_of_2(rows)))
+    n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
+    if m < 64:
+        return Blocks(m, n, 4, 3, 2)
+    n = min(n, 64 * store_bytes)
+    if not hopper or size > 128:
+        return Blocks(64, n, 8, 3, 1)
+    return Blocks(m, n, 8, 3, 1) if m == 128 else Blocks(m, n, 4, 3, 2)
+
+
+def _pair(blocks: Blocks, query_bytes: int, store_bytes: int) -> int:
+    """Values that are read as one element: fp8 pairs where tensor cores multiply out of registers."""
+    return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
+
+
+def num_splits(batch: int, kv_heads: int, columns: int, rows: int, blocks: Blocks, sms: int = 132) -> int:
+    """Parts that the columns of a request are taken in, from sizes that the host knows.
+
+    One round of programs is to fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is split in any
+    case, since lengths may differ; then up to four times as many parts, should the last round be emptier than
+    a fifth. A part's partial results (8 rows bytes for each element of a head) never exceed its keys.
+
+    Batch invariance: results are the same bit for bit while this number is, that is for equal ``batch``,
+    ``columns`` (a bound: it is best a bucket) and number of rows, whatever the other requests hold. Where it
+    differs, the sums of a request are grouped otherwise and agree to rounding (fp32) only.
+    """
+    programs = batch * kv_heads * triton.cdiv(rows, blocks.m)
+    slots = sms * blocks.resident
+    limit = min(MAX_SPLITS, max(1, columns // max(MIN_KEYS, 2 * min(rows, blocks.m))))
+    fewest = min(limit, max(1, slots // max(programs, 1), triton.cdiv(columns, 4096)))
+    for splits in range(fewest, min(limit, 4 * fewest) + 1):
+        rounds = triton.cdiv(programs * splits, slots)
+        if programs * splits >= 0.8 * rounds * slots:
+            return splits
+    return fewest
+
+
+@cache
+def device_facts(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether it is a Hopper GPU or a later one; an H200's where there is no GPU."""
+    if device.type != "cuda":
+        return 132, True
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count, facts.major >= 9
+
+
+@torch.library.custom_op("eagle_kit::window_attention", mutates_args=())
+def window_attention_op(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    prefix_lens: torch.Tensor,
+    first_slot: int,
+    scratch_start: int,
+    scratch_stride: int,
+    num_keys: int,
+    ancestors: torch.Tensor,
+    num_columns: int,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """``q [B, N, Hq, D]`` and the store contiguous; ``splits`` overrides :func:`num_splits`."""
+    (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    out = torch.empty_like(q)
+    if q.numel() == 0:
+        return out
+    rows = nodes * (hq // hkv)
+    sms, hopper = device_facts(q.device)
+    blocks = _blocks(rows, d, q.element_size(), k_rows.element_size(), hopper)
+    if splits is None:
+        splits = num_splits(b, hkv, num_columns, rows, blocks, sms)
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
+        lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
+    shape = {
+        **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
+        **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d)},
+    }
+    pair = _pair(blocks, q.element_size(), k_rows.element_size())
+    _window[(triton.cdiv(rows, blocks.m) * hkv, splits, b)](
+        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
+        *(page_table, prefix_lens, ancestors, partial, lse),
+        *(scale * k_scale * LOG2_E, v_scale, rows, store_rows, page_table.stride(0), *ancestors.stride()),
+        *(scratch_start, scratch_stride, num_keys),
+        **shape,
+        PAIR=pair,
+        PAGE=page_size,
+        FIRST=first_slot,
+        SPLIT=splits > 1,
+        BLOCK_M=blocks.m,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if splits > 1:
+        _merge[(rows, hkv, b)](
+            *(partial, lse, prefix_lens, out, v_scale, rows, num_keys, splits),
+            **shape,
+            BLOCK_S=16,
+            num_warps=4,
+        )
+    return out
+
+
+@window_attention_op.register_fake
+def _(q, *args, **kwargs):
+    return torch.empty_like(q)
+
+
+def window_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """The reference's contract; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
+    assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
+    return window_attention_op(
+        q.contiguous(),
+        k_rows,
+        v_rows,
+        plan.page_table if plan.page_table.stride(1) == 1 else plan.page_table.contiguous(),
+        plan.page_size,
+        plan.prefix_lens.contiguous(),
+        plan.first_slot,
+        plan.scratch_start,
+        plan.scratch_stride,
+        plan.num_keys,
+        plan.ancestors,
+        plan.num_columns,
+        scale,
+        k_scale,
+        v_scale,
+    )
+
+
+def _variant(
+    kind: str, size: int, group: int, nodes: int, page: int, store: str, split: bool, archs: tuple[int, ...]
+) -> Variant:
+    widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+    blocks = _blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
+    out = "fp32" if split else kind
+    pair = _pair(blocks, widths[kind], widths[store])
+    counts: tuple[str, ...] = ("num_rows", "store_rows", "table_stride", "bits_stride_b", "bits_stride_n")
+    counts += ("scratch_start", "scratch_stride", "num_keys")
+    return Variant(
+        f"window_attention {kind} D{size} G{group} N{nodes} page {page}"
+        + (" fp8" if store == "fp8e4nv" else "")
+        + (" split" if split else ""),
+        _window,
+        {
+            **{"q": f"*{kind}", "k_rows": f"*{store}", "page_table": "*i64"},
+            "v_rows": "*i16" if pair == 2 else f"*{store}",
+            **{"prefix_lens": "*i64", "ancestors": "*i64", "out": f"*{out}", "lse": f"*{out}"},
+            **{"factor": "fp32", "v_scale": "fp32"},
+            **dict.fromkeys(counts, "i32"),
+        },
+        {
+            **{"G": group, "HKV": 8, "D": size, "PAGE": page, "FIRST": 0, "SPLIT": split},
+            "PAIR": pair,
+            **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
+            "BLOCK_D": block_d(size),
+        },
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        wgmma=blocks.m >= 64,
+        archs=archs,
+    )
+
+
+def variants() -> list[Variant]:
+    """Decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head sizes, pages and stores."""
+    merge = Variant(
+        "window_attention merge bf16 D128 G4",
+        _merge,
+        {
+            **{"partial": "*fp32", "lse": "*fp32", "prefix_lens": "*i64", "out": "*bf16", "v_scale": "fp32"},
+            **dict.fromkeys(("num_rows", "num_keys", "splits"), "i32"),
+        },
+        {
+            **{"G": 4, "HKV": 8, "D": 128, "MIN_BLOCKS": 2, "BLOCK_N": 64, "BLOCK_S": 16, "BLOCK_D": 128},
+        },
+    )
+    both = (80, 90)
+    return [
+        merge,
+        _variant("bf16", 128, 4, 1, 16, "bf16", True, both),
+        _variant("bf16", 128, 4, 8, 64, "bf16", True, both),
+        _variant("bf16", 128, 4, 16, 1, "bf16", False, (90,)),
+        _variant("bf16", 128, 4, 16, 1, "bf16", False, (80,)),
+        _variant("bf16", 128, 4, 32, 16, "bf16", True, (90,)),
+        _variant("bf16", 128, 4, 1, 16, "fp8e4nv", True, (90,)),
+        _variant("bf16", 128, 4, 16, 64, "fp8e4nv", True, (90,)),
+        _variant("fp16", 64, 3, 64, 16, "fp16", True, (90,)),
+        _variant("bf16", 80, 1, 5, 16, "bf16", True, both),
+        _variant("bf16", 96, 5, 64, 1, "bf16", True, (90,)),
+        _variant("bf16", 256, 16, 8, 64, "bf16", True, (90,)),
+        _variant("fp32", 128, 4, 8, 16, "fp32", True, both),
+    ]

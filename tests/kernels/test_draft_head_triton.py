@@ -1,0 +1,168 @@
+"""The draft head's kernels against fp64: sums, order, ties, odd sizes, memory that must not count."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from eagle_kit.kernels.draft_head import draft_topk
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """New memory holds NaN and the largest integers, so that an element which nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def make(rows, vocab, size, dtype, device, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, size, generator=generator)
+    weight = torch.randn(vocab, size, generator=generator) * 3 / size**0.5
+    return x.to(dtype).to(device), weight.to(dtype).to(device)
+
+
+def expected_logits(x, weight):
+    return x.double() @ weight.double().T
+
+
+def assert_right(x, weight, topk, ids, scores, atol=2e-5):
+    """The scores are those of the ids, and the ids are the best but for what rounding may swap."""
+    logits = expected_logits(x, weight)
+    laws = logits - logits.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(scores.double(), laws.gather(1, ids), rtol=1e-5, atol=atol)
+    best = laws.sort(dim=-1, descending=True).values[:, :topk]
+    torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=atol)
+    assert all(len(set(row)) == topk for row in ids.tolist())
+
+
+# Around the tile of 64 and the row blocks of 16, 32 and 64; sizes around one step of the sum.
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 16, 16, 16),
+    (1, 63, 64, 4),
+    (2, 64, 65, 1),
+    (16, 65, 37, 10),
+    (17, 129, 128, 5),
+    (33, 401, 130, 8),
+    (65, 200, 64, 3),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, vocab, size, topk", SHAPES)
+def test_the_best_and_their_log_probabilities(triton_device, rows, vocab, size, topk, dtype):
+    x, weight = make(rows, vocab, size, dtype, triton_device)
+    ids, scores = draft_topk(x, weight, topk, backend="triton")
+    assert ids.dtype == torch.int64 and scores.dtype == torch.float32 and ids.shape == (rows, topk)
+    assert_right(x, weight, topk, ids, scores)
+    unranked, zeros = draft_topk(x, weight, topk, normalized=False, backend="triton")
+    assert torch.equal(unranked, ids) and not zeros.any()
+
+
+def test_tiles_of_a_large_vocabulary(triton_device):
+    x, weight = make(2, 25601, 16, torch.float16, triton_device)  # 201 tiles of 128, the last holds one id
+    weight[25600] = 10 * x[1]
+    ids, scores = draft_topk(x, weight, 6, backend="triton")
+    assert_right(x, weight, 6, ids, scores)
+    assert ids[1, 0] == 25600
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("topk", [1, 5, 16])
+def test_equal_logits_come_in_the_order_of_their_ids(triton_device, topk, dtype):
+    """Small integers, so that every form has the same logits exactly, and many equal ones."""
+    generator = torch.Generator().manual_seed(topk)
+    x = torch.randint(-1, 2, (9, 16), generator=generator).to(dtype).to(triton_device)
+    weight = torch.randint(-1, 2, (333, 16), generator=generator).to(dtype).to(triton_device)
+    x[0] = 0
+    ids, scores = draft_topk(x, weight, topk, backend="triton")
+    logits = expected_logits(x, weight)
+    assert torch.equal(ids, logits.sort(dim=1, descending=True, stable=True).indices[:, :topk])
+    theirs, their_scores = draft_topk(x, weight, topk, backend="reference")
+    assert torch.equal(ids, theirs)
+    torch.testing.assert_close(scores, their_scores)
+
+
+def test_the_best_may_all_lie_in_one_tile(triton_device):
+    x = torch.ones(1, 16, dtype=torch.bfloat16, device=triton_device)
+    weight = torch.zeros(300, 16, dtype=torch.bfloat16, device=triton_device)
+    weight[100:116, 0] = torch.arange(16, device=triton_device)
+    ids, _ = draft_topk(x, weight, 16, backend="triton")
+    assert ids.tolist() == [[*range(115, 100, -1), 0]]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e4, 1e18])
+def test_extreme_logits(triton_device, scale):
+    x, weight = make(3, 150, 32, torch.float32, triton_device)
+    x = x * scale
+    ids, scores = draft_topk(x, weight, 4, backend="triton")
+    logits = expected_logits(x, weight)
+    assert torch.equal(ids, logits.topk(4).indices)
+    laws = (logits - logits.logsumexp(-1, keepdim=True)).gather(1, ids)
+    torch.testing.assert_close(scores.double(), laws, rtol=1e-5, atol=1e-5 * max(1.0, scale))
+
+
+def test_ids_go_through_the_map(triton_device):
+    x, weight = make(5, 90, 32, torch.bfloat16, triton_device)
+    token_map = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:90].to(triton_device)
+    ids, scores = draft_topk(x, weight, 3, backend="triton")
+    mapped, same = draft_topk(x, weight, 3, token_map=token_map, backend="triton")
+    assert torch.equal(mapped, token_map[ids]) and torch.equal(scores, same)
+
+
+def test_a_row_does_not_depend_on_its_company(triton_device):
+    x, weight = make(40, 100, 130, torch.bfloat16, triton_device)
+    ids, scores = draft_topk(x, weight, 4, backend="triton")
+    for rows in (slice(0, 1), slice(3, 20)):
+        alone, alone_scores = draft_topk(x[rows], weight, 4, backend="triton")
+        assert torch.equal(alone, ids[rows])
+        torch.testing.assert_close(alone_scores, scores[rows], rtol=1e-6, atol=1e-6)
+
+
+def test_memory_behind_the_tensors_does_not_count(triton_device):
+    rows, vocab, size = 3, 70, 21
+    x, weight = make(rows, vocab, size, torch.bfloat16, triton_device)
+    held_x, held_weight = (torch.full((t.numel() + 9000,), float("nan"), dtype=t.dtype) for t in (x, weight))
+    held_x, held_weight = held_x.to(triton_device), held_weight.to(triton_device)
+    held_x[: x.numel()], held_weight[: weight.numel()] = x.view(-1), weight.view(-1)
+    inside_x, inside_weight = held_x[: x.numel()].view_as(x), held_weight[: weight.numel()].view_as(weight)
+    ids, scores = draft_topk(inside_x, inside_weight, 5, backend="triton")
+    assert_right(x, weight, 5, ids, scores)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_nan_yields_ids_of_the_vocabulary(triton_device):
+    x, weight = make(2, 70, 16, torch.float32, triton_device)
+    x[1] = float("nan")
+    ids, scores = draft_topk(x, weight, 4, backend="triton")
+    assert_right(x[:1], weight, 4, ids[:1], scores[:1])
+    assert ((ids >= 0) & (ids < 70)).all()
+
+
+def test_no_row_and_strided_rows(triton_device):
+    x, weight = make(6, 40, 32, torch.bfloat16, triton_device)
+    ids, scores = draft_topk(x[:0], weight, 2, backend="triton")
+    assert ids.shape == scores.shape == (0, 2)
+    ids, scores = draft_topk(x[::2], weight, 2, backend="triton")
+    assert_right(x[::2], weight, 2, ids, scores)
+
+
+def test_fake_tensors_pass():
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        x, weight = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(50, 8, dtype=torch.bfloat16)
+        ids, scores = draft_topk(x, weight, 4, backend="triton")
+        assert ids.shape == scores.shape == (3, 4)
+        assert ids.dtype == torch.int64 and scores.dtype == torch.float32
+
+
+def test_the_operator_is_well_formed(triton_device):
+    from eagle_kit.kernels.draft_head import triton
+
+    x, weight = make(2, 40, 16, torch.float32, triton_device)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(triton.draft_topk, (x, weight, 2, True, None), test_utils=tests)

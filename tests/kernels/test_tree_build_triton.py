@@ -1,0 +1,244 @@
+"""Growth of a draft and its window, both forms, against plain loops: exact, also where scores are equal."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """New memory holds NaN and the largest integers, so that an element which nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def form(request):
+    """A backend, and where it runs."""
+    name = request.param
+    return name, request.getfixturevalue("triton_device") if name == "triton" else "cpu"
+
+
+KINDS = ["random", "coarse", "certain", "impossible", "signed zeros"]
+
+
+def log_probs(shape, kind, generator):
+    """fp32, of which many are equal but in the first kind."""
+    if kind == "random":
+        return torch.rand(shape, generator=generator).log()
+    if kind == "coarse":
+        return -torch.randint(0, 3, shape, generator=generator).float()
+    if kind == "impossible":
+        values = torch.rand(shape, generator=generator).log()
+        return torch.where(torch.rand(shape, generator=generator) < 0.6, -math.inf, values)
+    if kind == "signed zeros":
+        return torch.where(torch.rand(shape, generator=generator) < 0.5, 0.0, -0.0)
+    return torch.zeros(shape)
+
+
+def proposals(shape, batch, kind, seed=1):
+    """Tokens and log-probabilities of depth 1 and of every draft step."""
+    generator = torch.Generator().manual_seed(seed)
+    k = shape.topk
+    sizes = [(batch, k)] + [(batch * k, k)] * (shape.steps - 1)
+    return [
+        (torch.randint(0, 10**12, size, generator=generator), log_probs(size, kind, generator))
+        for size in sizes
+    ]
+
+
+def by_hand(shape, batch, drafted):
+    """The same growth, request by request in lists: the beams of every step, and all candidates."""
+    k = shape.topk
+    beams, records = [[] for _ in range(shape.steps)], []
+    for b in range(batch):
+        tokens, scores = (x[b] for x in drafted[0])
+        record = [(int(tokens[i]), scores[i], -1) for i in range(k)]
+        beam = [(*record[i][:2], i, b, {i}) for i in range(k)]
+        beams[0].append(beam)
+        for step in range(1, shape.steps):
+            tokens, scores = drafted[step]
+            children = [
+                (int(tokens[b * k + i, j]), beam[i][1] + scores[b * k + i, j], i, beam[i][2])
+                for i in range(k)
+                for j in range(k)
+            ]
+            best = sorted(range(k * k), key=lambda c: (-float(children[c][1]), c))[:k]
+            beam = [
+                (*children[c][:2], len(record) + c, b * k + children[c][2], {step * k + n, *beam[c // k][4]})
+                for n, c in enumerate(best)
+            ]
+            record += [(token, score, parent) for token, score, _, parent in children]
+            beams[step].append(beam)
+        records.append(record)
+    return beams, records
+
+
+def word(bits):
+    """A set of bits as int64; those behind 63 are lost."""
+    value = sum(1 << bit for bit in bits if bit < 64)
+    return value - (1 << 64) if value >> 63 else value
+
+
+def run(shape, drafted, form):
+    backend, device = form
+    drafted = [(tokens.to(device), scores.to(device)) for tokens, scores in drafted]
+    beam, candidates = start_beam(*drafted[0], shape, backend=backend)
+    beams = [beam]
+    for step in range(1, shape.steps):
+        beam = grow_beam(beam, candidates, *drafted[step], step, backend=backend)
+        beams.append(beam)
+    return beams, candidates
+
+
+def assert_grown(beams, candidates, expected, records):
+    for beam, hand in zip(beams, expected, strict=True):
+        assert beam.tokens.tolist() == [[node[0] for node in row] for row in hand]
+        assert torch.equal(beam.scores.cpu(), torch.tensor([[node[1] for node in row] for row in hand]))
+        assert beam.ids.tolist() == [[node[2] for node in row] for row in hand]
+        assert beam.rows.tolist() == [node[3] for row in hand for node in row]
+        assert beam.ancestors.tolist() == [[word(node[4]) for node in row] for row in hand]
+        assert beam.scores.dtype == torch.float32
+    for record, place in zip(candidates, range(3), strict=True):
+        assert torch.equal(record.cpu(), torch.tensor([[entry[place] for entry in row] for row in records]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 4), (4, 3, 8), (5, 4, 16)], ids=str)
+def test_a_beam_keeps_the_best_children(form, shape, kind):
+    shape, batch = SpecShape(*shape), 3
+    drafted = proposals(shape, batch, kind)
+    assert_grown(*run(shape, drafted, form), *by_hand(shape, batch, drafted))
+
+
+@pytest.mark.parametrize("kind", ["coarse", "random"])
+@pytest.mark.parametrize("shape", [(3, 10, 60), (2, 16, 64), (5, 16, 64)], ids=str)
+def test_wide_beams(form, shape, kind):
+    shape, batch = SpecShape(*shape), 1
+    drafted = proposals(shape, batch, kind)
+    assert_grown(*run(shape, drafted, form), *by_hand(shape, batch, drafted))
+
+
+def test_ancestors_are_those_of_the_whole_scratch_window(form):
+    shape, batch = SpecShape(6, 5, 20), 2
+    beams, _ = run(shape, proposals(shape, batch, "random", seed=3), form)
+    parents = torch.arange(5).expand(batch, 5)
+    for step, beam in enumerate(beams):
+        if step:
+            up = beam.rows.view(batch, 5).cpu() - torch.arange(batch)[:, None] * 5
+            parents = torch.cat((parents, (step - 1) * 5 + up), 1)
+        assert torch.equal(beam.ancestors.cpu(), ancestor_bits(parents, step + 1)[:, -5:])
+
+
+def test_nan_is_taken_for_the_best(form):
+    shape = SpecShape(2, 3, 5)
+    drafted = proposals(shape, 1, "random")
+    drafted[1][1].view(torch.int32)[1, 2] = -1  # a negative one
+    drafted[1][1][2, 0] = math.nan
+    beams, _ = run(shape, drafted, form)
+    assert beams[1].ids[0, :2].tolist() == [3 + 5, 3 + 6]
+
+
+def build_by_hand(root, record, shape):
+    """The window of one request: tokens, parents, depths, ancestor sets."""
+    best = sorted(range(len(record)), key=lambda i: (-float(record[i][1]), i))[: shape.tokens - 1]
+    kept = [-1, *sorted(best)]
+    tokens, parents, depths, ancestors = [root], [0], [0], [{0}]
+    for node, i in enumerate(kept[1:], 1):
+        parent = kept.index(record[i][2])
+        tokens.append(record[i][0])
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        ancestors.append({node, *ancestors[parent]})
+    return tokens, parents, depths, [word(bits) for bits in ancestors]
+
+
+def assert_built(shape, batch, kind, form):
+    backend, device = form
+    _, records = by_hand(shape, batch, proposals(shape, batch, kind, seed=shape.tokens))
+    tokens, scores, parents = (
+        torch.tensor([[entry[place] for entry in row] for row in records], device=device)
+        for place in range(3)
+    )
+    roots = torch.arange(7, 7 + batch, device=device)
+    tree = tree_build(roots, tokens, scores, parents, shape, backend=backend)
+    expected = zip(*(build_by_hand(7 + b, records[b], shape) for b in range(batch)), strict=True)
+    for ours, theirs in zip(tree, expected, strict=True):
+        assert ours.dtype == torch.int64 and ours.tolist() == list(theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 2, 2), (4, 1, 5), (3, 2, 6), (5, 4, 16)], ids=str)
+def test_a_window_keeps_the_best_candidates(form, shape, kind):
+    assert_built(SpecShape(*shape), 2, kind, form)
+
+
+# All of the candidates; a window of 64; 510 and 1,040 candidates; the deepest and widest of all, 3,856.
+@pytest.mark.parametrize("kind", ["coarse", "random"])
+@pytest.mark.parametrize(
+    "shape", [(3, 3, 22), (6, 5, 64), (6, 10, 64), (5, 16, 64), (16, 16, 64), (16, 2, 60)], ids=str
+)
+def test_large_windows(form, shape, kind):
+    assert_built(SpecShape(*shape), 1, kind, form)
+
+
+def test_a_deep_path_knows_all_its_ancestors(form):
+    assert_built(SpecShape(16, 4, 17), 2, "certain", form)
+    assert_built(SpecShape(63, 1, 64), 1, "random", form)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 63])
+def test_a_chain_keeps_every_token(form, steps):
+    backend, device = form
+    roots = torch.tensor([5, 6, 7], device=device)
+    tokens = torch.randint(0, 10**12, (steps, 3), generator=torch.Generator().manual_seed(1)).to(device).T
+    tree = chain_build(roots, tokens, backend=backend)
+    assert torch.equal(tree.tokens, torch.cat((roots[:, None], tokens), 1))
+    assert tree.parents.tolist() == [[0, *range(steps)]] * 3
+    assert tree.depths.tolist() == [[*range(steps + 1)]] * 3
+    assert tree.ancestors.tolist() == [chain_bits(steps + 1, roots.device).tolist()] * 3
+
+
+def test_no_request(form):
+    shape = SpecShape(3, 2, 5)
+    beams, candidates = run(shape, proposals(shape, 0, "random"), form)
+    assert beams[-1].rows.shape == (0,)
+    roots = torch.zeros(0, dtype=torch.int64, device=form[1])
+    assert tree_build(roots, *candidates, shape, backend=form[0]).tokens.shape == (0, 5)
+    assert chain_build(roots, roots.view(0, 4), backend=form[0]).ancestors.shape == (0, 5)
+
+
+def test_fake_tensors_pass():
+    pytest.importorskip("triton")
+    shape = SpecShape(3, 2, 5)
+    with FakeTensorMode():
+        tokens, scores = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+        beam, candidates = start_beam(tokens, scores, shape, backend="triton")
+        tokens, scores = torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, 2)
+        beam = grow_beam(beam, candidates, tokens, scores, 1, backend="triton")
+        assert beam.rows.shape == (6,) and beam.ancestors.shape == (3, 2)
+        tree = tree_build(beam.tokens[:, 0], *candidates, shape, backend="triton")
+        assert all(part.shape == (3, 5) and part.dtype == torch.int64 for part in tree)
+        tree = chain_build(beam.tokens[:, 0], beam.tokens, backend="triton")
+        assert all(part.shape == (3, 3) and part.dtype == torch.int64 for part in tree)
+
+
+def test_the_operators_are_well_formed(triton_device):
+    from eagle_kit.kernels.tree_build import triton
+
+    shape = SpecShape(3, 2, 5)
+    drafted = [tuple(x.to(triton_device) for x in pair) for pair in proposals(shape, 2, "random")]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(triton._start, (*drafted[0], 10), test_utils=tests)
+    (beam, *_), candidates = run(shape, drafted, ("triton", triton_device))
+    nodes = (beam.tokens, beam.scores, beam.ids, beam.ancestors)
+    torch.library.opcheck(triton._grow, (*nodes, *drafted[1], *candidates, 1), test_utils=tests)
+    torch.library.opcheck(triton._tree, (beam.tokens[:, 0], *candidates, *shape), test_utils=tests)
+    torch.library.opcheck(triton._chain, (beam.tokens[:, 0].contiguous(), beam.tokens), test_utils=tests)
