@@ -8,8 +8,8 @@ A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its
 and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
 
 The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
-so that a key is read once per window. Columns are taken in blocks. Blocks that lie wholly inside of the prefix
-know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
+so that a key is read once per window. Columns are taken in blocks. Blocks that lie wholly inside of the
+prefix know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
 ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
 device: the grid depends on sizes known to the host alone, and a program without a share returns at once.
 
