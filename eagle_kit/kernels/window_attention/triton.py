@@ -9,8 +9,8 @@ and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, 
 
 The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
 so that a key is read once per window. Columns are taken in blocks. Blocks that lie wholly inside of the
-prefix know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
-ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
+prefix know no mask; the rest is one block or two, the end of the prefix with the window right behind it under
+the ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
 device: the grid depends on sizes known to the host alone, and a program without a share returns at once.
 
 Bytes: ``2 Hkv (prefix + M) D`` elements of the store a request, ``2 N Hq D`` of queries and results; with S

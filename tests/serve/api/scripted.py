@@ -46,6 +46,9 @@ class ScriptedEngine:
             spec=SpecStats(),
         )
 
+    def prepare(self, request: Request) -> None:
+        """Grammars are of no interest here."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
