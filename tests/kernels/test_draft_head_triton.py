@@ -47,8 +47,8 @@ SHAPES = [
     (2, 64, 65, 1),
     (16, 65, 37, 10),
     (17, 129, 128, 5),
-    (33, 401, 130, 8),
-    (65, 200, 64, 3),
+    (33, 257, 130, 6),
+    (65, 131, 64, 1),
 ]
 
 
@@ -59,8 +59,14 @@ def test_the_best_and_their_log_probabilities(triton_device, rows, vocab, size, 
     ids, scores = draft_topk(x, weight, topk, backend="triton")
     assert ids.dtype == torch.int64 and scores.dtype == torch.float32 and ids.shape == (rows, topk)
     assert_right(x, weight, topk, ids, scores)
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_chain_needs_no_log_probabilities(triton_device, topk):
+    x, weight = make(17, 130, 64, torch.bfloat16, triton_device)
+    ids, _ = draft_topk(x, weight, topk, backend="triton")
     unranked, zeros = draft_topk(x, weight, topk, normalized=False, backend="triton")
-    assert torch.equal(unranked, ids) and not zeros.any()
+    assert torch.equal(unranked, ids) and torch.equal(zeros, torch.zeros_like(zeros))
 
 
 def test_tiles_of_a_large_vocabulary(triton_device):
@@ -76,8 +82,8 @@ def test_tiles_of_a_large_vocabulary(triton_device):
 def test_equal_logits_come_in_the_order_of_their_ids(triton_device, topk, dtype):
     """Small integers, so that every form has the same logits exactly, and many equal ones."""
     generator = torch.Generator().manual_seed(topk)
-    x = torch.randint(-1, 2, (9, 16), generator=generator).to(dtype).to(triton_device)
-    weight = torch.randint(-1, 2, (333, 16), generator=generator).to(dtype).to(triton_device)
+    x = torch.randint(-1, 2, (4, 16), generator=generator).to(dtype).to(triton_device)
+    weight = torch.randint(-1, 2, (203, 16), generator=generator).to(dtype).to(triton_device)
     x[0] = 0
     ids, scores = draft_topk(x, weight, topk, backend="triton")
     logits = expected_logits(x, weight)
@@ -115,7 +121,7 @@ def test_ids_go_through_the_map(triton_device):
 
 
 def test_a_row_does_not_depend_on_its_company(triton_device):
-    x, weight = make(40, 100, 130, torch.bfloat16, triton_device)
+    x, weight = make(33, 60, 130, torch.bfloat16, triton_device)
     ids, scores = draft_topk(x, weight, 4, backend="triton")
     for rows in (slice(0, 1), slice(3, 20)):
         alone, alone_scores = draft_topk(x[rows], weight, 4, backend="triton")

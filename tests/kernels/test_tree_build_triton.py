@@ -119,7 +119,7 @@ def test_a_beam_keeps_the_best_children(form, shape, kind):
 
 
 @pytest.mark.parametrize("kind", ["coarse", "random"])
-@pytest.mark.parametrize("shape", [(3, 10, 60), (2, 16, 64), (5, 16, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 10, 60), (2, 16, 64), (5, 16, 64), (2, 40, 64)], ids=str)
 def test_wide_beams(form, shape, kind):
     shape, batch = SpecShape(*shape), 1
     drafted = proposals(shape, batch, kind)

@@ -146,6 +146,13 @@ def _chain_build(roots, tokens, window_tokens, window_parents, window_depths, wi
     tl.store(window_ancestors + at, (tl.full([BLOCK], 2, tl.int64) << j) - 1, inside)
 
 
+def _beam_options(topk: int) -> dict[str, int]:
+    """A child a thread, which compares it with 32 at once; K of 17 to 64 works too, with fewer at once."""
+    block = triton.next_power_of_2(topk**2)
+    chunk = min(32, block) if block <= 256 else 4
+    return {"BLOCK": block, "CHUNK": chunk, "num_warps": min(16, max(1, block // 32))}
+
+
 def _num_warps(block: int) -> int:
     """Four candidates a thread, so that a small tree needs no barrier between warps; the largest keeps its
     4,096 in registers at eight a thread, which 16 a thread do not."""
@@ -212,12 +219,10 @@ def _grow(
 ) -> list[torch.Tensor]:
     out = _next(tokens, scores)
     b, topk = tokens.shape
-    block = triton.next_power_of_2(topk**2)
     if b:
         _grow_beam[(b,)](
             tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_scores, all_parents,
-            *out, step, all_tokens.shape[1], TOPK=topk, BLOCK=block, CHUNK=min(32, block),
-            num_warps=max(1, block // 32),
+            *out, step, all_tokens.shape[1], TOPK=topk, **_beam_options(topk),
         )  # fmt: skip
     return out
 
@@ -307,9 +312,9 @@ def variants() -> list[Variant]:
     for topk in (4, 10, 16):
         block = triton.next_power_of_2(topk)
         found.append(variant(f"start_beam K{topk}", _start_beam, {"TOPK": topk, "BLOCK": block}, 1))
-        square = triton.next_power_of_2(topk**2)
-        constants = {"TOPK": topk, "BLOCK": square, "CHUNK": min(32, square)}
-        found.append(variant(f"grow_beam K{topk}", _grow_beam, constants, max(1, square // 32)))
+        options = _beam_options(topk)
+        warps = options.pop("num_warps")
+        found.append(variant(f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps))
     for steps, topk in ((5, 4), (6, 10), (16, 16)):
         block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
         constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}
