@@ -199,6 +199,7 @@ class LLM:
     def engine(self, shape: SpecShape | None = None) -> Engine:
         """The engine, set to ``shape`` or the default one; its memory is taken on first use."""
         if self._engine is None:
+            ngram = self._ngram_options if self._uses_ngram else None
             room = MAX_WINDOW * (self._policies["lag"] + 1) + 2
             self.memory_plan = plan_memory(
                 self.target,
@@ -207,6 +208,7 @@ class LLM:
                 wanted_tokens=self.max_batch_size * (self.max_context + room + self.page_size),
                 kv_tokens=self.kv_tokens,
                 window=self.default_shape.tokens,
+                ngram_log=ngram.max_bytes if ngram is not None else 0,
             )
             self._fit_context(self.memory_plan.kv_tokens)
             options = EngineOptions(
@@ -221,7 +223,6 @@ class LLM:
             if self.tokenizer is not None:
                 ends = self.config.eos_token_ids
                 grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
-            ngram = self._ngram_options if self._uses_ngram else None
             self._engine = Engine(self.target, self.draft, options, grammars, ngram)
         wanted = self.default_shape if shape is None else shape
         if self._engine.shape != wanted:

@@ -31,6 +31,7 @@ class MemoryPlan:
         bytes_per_token: of the pool, target and draft together.
         weights, scratch, logits: bytes.
         free: bytes that were free before the pool, weights already there.
+        ngram_log: bytes of host memory that a full log of n-grams takes.
     """
 
     kv_tokens: int
@@ -39,6 +40,7 @@ class MemoryPlan:
     scratch: int
     logits: int
     free: int
+    ngram_log: int = 0
 
     @property
     def pool(self) -> int:
@@ -49,9 +51,10 @@ class MemoryPlan:
         parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch, "logits": self.logits}
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
         return (
             f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
-            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free"
+            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free{log}"
         )
 
 
@@ -63,6 +66,7 @@ def plan_memory(
     wanted_tokens: int,
     kv_tokens: int | None,
     window: int = 16,
+    ngram_log: int = 0,
 ) -> MemoryPlan:
     """Size the pool.
 
@@ -71,6 +75,7 @@ def plan_memory(
         wanted_tokens: what lets every request reach the context's end; the pool gets this, or what fits.
         kv_tokens: the pool's size when the user gave one.
         window: N that logits are computed for.
+        ngram_log: bytes of host memory that a full log of n-grams takes.
 
     Raises:
         UserError: the given size does not fit into the free memory.
@@ -83,11 +88,13 @@ def plan_memory(
     logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
+    if weight.device.type == "cpu":
+        free = max(0, free - ngram_log)
     room = int(FREE_SHARE[weight.device.type] * free) - scratch - logits
     if kv_tokens is None and room < per_token:
         raise UserError(
             f"{free / 1e9:.2f} GB are free, and {(scratch + logits) / 1e9:.2f} GB are needed before a token.",
-            "Free memory, or lower the batch size.",
+            "Free memory, or lower the batch size" + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
         kv_tokens = max(1, min(wanted_tokens, room // per_token))
@@ -97,7 +104,7 @@ def plan_memory(
             f"{free / 1e9:.1f} GB are free.",
             "Lower kv_tokens.",
         )
-    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free)
+    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free, ngram_log)
 
 
 def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:

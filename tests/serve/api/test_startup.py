@@ -159,6 +159,14 @@ def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
     assert len(good) == 1 and "2.50 tokens per verify" in good[0] and not asked
     low = report(SelfTest(1.02, 100, 1.0, 2.0, None), exact=True, low_causes=causes)
     assert "suspiciously" in low[1] and low[2:] == ["  1. another target", "  2. another template"]
+    for length, is_tree, is_low in (
+        (1.19, False, True),
+        (1.21, False, False),
+        (1.21, True, True),
+        (1.31, True, False),
+        (0.0, True, False),
+    ):
+        assert SelfTest(length, 100, 1.0, 2.0, None, is_tree).is_low is is_low
     differing = SelfTest(2.5, 100, 1.0, 2.0, (3, 7))
     assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: reply 3 differs")
     assert report(differing, exact=False, low_causes=causes)[1].startswith("note: ")
