@@ -83,6 +83,11 @@ class NgramDraft(NamedTuple):
     parents: np.ndarray
     depths: np.ndarray
 
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """Used nodes of each window besides the root, ``[B]``."""
+        return (self.parents != np.arange(self.parents.shape[1])).sum(1)
+
 
 @dataclass
 class _Node:

@@ -85,7 +85,7 @@ def _engine(shape: str, **options):
     options = EngineOptions(max_running=BATCH, max_context=128, kv_tokens=600, **options)
     engine = Engine(target, Eagle3Draft(tiny_head(target), target), options)
     engine.use_shape(shape)
-    return target, engine, shape, Settings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier)
+    return target, engine, shape, Settings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier(shape))
 
 
 def _laws(law: str, target):

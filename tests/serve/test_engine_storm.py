@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_target
 
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
@@ -25,12 +25,12 @@ class RandomRunner:
 
     def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool) -> None:
         self.rng, self.page_size = random.Random(seed), page_size
-        self.shape, self.drafter, self._drafter, self.pending = shape, None, None, ()
+        self.shapes, self.drafter, self._drafter, self.pending = ShapeTable.parse(shape), None, None, ()
         if shape.steps and not ngram:
             self.drafter = object()  # asked only whether it is there
 
-    def use_shape(self, shape):
-        self.shape = shape
+    def use_shape(self, shapes):
+        self.shapes = shapes
 
     def _token(self):
         return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))
@@ -49,14 +49,15 @@ class RandomRunner:
         return Results(ended, [request.epoch for request in ended], HostCopy((tokens, counts, None)), False)
 
     def decode(self, requests, longest, ngram=None):
-        width = self.shape.steps + 1
-        num_drafts = None
+        shape = self.shapes.at(len(requests))
+        width = shape.steps + 1
+        num_drafts = [shape.tokens - 1] * len(requests)
         if ngram is not None:
             assert all(request.token_ids for request in requests)
             contexts = [request.tokens(0, request.num_tokens) for request in requests]
-            draft = ngram.propose(contexts, self.shape.tokens, self.shape.steps)
+            draft = ngram.propose(contexts, shape.tokens, shape.steps)
             assert [row[0] for row in draft.tokens] == [context[-1] for context in contexts]
-            num_drafts = (draft.parents != range(self.shape.tokens)).sum(1).tolist()
+            num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
         assert len({request.slot for request in requests}) == len(requests)
         for request in requests:
             assert request.num_tokens - 1 <= longest

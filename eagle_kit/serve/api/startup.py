@@ -102,7 +102,8 @@ class SelfTest:
 
 
 def self_test(llm: "LLM", shape: "SpecShape") -> SelfTest:
-    """Decode a few questions both ways; the engine's counters start from zero afterwards."""
+    """Decode a few questions both ways; afterwards the engine has its default shapes, and its counters are
+    zero."""
     prompts = _prompts(llm)
     params = SamplingParams(max_tokens=min(NUM_TOKENS, llm.max_context // 4), temperature=0.0)
     started = time.perf_counter()
@@ -117,7 +118,7 @@ def self_test(llm: "LLM", shape: "SpecShape") -> SelfTest:
             differing = (number, next((i for i, (a, b) in pairs if a != b), len(plain[number].token_ids)))
     num_verifies = sum(output.stats.num_verifies for output in drafted)
     num_emitted = sum(output.stats.num_emitted_tokens for output in drafted)
-    engine = llm.engine(shape)
+    engine = llm.engine()
     engine.totals = type(engine.totals)()
     return SelfTest(
         accept_length=num_emitted / num_verifies if num_verifies else 0.0,
@@ -149,6 +150,11 @@ def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
         f"self-test  {test.accept_length:.2f} tokens per verify over {test.num_tokens} tokens, "
         f"{test.seconds:.1f} s with speculation, {test.plain_seconds:.1f} s without"
     ]
+    if test.seconds > 1.2 * test.plain_seconds:
+        lines.append(
+            "note: these replies are slower with speculation than without; a shape that drafts less, such as "
+            "--shape 3,1,4, costs less and may pay."
+        )
     if test.differing is not None:
         prompt, token = test.differing
         where = f"reply {prompt} differs from plain decoding from token {token} on"
