@@ -1,6 +1,10 @@
-"""Tiny configs of transformers for every target with latent attention or experts; sizes are odd on purpose."""
+"""Tiny models of transformers for every target with latent attention or experts; sizes are odd on purpose."""
 
-from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+
+from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.models.llama import LlamaModel, TargetOutput
 
 SIZES = {
     "vocab_size": 271,
@@ -79,3 +83,28 @@ MIXTURES = {
         rope_parameters=YARN,
     ),
 }
+
+
+def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> TargetOutput:
+    """One document through a target."""
+    scale = model.config.attention_scale
+
+    def attend(layer, q, k, v):
+        return prefill_attention(q, k, v, scale)
+
+    return model(ids, torch.arange(len(ids)), attend, capture=capture)
+
+
+def randomised(config) -> torch.nn.Module:
+    """A model of which everything is random: norms, biases, and the gates, which transformers starts at 0."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.rand_like(tensor))
+            elif name.endswith("gate.weight"):
+                tensor.normal_(std=0.3)
+            elif tensor.ndim == 1 and "inv_freq" not in name:
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+    return model

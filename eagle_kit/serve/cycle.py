@@ -18,7 +18,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel, TargetOutput
 from eagle_kit.serve.choose import decide
 from eagle_kit.speculation.drafter import Draft, Drafter, DraftState
-from eagle_kit.speculation.paged_kv import PagedKV
+from eagle_kit.speculation.paged_store import PagedStore
 
 
 class CycleState(NamedTuple):
@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 
 def cycle(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     settings: Settings,
@@ -111,7 +111,7 @@ class Verified(NamedTuple):
 
 def verify_cycle(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     proposed: Draft,
@@ -132,7 +132,7 @@ def verify_cycle(
 
 def verify(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     proposed: Draft,
@@ -173,7 +173,7 @@ def observe(drafter: Drafter | None, state: CycleState, verified: Verified, sett
 
 def _forward(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     tree: Tree,
     state: CycleState,
     num_columns: int,

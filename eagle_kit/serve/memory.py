@@ -76,9 +76,8 @@ def plan_memory(
         UserError: the given size does not fit into the free memory.
     """
     config, weight = target.config, target.embed_tokens.weight
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.element_size()
-    if draft is not None:
-        per_token += 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * weight.element_size()
+    values = config.cache.values_per_token + (0 if draft is None else draft.cache.values_per_token)
+    per_token = values * weight.element_size()
     scratch = per_token * max_running * MAX_WINDOW
     logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))

@@ -2,37 +2,9 @@
 
 import pytest
 import torch
-from tiny_mixtures import DEEPSEEK
-from transformers import AutoModelForCausalLM
+from tiny_mixtures import DEEPSEEK, randomised, run
 
-from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.models.llama import LlamaModel, TargetOutput
 from eagle_kit.models.loader import load_target
-
-
-def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> TargetOutput:
-    """One document through a target."""
-    scale = model.config.attention_scale
-
-    def attend(layer, q, k, v):
-        return prefill_attention(q, k, v, scale)
-
-    return model(ids, torch.arange(len(ids)), attend, capture=capture)
-
-
-def randomised(config) -> torch.nn.Module:
-    """A model of which everything is random: norms, biases, and the gates, which transformers starts at 0."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
-                tensor.copy_(torch.rand_like(tensor))
-            elif name.endswith("gate.weight"):
-                tensor.normal_(std=0.3)
-            elif tensor.ndim == 1 and "inv_freq" not in name:
-                tensor.add_(torch.randn_like(tensor) * 0.3)
-    return model
 
 
 @pytest.mark.parametrize("name", DEEPSEEK)
