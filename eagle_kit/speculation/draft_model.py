@@ -72,7 +72,7 @@ class Eagle3Draft:
         self.head, self.target = head, target
         config, weight = head.config, head.fc.weight
         self.capture = config.aux_layer_ids
-        self.cache = KVSpec(1, config.num_kv_heads, config.head_dim)
+        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
         self.dtype, self.device = weight.dtype, weight.device
         self.token_map = head.target_ids
@@ -108,7 +108,7 @@ class Eagle1Draft:
     def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         self.head, self.target = head, target
         config, weight = head.config, head.fc.weight
-        self.cache = KVSpec(1, config.num_kv_heads, config.head_dim)
+        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size = config.hidden_size
         self.dtype, self.device = weight.dtype, weight.device
         self.output = _Output(target, token_map)
