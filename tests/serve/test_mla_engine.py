@@ -56,7 +56,7 @@ def test_plain_decoding_says_what_transformers_generates(theirs, plain):
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=24,
+            max_new_tokens=20,
             eos_token_id=theirs.config.eos_token_id,
             pad_token_id=0,
         )
