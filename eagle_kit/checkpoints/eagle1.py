@@ -20,14 +20,13 @@ from eagle_kit.models.config import TargetConfig, read_rope
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import (
-    FUSED,
     IGNORED_SUFFIXES,
     check_activation,
     check_tensors,
-    published_names,
     read_json,
     read_target_config,
 )
+from eagle_kit.models.published import FUSED, published_names
 from eagle_kit.models.source import resolve_target
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"

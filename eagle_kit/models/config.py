@@ -4,24 +4,49 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.config_parts import (
+    CacheSpec,
+    KVSpec,
+    LatentSpec,
+    MLAConfig,
+    MoEConfig,
+    read_mla,
+    read_moe,
+    yarn_magnitude,
+)
 
-LLAMA_FAMILY = {
+FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """RoPE scalings and the numbers that each needs."""
 
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A dense decoder of the Llama family. Sizes are counts of elements; ``head_dim`` is per head."""
+    """A decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek, Qwen-MoE and
+    Mixtral. Sizes are counts of elements.
+
+    Attributes:
+        num_kv_heads: with latent attention as many as there are heads.
+        head_dim: of a query or key.
+        intermediate_size: of dense layers.
+        mla: latent attention in place of grouped-query attention.
+        moe: experts in place of the MLP.
+        num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
+    """
 
     model_type: str
     hidden_size: int
@@ -42,29 +67,34 @@ class TargetConfig:
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    num_mtp_layers: int = 0
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
         """Read a Hugging Face config, old or new RoPE spelling. Raises UserError for an unknown
         architecture."""
         name = (config.get("architectures") or ["?"])[0]
-        family = LLAMA_FAMILY.get(name)
+        family = FAMILIES.get(name)
         if family is None:
             raise UserError(
                 f"The target's architecture {name} is not one that eagle_kit knows.",
-                f"Use one of {', '.join(LLAMA_FAMILY)}.",
+                f"Use one of {', '.join(FAMILIES)}.",
             )
         theta, scaling = read_rope(config)
         heads = config["num_attention_heads"]
         bias = bool(config.get("attention_bias", False))
         eos = config.get("eos_token_id")
+        mla = read_mla(config) if family.startswith("deepseek") else None
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             model_type=family,
             hidden_size=config["hidden_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            num_kv_heads=heads if mla else config.get("num_key_value_heads") or heads,
+            head_dim=mla.qk_head_dim if mla else head_dim,
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -75,9 +105,12 @@ class TargetConfig:
             attention_bias=family == "qwen2" or bias,
             attention_out_bias=family != "qwen2" and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             eos_token_ids=_as_tuple(eos),
             bos_token_id=config.get("bos_token_id"),
+            mla=mla,
+            moe=read_moe(config, family),
+            num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
         )
 
     @property
@@ -85,6 +118,28 @@ class TargetConfig:
         """Low, mid and high: the inputs of layers 2, L // 2 and L - 3, clamped for models of few layers."""
         last = self.num_layers
         return min(2, last), last // 2, max(last - 3, 0)
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
+        magnitude."""
+        scale = self.head_dim**-0.5
+        if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
+            scale *= yarn_magnitude(self.rope_scaling["factor"], mscale) ** 2
+        return scale
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What the model keeps of a token."""
+        if self.mla is None:
+            return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim)
+        latent, rope = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
+        return LatentSpec(self.num_layers, latent, rope, self.attention_scale)
 
 
 @dataclass(frozen=True)
@@ -124,19 +179,29 @@ class DraftConfig:
 
     @classmethod
     def for_target(cls, model: TargetConfig, draft_vocab_size: int, **overrides: Any) -> "DraftConfig":
-        """The default head of a target: its sizes, its RoPE, its default captured layers."""
+        """The default head of a target: its sizes, its RoPE, its default captured layers.
+
+        The head's layer is a Llama one whatever the target's are. For a target with latent attention it has
+        heads of the size of the target's values, as many as the hidden size holds, in groups for at most 8
+        keys, and plain RoPE: engines disagree on what YaRN's magnitudes are outside of latent attention.
+        """
+        num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        if model.mla is not None:
+            head_dim = model.mla.v_head_dim
+            num_heads = max(1, model.hidden_size // head_dim)
+            num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
         base = cls(
             hidden_size=model.hidden_size,
             target_hidden_size=model.hidden_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             intermediate_size=model.intermediate_size,
             vocab_size=model.vocab_size,
             draft_vocab_size=draft_vocab_size,
             rms_norm_eps=model.rms_norm_eps,
             rope_theta=model.rope_theta,
-            rope_scaling=model.rope_scaling,
+            rope_scaling=None if model.mla else model.rope_scaling,
             max_position_embeddings=model.max_position_embeddings,
             aux_layer_ids=model.default_aux_layer_ids,
         )
@@ -148,7 +213,8 @@ def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.pop("type", None) or "default"
+    old_kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or old_kind or "default"
     if kind not in ROPE_TYPES:
         raise UserError(
             f"The RoPE scaling {kind!r} of this config is not supported.",
@@ -166,7 +232,9 @@ def _context(config: dict[str, Any], family: str) -> int:
     """Context in tokens; a sliding window is a full one up to its width, so it bounds the context."""
     context = config.get("max_position_embeddings", 2048)
     window = config.get("sliding_window")
-    uses_window = window is not None and (family == "mistral" or config.get("use_sliding_window", False))
+    uses_window = window is not None and (
+        family in ("mistral", "mixtral") or config.get("use_sliding_window", False)
+    )
     return min(context, window) if uses_window and window else context
 
 

@@ -13,13 +13,15 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.models.config_parts import yarn_magnitude
 
 
 class Attend(Protocol):
     """Attention, given to a model's forward as an argument: it knows the KV layout, the model does not.
 
     ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may
-    store ``k`` and ``v`` and must let every query see itself.
+    store ``k`` and ``v`` and must let every query see itself. Values of latent attention, and what comes back
+    of them, may be narrower than D.
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
@@ -66,12 +68,13 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary positions in the half-split layout: pairs are (d, d + D/2)."""
+    """Tables of rotary positions, for pairs (d, d + D/2) or as ``rope_store`` is told."""
 
     inv_freq: torch.Tensor
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
         super().__init__()
+        self.magnitude = rope_magnitude(scaling)
         self.register_buffer("inv_freq", rope_frequencies(head_dim, theta, scaling), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rope":
@@ -87,25 +90,59 @@ class Rope(nn.Module):
         """``positions [T]`` -> cosines and signed sines ``[T, 1, D]`` in fp32, for ``rope_store``."""
         angle = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
+        if self.magnitude != 1.0:
+            cos, sin = cos * self.magnitude, sin * self.magnitude
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
-    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation) or ``llama3`` (Llama
-    3.1).
+    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation), ``llama3`` (Llama 3.1)
+    or ``yarn`` (arXiv 2309.00071).
 
-    Llama 3.1 divides low frequencies by ``factor``, keeps high ones, and blends between the two thresholds.
+    Llama 3.1 and YaRN divide low frequencies by ``factor``, keep high ones, and blend in between: Llama by
+    the wavelength between two thresholds, YaRN by the pair's number between those of two frequencies.
     """
     freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
         return freq
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
+    if scaling["rope_type"] == "yarn":
+        return _yarn(freq, theta, scaling)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / freq
     smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * freq / factor + smooth * freq
+
+
+def _yarn(freq: torch.Tensor, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
+    """Pairs that turn more than ``beta_fast`` times in the first context are kept, those that turn less than
+    ``beta_slow`` times are slowed down."""
+    half, context = len(freq), scaling["original_max_position_embeddings"]
+
+    def pair_of(turns: float) -> float:
+        return half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    slowed = ((torch.arange(half) - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+    return slowed * freq / scaling["factor"] + (1 - slowed) * freq
+
+
+def rope_magnitude(scaling: dict[str, Any] | None) -> float:
+    """What YaRN multiplies cosines and sines by; 1 for the other kinds. DeepSeek's configs move it into the
+    scale of the scores: ``mscale`` over ``mscale_all_dim``."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+    factor, both = scaling["factor"], (scaling.get("mscale"), scaling.get("mscale_all_dim"))
+    if both[0] and both[1]:
+        return yarn_magnitude(factor, both[0]) / yarn_magnitude(factor, both[1])
+    return yarn_magnitude(factor)
 
 
 class Attention(nn.Module):

@@ -1,4 +1,5 @@
-"""The Llama family as a target: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3 (dense).
+"""Decoders as targets: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral,
+Qwen3-MoE and DeepSeek-V2 / V3.
 
 Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from eagle_kit.models.mla import LatentAttention
+from eagle_kit.models.moe import MoE
 
 
 class TargetOutput(NamedTuple):
@@ -23,25 +26,38 @@ class TargetOutput(NamedTuple):
     aux: torch.Tensor
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU with residuals."""
+def make_attention(config: TargetConfig) -> nn.Module:
+    """The attention of a layer, grouped-query or latent."""
+    if config.mla is not None:
+        return LatentAttention(config)
+    return Attention(
+        config.hidden_size,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        bias=config.attention_bias,
+        out_bias=config.attention_out_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )
 
-    def __init__(self, config: TargetConfig) -> None:
+
+def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
+    """What follows attention in layer ``layer``: an MLP or a mixture of experts."""
+    if config.moe is None or layer in config.moe.dense_layers:
+        return MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return MoE(config.hidden_size, config.moe, bias=config.mlp_bias)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP or experts, with residuals."""
+
+    def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
-        eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(config.hidden_size, eps)
-        self.self_attn = Attention(
-            config.hidden_size,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_bias,
-            qk_norm_eps=eps if config.qk_norm else None,
-        )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = make_attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = make_mlp(config, layer)
 
     def forward(
         self,
@@ -65,9 +81,9 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -11,14 +11,12 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.layers import Rope
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.published import expected_shapes, is_mtp, published_parts, read_fp8_block, take
 from eagle_kit.models.source import resolve_target
 
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Our fused parameters and the published ones they are made of, in order."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+EXACT_SUFFIXES = ("e_score_correction_bias",)
+"""Parameters that stay in fp32: rounded, they would choose other experts."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,12 +45,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     if generation.is_file():
         eos = read_json(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
-        raise UserError(
-            f"The weights in {folder} are quantised ({method}), which cannot be run here.",
-            "Use the model's unquantised checkpoint.",
-        )
+    read_fp8_block(config, str(folder))
     check_activation(config, str(folder))
     try:
         return TargetConfig.from_dict(config)
@@ -109,24 +102,29 @@ def load_target(
 
     Args:
         name_or_path: whatever :func:`~eagle_kit.models.source.resolve_target` knows.
-        dtype: of the weights in memory; RoPE frequencies stay fp32.
+        dtype: of the weights in memory, those in blocks of fp8 too; RoPE frequencies and the biases of gates
+            stay fp32.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
             by name.
     """
     folder = resolve_target(str(name_or_path))
+    config = read_target_config(folder)
+    block = read_fp8_block(read_json(folder / "config.json"), str(folder))
     with torch.device("meta"):
-        model = LlamaModel(read_target_config(folder))
-    config = model.config
-    published = read_published(folder)
+        model = LlamaModel(config)
+    published = {name: value for name, value in read_published(folder).items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
-    check_tensors(published, published_shapes(model), str(folder))
-    model.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
-    for name, _ in list(model.named_parameters()):
-        parts = [published.pop(part).to(device=device, dtype=dtype) for part in published_names(name)]
-        value = torch.cat(parts) if len(parts) > 1 else parts[0]
+    parts = published_parts(model, published)
+    expected = expected_shapes((part for group in parts.values() for part in group), published, block)
+    check_tensors(published, expected, str(folder))
+    model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
+    for name, parameter in list(model.named_parameters()):
+        kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
+        pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
+        value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
@@ -142,32 +140,6 @@ def read_published(folder: Path) -> dict[str, torch.Tensor]:
             if not name.endswith(IGNORED_SUFFIXES):
                 published[name.removeprefix("model.")] = tensor
     return published
-
-
-def published_names(name: str) -> list[str]:
-    """The published tensors behind one of our parameters, in the order they are stacked."""
-    for fused, parts in FUSED.items():
-        if f"{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
-
-
-def published_shapes(model: LlamaModel) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the published checkpoint must have."""
-    config = model.config
-    sizes = {
-        "q_proj": config.num_heads * config.head_dim,
-        "k_proj": config.num_kv_heads * config.head_dim,
-        "v_proj": config.num_kv_heads * config.head_dim,
-        "gate_proj": config.intermediate_size,
-        "up_proj": config.intermediate_size,
-    }
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        for part in published_names(name):
-            rows = sizes.get(part.split(".")[-2], parameter.shape[0])
-            shapes[part] = (rows, *parameter.shape[1:])
-    return shapes
 
 
 def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], where: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.bench.cost import Cost
+from eagle_kit.models.count import layer_weights
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import Eagle3Draft
 
@@ -32,14 +33,20 @@ def cycle_forwards(
     config = target.config
     heads = config.num_heads * config.head_dim
     table = target.embed_tokens.weight
-    read = _parameters(target) - (0 if config.tie_word_embeddings else table.numel())
+    rows = batch * shape.tokens
+    held = _parameters(target) - (0 if config.tie_word_embeddings else table.numel())
+    all_experts, one_token = (layer_weights(config, active=active) for active in (False, True))
+    experts = all_experts - one_token
+    if config.moe is not None:  # of E experts, rows that choose K each at random wake 1 - (1 - K / E)^rows
+        share = config.moe.num_experts_per_token / config.moe.num_experts
+        experts = round(experts * ((1 - (1 - share) ** rows) - share) / (1 - share))
+    read, used = held - (all_experts - one_token) + experts, held - (all_experts - one_token)
     size = table.element_size()
-    target_kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
     keys = batch * context
     forwards = [
         Cost(
-            read * size + keys * target_kv,
-            2 * read * batch * shape.tokens + 4 * config.num_layers * heads * keys * shape.tokens,
+            (read + keys * config.cache.values_per_token) * size,
+            2 * used * rows + 4 * config.num_layers * heads * keys * shape.tokens,
         )
     ]
     if not shape.steps:
@@ -47,12 +54,12 @@ def cycle_forwards(
     head = draft.head
     fuse, output = head.fc.weight.numel(), head.lm_head.weight.numel()
     layer = _parameters(head) - fuse - output
-    draft_kv = 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * size
-    draft_heads = head.config.num_heads * draft.head_dim
-    rows = batch * shape.topk
+    draft_kv = draft.cache.values_per_token * size
+    draft_heads = head.config.num_heads * head.config.head_dim
+    beam = batch * shape.topk
     step = Cost(
         (layer + output) * size + keys * draft_kv,
-        2 * (layer + output) * rows + 4 * draft_heads * keys * shape.topk,
+        2 * (layer + output) * beam + 4 * draft_heads * keys * shape.topk,
     )
     emitted = shape.steps + 1
     extend = Cost(

@@ -148,11 +148,11 @@ def pages_of(context: int) -> int:
 
 def pool_bytes(target: LlamaModel, draft: DraftModel | None, batch: int, context: int) -> int:
     """Bytes of keys and values that a load takes, scratch included."""
-    config, size = target.config, target.embed_tokens.weight.element_size()
-    values = config.num_layers * config.num_kv_heads * config.head_dim
+    values = target.config.cache.values_per_token
     if draft is not None:
-        values += draft.num_layers * draft.num_kv_heads * draft.head_dim
-    return 2 * size * values * batch * (pages_of(context) * PAGE_SIZE + MAX_WINDOW)
+        values += draft.cache.values_per_token
+    size = target.embed_tokens.weight.element_size()
+    return size * values * batch * (pages_of(context) * PAGE_SIZE + MAX_WINDOW)
 
 
 def mark(device: torch.device) -> Any:

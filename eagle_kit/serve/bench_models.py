@@ -9,6 +9,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.memory import free_memory
@@ -16,9 +17,9 @@ from eagle_kit.speculation.draft_model import Eagle3Draft
 
 
 class Preset(NamedTuple):
-    """A target's shape, None where no model here has it yet, and the draft vocabulary of its head."""
+    """A target's shape, and the draft vocabulary of its head."""
 
-    target: TargetConfig | None
+    target: TargetConfig
     draft_vocab_size: int
 
 
@@ -68,25 +69,35 @@ _TINY = replace(
     vocab_size=512,
     max_position_embeddings=4096,
 )
+_QWEN3_MOE = replace(
+    _LLAMA,
+    model_type="qwen3_moe",
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    intermediate_size=6144,
+    vocab_size=151936,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    rope_scaling=None,
+    max_position_embeddings=40960,
+    qk_norm=True,
+    moe=MoEConfig(128, 8, 768, normalises=True),
+)
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA, 32000),
-    "qwen3-30b-a3b": Preset(None, 32000),
+    "qwen3-30b-a3b": Preset(_QWEN3_MOE, 32000),
     "smollm2-135m": Preset(_SMOLLM, 8192),
     "tiny": Preset(_TINY, 128),
 }
 
 
 def preset_named(name: str) -> tuple[TargetConfig, int]:
-    """Target and draft vocabulary. Raises UserError for what is not known, or not there yet."""
-    ready = ", ".join(key for key, preset in PRESETS.items() if preset.target is not None)
+    """Target and draft vocabulary. Raises UserError for what is not known."""
     if name not in PRESETS:
-        raise UserError(f"There are no shapes of {name!r}.", f"Choose of {ready}.")
-    config, draft_vocab_size = PRESETS[name]
-    if config is None:
-        raise UserError(
-            f"{name} is a mixture of experts, which no target here is yet.", f"Choose of {ready}."
-        )
-    return config, draft_vocab_size
+        raise UserError(f"There are no shapes of {name!r}.", f"Choose of {', '.join(PRESETS)}.")
+    return PRESETS[name]
 
 
 def check_room(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -133,11 +144,23 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def as_transformers(config: TargetConfig) -> Any:
-    """The same shape as a config of transformers, of Llama's architecture."""
-    from transformers import LlamaConfig
+    """The same shape as a config of transformers, of Llama's architecture or Qwen3's mixture."""
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
+    kind, mixture = LlamaConfig, {}
+    if config.moe is not None:
+        kind, mixture = (
+            Qwen3MoeConfig,
+            {
+                "num_experts": config.moe.num_experts,
+                "num_experts_per_tok": config.moe.num_experts_per_token,
+                "moe_intermediate_size": config.moe.intermediate_size,
+                "norm_topk_prob": config.moe.normalises,
+            },
+        )
     scaling = config.rope_scaling or {"rope_type": "default"}
-    return LlamaConfig(
+    return kind(
+        **mixture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

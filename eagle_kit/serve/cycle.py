@@ -18,7 +18,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel, TargetOutput
 from eagle_kit.serve.choose import decide
 from eagle_kit.speculation.drafter import Draft, Drafter, DraftState
-from eagle_kit.speculation.paged_kv import PagedKV
+from eagle_kit.speculation.paged_store import PagedStore
 
 
 class CycleState(NamedTuple):
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 
 def cycle(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     settings: Settings,
@@ -113,7 +113,7 @@ class Verified(NamedTuple):
 
 def verify_cycle(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     proposed: Draft,
@@ -134,7 +134,7 @@ def verify_cycle(
 
 def verify(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
     proposed: Draft,
@@ -175,7 +175,7 @@ def observe(drafter: Drafter | None, state: CycleState, verified: Verified, sett
 
 def _forward(
     target: LlamaModel,
-    kv: PagedKV,
+    kv: PagedStore,
     tree: Tree,
     state: CycleState,
     num_columns: int,

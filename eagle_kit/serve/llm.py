@@ -349,7 +349,7 @@ class LLM:
         """The target's logits after every token of ``ids`` -> ``[T, V]``, in one forward without a cache."""
         device = self.target.embed_tokens.weight.device
         tokens = torch.tensor(ids, device=device)
-        scale = self.config.head_dim**-0.5
+        scale = self.config.attention_scale
         out = self.target(
             tokens,
             torch.arange(len(ids), device=device),

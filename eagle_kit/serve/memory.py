@@ -89,10 +89,8 @@ def plan_memory(
         UserError: the given size does not fit into the free memory.
     """
     config, weight = target.config, target.embed_tokens.weight
-    width = 2 * (kv_dtype or weight.dtype).itemsize
-    per_token = width * config.num_layers * config.num_kv_heads * config.head_dim
-    if draft is not None:
-        per_token += width * draft.num_layers * draft.num_kv_heads * draft.head_dim
+    values = config.cache.values_per_token + (0 if draft is None else draft.cache.values_per_token)
+    per_token = values * (kv_dtype or weight.dtype).itemsize
     scratch = per_token * max_running * MAX_WINDOW
     logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
     activations = prefill_tokens * _values_per_row(config) * weight.element_size()

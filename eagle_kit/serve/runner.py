@@ -37,7 +37,8 @@ from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Draft, Drafter
 from eagle_kit.speculation.ngram import NgramDraft, NgramIndex, to_tree
-from eagle_kit.speculation.paged_kv import PagedKV, Segment
+from eagle_kit.speculation.paged_latents import open_store
+from eagle_kit.speculation.paged_store import Segment
 from eagle_kit.speculation.static_tree import drafter_class
 
 COLUMN_BUCKET = 64
@@ -100,10 +101,8 @@ class Runner:
         self.num_slots, self.max_pages = max(batch_sizes), max_pages
         config, weight = target.config, target.embed_tokens.weight
         self.device = weight.device
-        self.kv = PagedKV(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
+        self.kv = open_store(
+            config.cache,
             num_pages=num_pages,
             page_size=page_size,
             max_batch_size=self.num_slots,

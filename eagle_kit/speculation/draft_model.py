@@ -10,6 +10,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.config_parts import CacheSpec, KVSpec
 from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.layers import Attend
@@ -27,14 +28,13 @@ class Readout(NamedTuple):
 
 
 class DraftModel(Protocol):
-    """A model that proposes tokens. ``first_slot`` is the first slot of the key-value store that it fills: 1
-    where an entry is made of a feature and the token after it (EAGLE), 0 for a whole model."""
+    """A model that proposes tokens. ``first_slot`` is the first slot of its store that it fills: 1 where an
+    entry is made of a feature and the token after it (EAGLE), 0 for a whole model; ``cache`` is what it keeps
+    there of a token."""
 
     capture: tuple[int, ...]
     first_slot: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    cache: CacheSpec
     feature_size: int
     draft_vocab_size: int
     dtype: torch.dtype
@@ -66,13 +66,13 @@ class DraftModel(Protocol):
 class Eagle3Draft:
     """An EAGLE-3 head (see :class:`DraftModel`)."""
 
-    first_slot, num_layers = 1, 1
+    first_slot = 1
 
     def __init__(self, head: Eagle3Head, target: LlamaModel) -> None:
         self.head, self.target = head, target
         config, weight = head.config, head.fc.weight
         self.capture = config.aux_layer_ids
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
         self.dtype, self.device = weight.dtype, weight.device
         self.token_map = head.target_ids
@@ -102,13 +102,13 @@ class Eagle1Draft:
         token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
     """
 
-    first_slot, num_layers = 1, 1
+    first_slot = 1
     capture: tuple[int, ...] = ()
 
     def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         self.head, self.target = head, target
         config, weight = head.config, head.fc.weight
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size = config.hidden_size
         self.dtype, self.device = weight.dtype, weight.device
         self.output = _Output(target, token_map)
@@ -146,8 +146,7 @@ class StandaloneDraft:
     def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         self.model = model
         config, weight = model.config, model.embed_tokens.weight
-        self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.cache = config.cache
         self.dtype, self.device = weight.dtype, weight.device
         self.output = _Output(model, token_map)
         self.draft_vocab_size = self.output.size

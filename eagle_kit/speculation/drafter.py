@@ -24,7 +24,8 @@ from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_bea
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.llama import TargetOutput
 from eagle_kit.speculation.draft_model import DraftModel
-from eagle_kit.speculation.paged_kv import PagedKV, Segment
+from eagle_kit.speculation.paged_latents import open_store
+from eagle_kit.speculation.paged_store import Segment
 
 
 class DraftState(NamedTuple):
@@ -64,10 +65,8 @@ class Drafter:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.vocab_size = model, vocab_size
-        self.kv = PagedKV(
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
+        self.kv = open_store(
+            model.cache,
             num_pages=num_pages,
             page_size=page_size,
             max_batch_size=max_batch_size,

@@ -66,7 +66,7 @@ def match_table(
     device = ids.device
     length = ids.shape[0]
     positions = torch.arange(length, device=device)
-    scale = target.config.head_dim**-0.5
+    scale = target.config.attention_scale
     out = target(
         ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v, scale), head.config.aux_layer_ids
     )

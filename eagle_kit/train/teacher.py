@@ -48,7 +48,7 @@ def capture_features(
         needed: bool ``[T]``, positions whose most likely token is wanted.
     """
     spans = document_spans(doc_start)
-    scale = target.config.head_dim**-0.5
+    scale = target.config.attention_scale
     out = target(
         ids,
         positions_of(doc_start),

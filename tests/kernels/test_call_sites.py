@@ -19,7 +19,6 @@ from eagle_kit.kernels.aot import kernel_modules
 
 ROOT = Path(eagle_kit.__file__).parent
 WAITING: dict[str, str] = {
-    "mla_window_attention": "targets with latent attention are not loaded yet",
     "commit": "rows that a caller has worked out; the engine's rows are worked out in commit_path itself",
     "accept_greedy": "for predictions that a caller has; the engine has logits: accept_most_likely",
 }

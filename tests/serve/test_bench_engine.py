@@ -2,6 +2,7 @@
 cycles, and it survives what fails."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.bench.cost import Cost
 from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve import bench_engine, bench_models
@@ -183,7 +185,7 @@ def test_what_finds_no_time_is_left_out_and_done_later(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["engine", "--model", "qwen3-30b-a3b"], "qwen3-30b-a3b is a mixture of experts"),
+        (["engine", "--model", "qwen3-30b-a3b"], "The weights take 61.1 GB"),
         (["engine", "--model", "nonsense"], "There are no shapes of 'nonsense'."),
         (["engine", "--resume"], "--resume needs a file"),
         (["--draft", "x", "engine"], "--draft does not apply to bench engine"),
@@ -240,3 +242,15 @@ def test_the_mask_of_transformers_is_the_tree():
     for node in range(3):
         told = block.mask_mod(torch.tensor(0), torch.tensor(0), torch.tensor(node), column)
         assert torch.equal(told, seen[node])
+
+
+def test_a_mixture_reads_the_experts_that_its_rows_wake():
+    """Four experts of which a row takes one: one row wakes 1, two wake 1.75 on average."""
+    moe = MoEConfig(4, 1, 32)
+    config = replace(TINY, model_type="qwen3_moe", moe=moe)
+    target, draft = make_models(config, 128, torch.device("cpu"), torch.float32, 0)
+    expert = config.num_layers * 3 * config.hidden_size * 32
+    one, two = (cycle_forwards(target, draft, SpecShape(0, 1, 1), batch, 0)[0] for batch in (1, 2))
+    rest = sum(p.numel() for p in target.parameters()) - 4 * expert
+    assert one.bytes == 4 * (rest + expert) and two.bytes == 4 * (rest + round(1.75 * expert))
+    assert one.flops == 2 * (rest + expert) and two.flops == 2 * one.flops

@@ -90,9 +90,9 @@ def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
     features, tokens, slots = rows_of(draft, target, text)
     assert features.shape == (len(slots), draft.feature_size) and features.dtype == draft.dtype
     states = draft.step(features, tokens, slots, store)
-    assert sorted(store.k) == list(range(draft.num_layers))
+    assert sorted(store.k) == list(range(draft.cache.num_layers))
     for layer in store.k:
-        assert store.k[layer].shape == (len(slots), draft.num_kv_heads, draft.head_dim)
+        assert store.k[layer].shape == (len(slots), draft.cache.num_heads, draft.cache.head_dim)
     assert states.dtype == draft.dtype and states.device == draft.device
     assert states[:, : draft.feature_size].shape == (len(slots), draft.feature_size)
     assert draft.logits(states).shape == (len(slots), draft.draft_vocab_size)

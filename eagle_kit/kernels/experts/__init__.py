@@ -1,0 +1,40 @@
+"""The routed experts of a mixture: every token through its own few of E SwiGLU networks.
+
+On a CPU the host reads who goes where and multiplies each expert's rows. On a GPU nothing is read, so that it
+can be in a CUDA graph: rows sorted by expert and two grouped matmuls in bf16, which read the weights of the
+experts that are hit; in other types all experts over all rows, E / K times the work.
+
+Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
+"""
+
+import torch
+
+from eagle_kit.kernels.experts import reference
+
+__all__ = ["experts"]
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of a token's experts.
+
+    Args:
+        x: ``[T, H]``.
+        ids: int64 ``[T, K]``, a token's experts, each once.
+        weights: fp32 ``[T, K]``, theirs.
+        gate_up: ``[E, 2 I, H]``, the gate first.
+        down: ``[E, H, I]``.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``x``.
+    """
+    if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
+        return reference.by_expert(x, ids, weights, gate_up, down)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return reference.grouped(x, ids, weights, gate_up, down)
+    return reference.dense(x, ids, weights, gate_up, down)

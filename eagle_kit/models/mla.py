@@ -1,0 +1,140 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values of all heads are linear in one latent a token, beside which lies one key part with RoPE that
+all heads share. Attention is done in one of two forms of the same mathematics: *expanded*, with a key and a
+value for every head, or *absorbed*, with W_UK folded into the query and W_UV behind the sum, so that all
+heads attend to the latents themselves. What attends decides; the layer knows both.
+
+Legend: T tokens, H heads, Dn / Dr sizes of a head's part without / with RoPE, Dv of a value, L latent size, C
+keys.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.rope import rope_store
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.layers import Attend, RMSNorm
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside the layer, whatever the config says of the others."""
+LEAST_ROWS = 4
+
+
+class LatentHeads(Protocol):
+    """What a layer can do with its latents, for those who attend."""
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[C, L + Dr]`` -> keys ``[C, H, Dn + Dr]`` and values ``[C, H, Dv]``."""
+        ...
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries ``[T, H, Dn + Dr]`` -> queries that meet rows, ``[T, H, L + Dr]``."""
+        ...
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of latents ``[T, H, L]`` -> sums of values ``[T, H, Dv]``."""
+        ...
+
+
+class LatentAttend(Attend, Protocol):
+    """Attention over a store of latents: takes rows in place of keys and values."""
+
+    def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        """``q [T, H, Dn + Dr]``, RoPE applied, and the tokens' rows ``[T, L + Dr]`` of layer ``layer`` ->
+        ``[T, H, Dv]``."""
+        ...
+
+
+class LatentAttention(nn.Module):
+    """MLA around an :class:`~eagle_kit.models.layers.Attend`, which gets expanded keys and values, or a
+    :class:`LatentAttend`."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        assert config.mla is not None
+        self.config = mla = config.mla
+        self.num_heads = config.num_heads
+        size, bias = config.hidden_size, config.attention_bias
+        queries = self.num_heads * mla.qk_head_dim
+        if mla.q_lora_rank is None:
+            self.q_proj = Linear(size, queries, bias=False)
+        else:
+            self.q_a_proj = Linear(size, mla.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(mla.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = Linear(size, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
+        per_head = mla.qk_nope_head_dim + mla.v_head_dim
+        self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
+        self.o_proj = Linear(self.num_heads * mla.v_head_dim, size, bias=config.attention_out_bias)
+
+    def queries_and_rows(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x [T, H_in]`` -> queries ``[T, H, Dn + Dr]`` and rows ``[T, L + Dr]``, both rotated."""
+        mla = self.config
+        if mla.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split(sizes, -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        shared = k_rope[:, None]
+        heads = torch.cat((q_rope, shared, shared), 1)  # the last stands where others have a value
+        q_rope, k, _ = rope_store(heads, table, num_heads=self.num_heads, interleaved=mla.interleaved)
+        rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
+        return torch.cat((q_nope, q_rope), -1), rows
+
+    def forward(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, H_in]`` -> ``[T, H_in]``."""
+        q, rows = self.queries_and_rows(x, table)
+        over_latents = getattr(attend, "latents", None)
+        if over_latents is None:
+            out = attend(layer, q, *self.expand(rows))
+        else:
+            out = over_latents(layer, q, rows, self)
+        return self.o_proj(out.flatten(1))
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`LatentHeads`."""
+        mla = self.config
+        latent, k_rope = rows.split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        made = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
+        k_nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
+        return torch.cat((k_nope, k_rope[:, None].expand(-1, self.num_heads, -1)), -1), v
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """See :class:`LatentHeads`."""
+        q_nope, q_rope = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), -1)
+        w_uk, _ = self._per_head()
+        return torch.cat((_multiply(q_nope, w_uk), q_rope), -1)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`LatentHeads`."""
+        _, w_uv = self._per_head()
+        return _multiply(attended, w_uv.transpose(1, 2))
+
+    def _per_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_UK ``[H, Dn, L]`` and W_UV ``[H, Dv, L]``, views of the expansion's weight."""
+        weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        return weight.split((self.config.qk_nope_head_dim, self.config.v_head_dim), 1)  # type: ignore[return-value]
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
+
+    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four: a token's
+    logits are not to depend on how many others share its window.
+    """
+    t = len(x)
+    if t < LEAST_ROWS and x.device.type == "cpu":
+        x = F.pad(x, (0, 0, 0, 0, 0, LEAST_ROWS - t))
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]

@@ -1,0 +1,137 @@
+"""Where our parameters are in published checkpoints: names, shapes, and weights in blocks of fp8.
+
+A parameter is one published tensor or several, one under the other. Experts are published one by one, by the
+names of their family, or as transformers 5 holds them, which is as we do.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.llama import LlamaModel
+
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_experts.gate_up_proj": ("shared_experts.gate_proj", "shared_experts.up_proj"),
+}
+"""Our fused parameters and the published ones they are made of, in order."""
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+SCALE_SUFFIX = "_scale_inv"
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Part(NamedTuple):
+    """A published tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def published_names(name: str) -> list[str]:
+    """The published tensors behind one of our parameters outside of experts, in the order they are
+    stacked."""
+    for fused, parts in FUSED.items():
+        if f"{fused}." in name:
+            return [name.replace(fused, part) for part in parts]
+    return [name]
+
+
+def published_parts(model: LlamaModel, names: Iterable[str]) -> dict[str, list[Part]]:
+    """The parts of each of our parameters in a checkpoint that has tensors ``names``."""
+    names = set(names)
+    has_all_in_one = any(name.endswith(".experts.gate_up_proj") for name in names)
+    renames_mixture = any(".block_sparse_moe." in name for name in names)
+    found = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if ".mlp.experts." in name and not has_all_in_one:
+            parts = _one_by_one(name, shape, model.config.model_type == "mixtral")
+        else:
+            parts = _rows(name, shape, model.config)
+        if renames_mixture:
+            parts = [Part(part.name.replace(".mlp.", ".block_sparse_moe."), part.shape) for part in parts]
+        found[name] = parts
+    return found
+
+
+def _rows(name: str, shape: tuple[int, ...], config: TargetConfig) -> list[Part]:
+    names = published_names(name)
+    keys = config.num_kv_heads * config.head_dim
+    rows = [shape[0] // len(names)] * len(names)
+    if len(names) == 3:
+        rows = [config.num_heads * config.head_dim, keys, keys]
+    return [Part(part, (count, *shape[1:])) for part, count in zip(names, rows, strict=True)]
+
+
+def _one_by_one(name: str, shape: tuple[int, ...], is_mixtral: bool) -> list[Part]:
+    layer, _, leaf = name.rpartition(".")
+    names = EXPERTS[leaf]
+    one = (shape[1] // len(names), shape[2])
+    spelling: Mapping[str, str] = MIXTRAL if is_mixtral else {}
+    return [
+        Part(f"{layer}.{expert}.{spelling.get(part, part)}.weight", one)
+        for expert in range(shape[0])
+        for part in names
+    ]
+
+
+def expected_shapes(
+    parts: Iterable[Part], published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that must be there: ``parts``, and the scales of those in fp8.
+
+    Args:
+        block: rows and columns that share a scale; None where fp8 is not expected.
+    """
+    shapes = {}
+    for name, shape in parts:
+        shapes[name] = shape
+        if block is not None and name in published and published[name].dtype in FP8:
+            rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
+            shapes[name + SCALE_SUFFIX] = (*shape[:-2], rows, columns)
+    return shapes
+
+
+def take(
+    published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """Remove a tensor from ``published`` -> the same in ``dtype``, fp8 blocks multiplied by their scales."""
+    tensor = published.pop(name)
+    scale = published.pop(name + SCALE_SUFFIX, None)
+    if scale is None or block is None:
+        return tensor.to(dtype)
+    rows, columns = tensor.shape[-2:]
+    grown = scale.float().repeat_interleave(block[0], -2)[..., :rows, :]
+    return (tensor.float() * grown.repeat_interleave(block[1], -1)[..., :columns]).to(dtype)
+
+
+def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
+    """The block of a config's fp8 weights; None for weights that are not quantised.
+
+    Raises:
+        UserError: they are quantised in another way.
+    """
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return None
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "fp8":
+        block = quantised.get("weight_block_size")
+        if isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block):
+            return block[0], block[1]
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    raise UserError(
+        f"The weights in {where} are quantised ({method or 'an unknown method'}), which cannot be run here.",
+        "Use the model's unquantised checkpoint, or one in fp8 with weight_block_size.",
+    )
+
+
+def is_mtp(name: str, config: TargetConfig) -> bool:
+    """Whether a published tensor belongs to a next-token-prediction layer behind the decoder's."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return match is not None and 0 <= int(match[1]) - config.num_layers < config.num_mtp_layers
