@@ -1,7 +1,13 @@
 """Tiny models of transformers for every target with latent attention or experts; sizes are odd on purpose."""
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.llama import LlamaModel, TargetOutput
@@ -70,7 +76,12 @@ DEEPSEEK = {
 MIXTURES = {
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=5, num_experts_per_tok=2),
     "qwen3-moe": Qwen3MoeConfig(
-        **GROUPED, num_experts=9, num_experts_per_tok=4, moe_intermediate_size=20, head_dim=12, norm_topk_prob=True
+        **GROUPED,
+        num_experts=9,
+        num_experts_per_tok=4,
+        moe_intermediate_size=20,
+        head_dim=12,
+        norm_topk_prob=True,
     ),
     "qwen3-moe: dense layers, weights as they are, YaRN": Qwen3MoeConfig(
         **GROUPED,

@@ -258,7 +258,9 @@ def _context(config: dict[str, Any], family: str) -> int:
     """Context in tokens; a sliding window is a full one up to its width, so it bounds the context."""
     context = config.get("max_position_embeddings", 2048)
     window = config.get("sliding_window")
-    uses_window = window is not None and (family in ("mistral", "mixtral") or config.get("use_sliding_window", False))
+    uses_window = window is not None and (
+        family in ("mistral", "mixtral") or config.get("use_sliding_window", False)
+    )
     return min(context, window) if uses_window and window else context
 
 

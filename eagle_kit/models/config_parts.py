@@ -30,8 +30,8 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """In each of ``num_layers`` layers one row: a latent, and behind it ``rope_dim`` rotated values. All heads
-    read it, with scores times ``scale``."""
+    """In each of ``num_layers`` layers one row: a latent, and behind it ``rope_dim`` rotated values. All
+    heads read it, with scores times ``scale``."""
 
     num_layers: int
     latent_dim: int
@@ -136,7 +136,7 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
         return None
     is_v3 = family == "deepseek_v3"
     method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    scoring = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
+    scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
     for name, value, known in (("topk_method", method, TOPK_METHODS), ("scoring_func", scoring, SCORINGS)):
         if value not in known:
             raise UserError(
@@ -159,7 +159,8 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
     )
     if moe.num_experts % moe.num_groups or moe.num_kept_groups > moe.num_groups:
         raise UserError(
-            f"The config keeps {moe.num_kept_groups} of {moe.num_groups} groups of {moe.num_experts} experts.",
+            f"The config keeps {moe.num_kept_groups} of {moe.num_groups} groups of its {moe.num_experts} "
+            "experts.",
             "Copy config.json again from its source.",
         )
     return moe

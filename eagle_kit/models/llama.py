@@ -1,5 +1,5 @@
-"""Decoders as targets: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE
-and DeepSeek-V2 / V3.
+"""Decoders as targets: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral,
+Qwen3-MoE and DeepSeek-V2 / V3.
 
 Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.rope import rope_store
@@ -21,6 +22,7 @@ from eagle_kit.models.layers import Attend, RMSNorm
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside the layer, whatever the config says of the others."""
+LEAST_ROWS = 4
 
 
 class LatentHeads(Protocol):
@@ -43,8 +45,8 @@ class LatentAttend(Attend, Protocol):
     """Attention over a store of latents: takes rows in place of keys and values."""
 
     def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        """``q [T, H, Dn + Dr]``, RoPE applied, and the tokens' rows ``[T, L + Dr]`` of layer ``layer`` -> ``[T,
-        H, Dv]``."""
+        """``q [T, H, Dn + Dr]``, RoPE applied, and the tokens' rows ``[T, L + Dr]`` of layer ``layer`` ->
+        ``[T, H, Dv]``."""
         ...
 
 
@@ -146,8 +148,10 @@ class LatentAttention(nn.Module):
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    A CPU's BLAS sums up a lone row in another order than one among others, so it is given two.
+    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four: a token's
+    logits are not to depend on how many others share its window.
     """
-    if len(x) == 1 and x.device.type == "cpu":
-        return _multiply(x.expand(2, -1, -1), weight)[:1]
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    t = len(x)
+    if t < LEAST_ROWS and x.device.type == "cpu":
+        x = F.pad(x, (0, 0, 0, 0, 0, LEAST_ROWS - t))
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]

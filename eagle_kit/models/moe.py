@@ -42,7 +42,12 @@ class Gate(Linear):
         the best groups are not chosen.
         """
         config = self.config
-        scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
+        if config.scoring == "sigmoid":
+            # On a CPU the last elements of a tensor are computed by other instructions than the rest: in fp32
+            # a token's weights would depend on how many others there are.
+            scores = logits.double().sigmoid().float()
+        else:
+            scores = logits.softmax(-1)
         ranked = scores
         if self.e_score_correction_bias is not None:
             ranked = scores + self.e_score_correction_bias.float()

@@ -103,7 +103,7 @@ def expected_shapes(
 def take(
     published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """Remove a tensor from ``published`` -> the tensor in ``dtype``, fp8 blocks multiplied by their scales."""
+    """Remove a tensor from ``published`` -> the same in ``dtype``, fp8 blocks multiplied by their scales."""
     tensor = published.pop(name)
     scale = published.pop(name + SCALE_SUFFIX, None)
     if scale is None or block is None:

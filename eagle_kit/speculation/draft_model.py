@@ -73,7 +73,8 @@ class HeadDraft:
     def __init__(self, head: DraftHead, target: LlamaModel) -> None:
         self.head, self.target = head, target
         config, weight = head.config, head.last_norm.weight
-        self.capture, self.cache, self.num_modules = head.capture, head.cache, len(head.blocks)
+        self.capture, self.num_modules = head.capture, len(head.blocks)
+        self.cache: CacheSpec = head.cache
         self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
         self.dtype, self.device = weight.dtype, weight.device
         self.token_map = head.token_map
@@ -140,7 +141,7 @@ class Eagle1Draft:
     def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         self.head, self.target = head, target
         config, weight = head.config, head.fc.weight
-        self.cache = KVSpec(1, config.num_kv_heads, config.head_dim)
+        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size = config.hidden_size
         self.dtype, self.device = weight.dtype, weight.device
         self.output = _Output(target.lm_head, token_map)

@@ -11,7 +11,7 @@ from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.loader import load_target
 from eagle_kit.models.moe import Gate, MoE
 
-T, E, K, H, I = 23, 7, 3, 32, 24
+T, E, K, H, INNER = 23, 7, 3, 32, 24
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -34,7 +34,7 @@ def work():
     torch.manual_seed(3)
     ids = torch.stack([torch.randperm(4)[:K] for _ in range(T)])
     ids[5, 1], ids[7, 0] = 6, 5
-    return torch.randn(T, H), ids, torch.rand(T, K), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    return torch.randn(T, H), ids, torch.rand(T, K), torch.randn(E, 2 * INNER, H), torch.randn(E, H, INNER)
 
 
 def by_hand(x, ids, weights, gate_up, down):

@@ -1,4 +1,4 @@
-"""The engine with DeepSeek targets: a pool of latents, absorbed windows, prompts with and without a prefix."""
+"""The engine with DeepSeek targets: a pool of latents, absorbed windows, prompts with and without prefix."""
 
 import pytest
 import torch
@@ -192,7 +192,9 @@ def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
         qk_rope_head_dim=16,
         v_head_dim=32,
     )
-    target = LlamaModel(TargetConfig.from_dict(config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}))
+    target = LlamaModel(
+        TargetConfig.from_dict(config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]})
+    )
     llm = LLM(randomise(target, 0, 0.05).eval().requires_grad_(False), max_batch_size=1, max_context=64)
     engine = llm.engine(SpecShape.parse(None))
     first = []
