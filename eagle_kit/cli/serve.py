@@ -169,9 +169,9 @@ def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
     name = args.speculative_algorithm
     if name in ("NONE", "NGRAM"):
         model = type(model)(model.target, None)
-    if model.draft is None and name not in (None, "NONE", "NGRAM"):
+    if model.draft is None and name not in (None, "NONE", "NGRAM", "NEXTN"):
         raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
-    if model.draft is None and args.speculative_token_map is not None:
+    if model.draft is None and name != "NEXTN" and args.speculative_token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
 
@@ -183,7 +183,7 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
 
     options: dict[str, Any] = {}
     if args.speculative_algorithm not in (None, "NONE"):
-        options["algorithm"] = {"NEXTN": "EAGLE"}.get(args.speculative_algorithm, args.speculative_algorithm)
+        options["algorithm"] = args.speculative_algorithm
     if args.speculative_token_map is not None:
         options["token_map"] = args.speculative_token_map
     options |= drafting(args)
@@ -257,6 +257,8 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
+        if args.speculative_algorithm == "NEXTN" and model.draft is None:
+            return ["The modules in the target's folder may be those of another release of it."]
         if model.draft is None:
             return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]
         return causes_of_low_acceptance(model.draft, model.target, dtype)

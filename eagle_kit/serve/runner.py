@@ -34,6 +34,7 @@ from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Draft, Drafter
+from eagle_kit.speculation.modules import ModulesDrafter
 from eagle_kit.speculation.ngram import NgramIndex, to_tree
 from eagle_kit.speculation.paged_latents import open_store
 from eagle_kit.speculation.paged_store import Segment
@@ -108,7 +109,8 @@ class Runner:
         )
         self._drafter: Drafter | None = None
         if draft is not None:
-            self._drafter = drafter_class(tree, drawn=sampled_drafts)(
+            several = draft.num_modules > 1
+            self._drafter = (ModulesDrafter if several else drafter_class(tree, drawn=sampled_drafts))(
                 draft,
                 vocab_size=config.vocab_size,
                 num_pages=num_pages,
@@ -142,20 +144,21 @@ class Runner:
     def prefill(self, chunks: Sequence[Chunk]) -> Results | None:
         """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens."""
         ids, next_ids, segments, last, finished = [], [], [], [], []
-        for request, start, stop in chunks:
+        lookback = self.drafter.lookback if self.drafter is not None else 0
+        for request, begin, stop in chunks:
             self.set_pages(request)
+            start, write_from = max(0, begin - lookback), max(begin, request.num_shared_tokens)
             ids += request.tokens(start, stop)
             is_last = stop == request.num_to_compute
             known = request.tokens(start + 1, stop + 1)
             next_ids += known if len(known) == stop - start else [*known, 0]
-            write_from = max(start, request.num_shared_tokens)
             segments.append(Segment(self.slots.page_table[request.slot], start, stop, write_from))
             if is_last:
                 last.append(len(ids) - 1)
                 finished.append(request)
         tokens = self._tensor(ids)
         following = self._tensor(next_ids)
-        positions = self._tensor([i for _, start, stop in chunks for i in range(start, stop)])
+        positions = self._tensor([i for _, start, stop, _ in segments for i in range(start, stop)])
         capture = self.drafter.capture if self.drafter is not None else ()
         out = self.target(tokens, positions, self.kv.prefill_attend(segments), capture)
         rows = self._tensor(last)
@@ -211,7 +214,8 @@ class Runner:
         padding = [self.slots.dummy] * (size - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
         steps, topk, tokens = self.shape
-        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
+        modules = 1 if self.drafter is None else self.drafter.model.num_modules
+        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 1 + modules)
         columns = self._columns(columns)
         settings = Settings(self.shape, columns, self._num_logprobs(requests), self.verifier)
         sampling = self._sampling(requests, len(padding))
