@@ -31,4 +31,6 @@ def test_what_cannot_be_drafted_is_refused(text, cause):
 
 def test_the_shape_that_nobody_chose():
     assert auto_shape("llama") == auto_shape("qwen3") == SpecShape.parse("5,4,8")
-    assert auto_shape("llama", "STANDALONE") == auto_shape("deepseek_v3") == SpecShape.parse("3,1,4")
+    assert auto_shape("llama", "STANDALONE") == SpecShape.parse("3,1,4")
+    for mixture in ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral"):
+        assert auto_shape(mixture) == SpecShape.parse("3,1,4")

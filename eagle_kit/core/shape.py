@@ -80,7 +80,8 @@ NO_SPECULATION = SpecShape(0, 1, 1)
 
 def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:
     """The shape when nobody chose one: a short chain where every drafted or verified token is dear (whole
-    models as drafts; DeepSeek's mixtures, whose windows wake more experts with every token), a tree for all
+    models as drafts; mixtures as targets, whose windows wake more experts with every token), a tree for all
     others. ``model_type`` is the one of the target's ``config.json``."""
-    is_dear = algorithm == "STANDALONE" or model_type.startswith("deepseek")
+    is_mixture = model_type.startswith("deepseek") or model_type.endswith("_moe") or model_type == "mixtral"
+    is_dear = algorithm == "STANDALONE" or is_mixture
     return SpecShape(3, 1, 4) if is_dear else SpecShape(5, 4, 8)

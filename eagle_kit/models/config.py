@@ -240,7 +240,8 @@ def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.pop("type", None) or "default"
+    old_kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or old_kind or "default"
     if kind not in ROPE_TYPES:
         raise UserError(
             f"The RoPE scaling {kind!r} of this config is not supported.",

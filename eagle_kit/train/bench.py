@@ -17,6 +17,7 @@ import torch
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.count import attention_flops, layer_weights
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
@@ -31,14 +32,10 @@ DOCUMENTS = (300, 340, 384)
 def capture_flops(target: TargetConfig, plan: RowPlan) -> float:
     """Operations of the target over the row, and of its choices at the positions that are learned from."""
     length = plan.doc_start.shape[0]
-    heads = target.num_heads * target.head_dim
-    weights = (
-        target.hidden_size * (heads + 2 * target.num_kv_heads * target.head_dim) + heads * target.hidden_size
-    )
-    weights += 3 * target.hidden_size * target.intermediate_size
+    weights = layer_weights(target, active=True)
     pairs = sum((stop - start) * (stop - start + 1) / 2 for start, stop in document_spans(plan.doc_start))
     head = int(plan.needed.sum()) * target.hidden_size * target.vocab_size
-    return 2.0 * target.num_layers * (length * weights + 2 * pairs * heads) + 2.0 * head
+    return 2.0 * length * weights + pairs * attention_flops(target) + 2.0 * head
 
 
 def draft_flops(head: DraftConfig, plan: RowPlan) -> float:

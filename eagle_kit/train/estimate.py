@@ -13,6 +13,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.count import attention_flops, layer_weights
 from eagle_kit.train.progress import format_seconds
 
 EXPECTED_EFFICIENCY = 0.55
@@ -42,8 +43,8 @@ class Workload:
 def capture_flops(target: TargetConfig, work: Workload) -> float:
     """Floating-point operations of the target over T tokens and of its choice among V at R rows: what
     captured states on disk save."""
-    flops = 2.0 * work.tokens * _target_weights(target)
-    flops += 4.0 * work.tokens * work.mean_context * target.num_layers * target.num_heads * target.head_dim
+    flops = 2.0 * work.tokens * layer_weights(target, active=True)
+    flops += work.tokens * work.mean_context * attention_flops(target)
     return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 
 
@@ -209,7 +210,7 @@ def measure_matmul_rate(
 def num_target_weights(target: TargetConfig) -> int:
     """Weights of the target, embeddings included."""
     embeddings = target.vocab_size * target.hidden_size
-    return _target_weights(target) + embeddings * (1 if target.tie_word_embeddings else 2)
+    return layer_weights(target, active=False) + embeddings * (1 if target.tie_word_embeddings else 2)
 
 
 def num_draft_weights(draft: DraftConfig) -> int:
@@ -230,13 +231,6 @@ def num_draft_weights(draft: DraftConfig) -> int:
     )
 
 
-def _target_weights(target: TargetConfig) -> int:
-    """Matmul weights of the decoder layers."""
-    H, Q = target.hidden_size, target.num_heads * target.head_dim
-    kv = 2 * target.num_kv_heads * target.head_dim
-    return target.num_layers * (H * (2 * Q + kv) + 3 * H * target.intermediate_size)
-
-
 def _activation_bytes(target: TargetConfig, draft: DraftConfig, work: Workload) -> float:
     """Captured states, one target layer, and what the K steps keep for their backward pass, in fp32."""
     H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
@@ -251,6 +245,5 @@ def _activation_bytes(target: TargetConfig, draft: DraftConfig, work: Workload) 
 def _judge_bytes(config: TrainConfig, target: TargetConfig, draft: DraftConfig, target_bytes: float) -> float:
     """The engine's packed copy of the weights and its key-value pool, prompts half a row long."""
     context = config.data.max_length // 2 + config.judge.max_tokens
-    per_token = 2 * target.num_kv_heads * target.head_dim * target.num_layers
-    per_token += 2 * draft.num_kv_heads * draft.head_dim
+    per_token = target.cache.values_per_token + 2 * draft.num_kv_heads * draft.head_dim
     return target_bytes + 4.0 * num_draft_weights(draft) + 4.0 * config.judge.batch_size * context * per_token

@@ -8,7 +8,6 @@ from eagle_kit.kernels.aot import kernel_modules
 
 ROOT = Path(eagle_kit.__file__).parent
 WAITING = {
-    "mla_attention": "targets with latent attention are not loaded yet",
     "small_linear": "only called where a measurement on the machine shows that it beats cuBLAS",
 }
 

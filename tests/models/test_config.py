@@ -96,7 +96,8 @@ def test_the_oldest_spelling_of_linear_rope_is_understood():
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' of this config is not supported"),
+        ({"rope_type": "longrope", "factor": 4.0}, "'longrope' of this config is not supported"),
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' of this config has no original_max_position_emb"),
         ({"rope_type": "linear"}, "'linear' of this config has no factor"),
         ({key: value for key, value in LLAMA3.items() if key != "low_freq_factor"}, "no low_freq_factor"),
         ({**LLAMA3, "factor": None}, "has no factor"),
