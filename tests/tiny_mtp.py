@@ -51,7 +51,10 @@ class PublishedModule(torch.nn.Module):
             if name == "mlp.experts.gate_up_proj":
                 for i, both in enumerate(tensor):
                     gate, up = both.chunk(2)
-                    tensors |= {f"mlp.experts.{i}.gate_proj.weight": gate, f"mlp.experts.{i}.up_proj.weight": up}
+                    tensors |= {
+                        f"mlp.experts.{i}.gate_proj.weight": gate,
+                        f"mlp.experts.{i}.up_proj.weight": up,
+                    }
             elif name == "mlp.experts.down_proj":
                 tensors |= {f"mlp.experts.{i}.down_proj.weight": one for i, one in enumerate(tensor)}
             else:

@@ -27,9 +27,7 @@ class Eagle3Layer(Block):
         self.hidden_norm = RMSNorm(size, eps)
         heads, bias = config.num_heads, config.attention_bias
         if config.mla is None:
-            self.self_attn = Attention(
-                2 * size, size, heads, config.num_kv_heads, config.head_dim, bias=bias
-            )
+            self.self_attn = Attention(2 * size, size, heads, config.num_kv_heads, config.head_dim, bias=bias)
         else:
             self.self_attn = LatentAttention(2 * size, size, heads, config.mla, bias=bias)
         self.post_attention_layernorm = RMSNorm(size, eps)

@@ -55,6 +55,16 @@ class MTPConfig:
         return self.layer.vocab_size
 
     @property
+    def target_hidden_size(self) -> int:
+        """H."""
+        return self.layer.hidden_size
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """None: the target's final states are enough."""
+        return ()
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
         return self.layer.attention_scale

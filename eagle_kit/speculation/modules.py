@@ -101,7 +101,9 @@ class ModulesDrafter(Drafter):
         rows = (first + accepted.path).view(-1)
         features = self.model.features(out.hidden[rows], out.aux[rows]).view(b, length, -1)
         emitted = accepted.num_accepted + 1
-        made = self._draft(features, accepted.tokens, emitted, state.carries, seq_lens, page_table, num_columns)
+        made = self._draft(
+            features, accepted.tokens, emitted, state.carries, seq_lens, page_table, num_columns
+        )
         nodes = torch.arange(length, device=seq_lens.device).expand(b, length)
         for store in self.stores:
             store.commit_window(page_table, nodes, seq_lens + 1, num_committed)
