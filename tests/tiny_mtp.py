@@ -1,5 +1,5 @@
-"""DeepSeek targets with MTP modules behind their layers, in published files; and the modules' published forward
-around the decoder layer of transformers."""
+"""DeepSeek targets with MTP modules behind their layers, in published files; and the modules' published
+forward around the decoder layer of transformers."""
 
 import json
 from pathlib import Path
@@ -81,8 +81,8 @@ def random_module(config, seed: int, *, dense: bool = False, std: float = 0.2) -
 
 
 def save_target(folder: Path, *, modules: int = 1, copies: bool = True, **changes) -> list[PublishedModule]:
-    """Save a random DeepSeek-V3 with ``modules`` behind its last layer; ``copies`` of embedding and head beside
-    them, as DeepSeek's release has them -> the modules."""
+    """Save a random DeepSeek-V3 with ``modules`` behind its last layer; ``copies`` of embedding and head
+    beside them, as DeepSeek's release has them -> the modules."""
     dense = changes.get("n_routed_experts", 12) is None
     if dense:
         changes = {name: value for name, value in changes.items() if name != "n_routed_experts"}

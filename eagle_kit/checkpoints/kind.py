@@ -14,8 +14,8 @@ Algorithm = Literal["EAGLE3", "EAGLE", "NEXTN", "STANDALONE"]
 def algorithm_of(folder: str | Path) -> Algorithm:
     """Read it from ``config.json``.
 
-    The architectures of EAGLE-3, EAGLE and MTP modules (NEXTN) name themselves; a published EAGLE-1 head may also call itself a
-    Llama of one layer, and is then known by its ``fc``. Everything else is a whole model.
+    The architectures of EAGLE-3, EAGLE and MTP modules (NEXTN) name themselves; a published EAGLE-1 head may
+    also call itself a Llama of one layer, and is then known by its ``fc``. Everything else is a whole model.
 
     Raises:
         UserError: the folder or its config cannot be read.

@@ -162,8 +162,9 @@ The commands of SGLang and vLLM follow their documentation; the tool that wrote 
 
 def _serve_modules(target: str, hub_id: str, folder: str, count: int) -> str:
     steps = 3 if count == 1 else count
+    shape = f"{steps},1,{steps + 1}"
     text = f"""```sh
-eagle-kit generate --target {target} --draft {folder} --shape {steps},1,{steps + 1} --prompt 'Why is the sky blue?'
+eagle-kit generate --target {target} --draft {folder} --shape {shape} --prompt 'Why is the sky blue?'
 """
     if count > 1:
         return text + "```"

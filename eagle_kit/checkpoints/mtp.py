@@ -19,9 +19,9 @@ from eagle_kit.checkpoints.copies import is_copy
 from eagle_kit.checkpoints.layout import mla_to_dict, rope_to_dict
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.layers import Rope
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import check_activation, check_tensors, fill, read_json, read_published
-from eagle_kit.models.layers import Rope
 from eagle_kit.models.mtp import MTPConfig, MTPHead
 from eagle_kit.models.published import Part, expected_shapes, published_parts, read_fp8_block
 
@@ -161,9 +161,10 @@ def _take_copies(
     copies: dict[str, torch.Tensor | None] = {}
     shape = (config.vocab_size, config.hidden_size)
     for name in (EMBEDDING, OUTPUT):
-        found = [published.pop(f"layers.{i}.{name}", None) for i in range(config.num_modules)]
-        brought = [tensor for tensor in found if tensor is not None]
-        check_tensors({name: tensor for tensor in brought}, {name: shape for _ in brought}, str(folder))
+        names = [f"layers.{i}.{name}" for i in range(config.num_modules)]
+        found = {full: published.pop(full) for full in names if full in published}
+        check_tensors(found, dict.fromkeys(found, shape), str(folder))
+        brought = list(found.values())
         if any(not is_copy(tensor, brought[0]) for tensor in brought[1:]):
             raise UserError(
                 f"The modules in {folder} do not share one {name}.", "Use modules that share the target's."

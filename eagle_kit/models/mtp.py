@@ -92,7 +92,7 @@ class MTPModule(Block):
         self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = make_attention(config)
+        self.self_attn = make_attention(config)  # type: ignore[assignment]
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = make_mlp(config, config.num_layers)
         self.shared_head = SharedHead(config)

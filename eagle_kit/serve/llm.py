@@ -223,7 +223,7 @@ class LLM:
         modules = 1 if self.draft is None else self.draft.num_modules
         if modules > 1 and shape.steps and (shape.topk > 1 or shape.steps > modules):
             raise UserError(
-                f"The shape {shape} was given for a draft of {modules} modules, one for each step of a chain.",
+                f"The shape {shape} was given for a draft of {modules} modules, one a step of a chain.",
                 f"Use a chain of at most {modules} steps, such as {SpecShape(modules, 1, modules + 1)}.",
             )
 

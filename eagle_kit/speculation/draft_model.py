@@ -11,8 +11,8 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config_parts import CacheSpec, KVSpec
-from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target

@@ -84,14 +84,14 @@ class ModulesDrafter(Drafter):
         assert shape.topk == 1 and shape.steps <= self.model.num_modules
         return Draft(chain_build(roots, state.tokens[:, : shape.steps]), Deterministic())
 
-    def extend(
+    def extend(  # type: ignore[override]
         self,
         out: TargetOutput,
         accepted: Accepted,
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         num_committed: torch.Tensor,
-        state: ModulesState,  # type: ignore[override]
+        state: ModulesState,
         topk: int,
         num_columns: int,
     ) -> ModulesState:  # type: ignore[override]
@@ -162,7 +162,7 @@ class ModulesDrafter(Drafter):
         out = self.model.step(hidden.flatten(0, 1), tokens.reshape(-1), slots, attend, module)
         return out.view(b, size, -1)
 
-    def prefill(
+    def prefill(  # type: ignore[override]
         self,
         out: TargetOutput,
         ids: torch.Tensor,
@@ -170,7 +170,7 @@ class ModulesDrafter(Drafter):
         segments: Sequence[Segment],
         last: torch.Tensor,
         topk: int,
-    ) -> ModulesState:  # type: ignore[override]
+    ) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
         hidden = self.model.features(out.hidden, out.aux).to(self.model.dtype)
         following = next_ids

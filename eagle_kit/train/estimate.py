@@ -13,7 +13,6 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.count import attention_flops, layer_weights
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.sizes import HeadArchitecture, attended, head_sizes, num_weights
 

@@ -30,7 +30,7 @@ FIRST_NORM = 0.1
 
 def draft_config(config: HeadConfig, target: TargetConfig, *, name: str, tokenizer: Any) -> HeadArchitecture:
     """The head's architecture. Raises UserError when the target has no use for it."""
-    about = {"target": name, "template_hash": template_hash(tokenizer)}
+    about: dict[str, Any] = {"target": name, "template_hash": template_hash(tokenizer)}
     if config.kind == "mtp":
         check_family(target)
         return MTPConfig(target, config.num_modules or target.num_mtp_layers or 1, **about)
@@ -76,8 +76,7 @@ def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
     shapes = [SpecShape.parse(shape) for shape in config.judge.shapes]
     if config.judge.every and any(shape.topk > 1 or shape.steps > modules for shape in shapes):
         raise UserError(
-            f"judge.shapes asks for more than a chain of {modules} steps, which is what {modules} MTP modules "
-            "draft.",
+            f"judge.shapes asks for more than a chain of {modules} steps, what {modules} MTP modules draft.",
             f"Set judge.shapes to {SpecShape(modules, 1, modules + 1)}.",
         )
 

@@ -91,8 +91,8 @@ def _chain(
     rows: torch.Tensor,
     steps: int,
 ) -> Iterator[torch.Tensor]:
-    """The head's states at ``rows``, ``[R, H]``, for every step; one layer runs over its own keys, of several each
-    runs over all rows."""
+    """The head's states at ``rows``, ``[R, H]``, for every step; one layer goes on from its own states, of
+    several each runs over all rows."""
     scale, positions = head.config.attention_scale, torch.arange(len(features), device=ids.device)
 
     def embeds(at: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,10 @@ HeadArchitecture = DraftConfig | MTPConfig
 
 
 class HeadSizes(NamedTuple):
-    """Matmul weights that a row meets: of ``fuse``, of one layer ``before`` and ``behind`` its attention, of the
-    ``output`` layer; ``attended`` products a row has with each key, over all heads; ``inner``, values of a row
-    between the matmuls of its MLP; ``total`` weights, and the layers, one for each step, or one for all."""
+    """Matmul weights that a row meets: of ``fuse``, of one layer ``before`` and ``behind`` its attention, of
+    the ``output`` layer; ``attended``, products of a row with each key, over all heads; ``inner``, values of
+    a row between the matmuls of its MLP; ``total`` weights, and the layers, one for each step, or one for
+    all."""
 
     fuse: int
     before: int

@@ -7,8 +7,8 @@ teacher is made once and used by all K steps.
 A head of several layers (MTP modules) has one for every step: layer k reads, at every row, the state of layer
 k - 1 and the token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
 
-Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary, Hq / Hkv heads, D / Dv size
-of a key / value.
+Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary, Hkv heads, Dv size of a
+value.
 """
 
 from dataclasses import dataclass
@@ -149,8 +149,8 @@ def _run_steps(
 def _run_layers(
     head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> list[torch.Tensor]:
-    """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text or of
-    their document are computed with whatever is there: only such rows see them."""
+    """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
+    or of their document are computed with whatever is there: only such rows see them."""
     length = int(plan.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
     blocks = plan_rows(everything, plan.doc_start)

@@ -153,8 +153,7 @@ def test_a_proposed_chain_is_that_of_the_published_forward(models, count, prompt
 
 @pytest.mark.parametrize("kind", ["mtp", "mtp x 3"])
 def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind):
-    """The target's text does not depend on the past: the next token is a function of the last one, in the target
-    and, by hand, in the module."""
+    """The next token is a function of the last one alone, in the target and, by hand, in the modules."""
     count = 3 if "3" in kind else 1
     save_target(tmp_path / "t", modules=count, vocab_size=11)
     target = load_target(tmp_path / "t")
