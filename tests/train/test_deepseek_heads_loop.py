@@ -72,17 +72,24 @@ def test_a_head_learns_is_judged_resumed_exported_and_served(deepseek_run, tmp_p
     assert not [f for f in validate_draft(out, tmp_path / "target") if f.level == "error"]
     assert algorithm_of(out) == ("NEXTN" if "mtp" in kind else "EAGLE3")
     card = (out / "README.md").read_text()
-    assert ("MTP draft module" in card) == ("mtp" in kind) and ("over latents of 36 + 8" in card) == (kind != "eagle3")
+    assert ("MTP draft module" in card) == ("mtp" in kind) and ("over latents of 36 + 8" in card) == (
+        kind != "eagle3"
+    )
     plain = LLM(tmp_path / "target", max_context=64)
     llm = LLM(plain.target, out, tokenizer=plain.tokenizer, max_context=64)
     params = SamplingParams(max_tokens=10)
-    replies = [engine.generate(["a cat"], params, shape=shape)[0] for engine, shape in ((plain, None), (llm, "2,1,3"))]
+    replies = [
+        engine.generate(["a cat"], params, shape=shape)[0]
+        for engine, shape in ((plain, None), (llm, "2,1,3"))
+    ]
     assert replies[0].token_ids == replies[1].token_ids and replies[1].stats.num_verifies > 0
 
 
 @pytest.mark.parametrize("init", ["checkpoint", "last-layer", "random"])
 def test_modules_start_as_they_are_told(deepseek_run, tmp_path, init):
-    run = deepseek_run(modules=1, head={"kind": "mtp", "init": init}, training={**STEPS, "learning_rate": 1e-12})
+    run = deepseek_run(
+        modules=1, head={"kind": "mtp", "init": init}, training={**STEPS, "learning_rate": 1e-12}
+    )
     assert run("--max-steps", "1") == 0
     head = load_draft(run.output / "step-1")
     target = load_target(tmp_path / "target")
@@ -119,7 +126,10 @@ def test_gate_biases_are_left_alone(deepseek_run, tmp_path):
         ({"judge": {**JUDGE, "shapes": ["3,1,4"]}}, "more than a chain of 2 steps"),
         ({"judge": {**JUDGE, "shapes": ["2,2,4"]}}, "more than a chain of 2 steps"),
         (
-            {"head": {"kind": "mtp", "num_modules": 3, "init": "checkpoint"}, "training": {**STEPS, "ttt_length": 3}},
+            {
+                "head": {"kind": "mtp", "num_modules": 3, "init": "checkpoint"},
+                "training": {**STEPS, "ttt_length": 3},
+            },
             "the target's checkpoint has 2",
         ),
     ],
@@ -133,7 +143,9 @@ def test_settings_that_do_not_fit_the_modules_are_refused_before_training(
     assert not run.output.exists()
 
 
-@pytest.mark.parametrize(("kind", "cause"), [("eagle3-mla", "no latent attention"), ("mtp", "DeepSeek's targets")])
+@pytest.mark.parametrize(
+    ("kind", "cause"), [("eagle3-mla", "no latent attention"), ("mtp", "DeepSeek's targets")]
+)
 def test_a_llama_target_is_refused(make_run, capsys, kind, cause):
     run = make_run()
     run.config.write_text(run.config.read_text().replace("head:\n", f"head:\n  kind: {kind}\n"))

@@ -8,7 +8,10 @@ import torch
 from tiny import packed_row, randomise
 from tiny_mixtures import YARN, v3
 from tiny_mtp import PublishedModule, random_module
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 
 from eagle_kit.kernels.ttt_attention import plan_rows
 from eagle_kit.models.config import DraftConfig, TargetConfig
@@ -35,9 +38,7 @@ def ours(head, target, steps: int, weights):
     features = capture_features(target, ids, doc_start, head.capture, plan.needed)
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     row_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
-    result = ttt_forward_backward(
-        head, target.embed_tokens.weight, ids, features, rows, plan, row_weights
-    )
+    result = ttt_forward_backward(head, target.embed_tokens.weight, ids, features, rows, plan, row_weights)
     return result, features
 
 
@@ -182,10 +183,14 @@ def test_mtp_modules_learn_as_the_dense_oracle(target, count):
     hidden, inputs, total = features.hidden, [], 0.0
     for step in range(steps):
         module = modules[min(step, count - 1)]
-        x = module.eh_proj(torch.cat((module.enorm(target.embed(shifted(ids, 1 + step))), module.hnorm(hidden)), -1))
+        x = module.eh_proj(
+            torch.cat((module.enorm(target.embed(shifted(ids, 1 + step))), module.hnorm(hidden)), -1)
+        )
         attention = MaskedMLA(THEIRS, 48)
         attention.inner = module.layer.self_attn
-        inputs = [*inputs, module.layer.input_layernorm(x)] if count == 1 else [module.layer.input_layernorm(x)]
+        inputs = (
+            [*inputs, module.layer.input_layernorm(x)] if count == 1 else [module.layer.input_layernorm(x)]
+        )
         h = x + attention(inputs, masks_of(doc_start, len(inputs)), positions)
         mlp = module.layer.mlp(module.layer.post_attention_layernorm(h)[None])
         hidden = module.norm(h + mlp[0])
