@@ -1,5 +1,5 @@
-"""Folders of heads for DeepSeek: published names and forwards, MTP modules wherever they lie, and what is wrong
-with them by name."""
+"""Folders of heads for DeepSeek: published names and forwards, MTP modules wherever they lie, and what is
+wrong with them by name."""
 
 import json
 import shutil

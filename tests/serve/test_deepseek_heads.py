@@ -245,3 +245,14 @@ def test_a_token_map_limits_what_a_module_proposes(models, plain):
     serve(engine, requests)
     assert [r.token_ids for r in requests] == plain and limited.draft_vocab_size == 5
     assert accept_length(requests) > 1.02
+
+
+@pytest.mark.parametrize("kind", ["eagle3-mla", "mtp"])
+def test_fixed_trees_and_drawn_chains_work_with_these_heads_too(models, plain, kind):
+    static = models.decode(kind, "5,4,26", batch=4, tree="static")
+    assert [r.token_ids for r in static] == plain and accept_length(static) > 1.02
+    llm = LLM(models.target, models.draft(kind), sampled_drafts=True, max_context=128, shape="3,1,4")
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
+    first, second = (llm.generate([[1, 2, 3], [4]], params) for _ in range(2))
+    assert [o.token_ids for o in first] == [o.token_ids for o in second]
+    assert accept_length(first) > 1.02

@@ -191,3 +191,15 @@ def test_the_match_table_of_several_modules_is_what_serving_drafts(tmp_path):
             assert table[row, :accepted].all(), "what the engine accepts, the table has"
             if accepted < min(3, len(known)):
                 assert not table[row, accepted]
+
+
+@pytest.mark.parametrize("kind", ["eagle3-mla", "mtp"])
+def test_states_on_disk_teach_the_same(deepseek_run, kind):
+    run = deepseek_run(head=HEADS[kind], training=STEPS)
+    assert run("--max-steps", "3") == 0
+    online = load_file(run.output / "step-3" / "model.safetensors")
+    for _ in range(2):  # the first fills the store, the second reads it
+        shutil.rmtree(run.output)
+        assert run("--max-steps", "3", "training.cache_hidden_states=disk") == 0
+        kept = load_file(run.output / "step-3" / "model.safetensors")
+        assert all(torch.equal(online[name], kept[name]) for name in online)

@@ -1,5 +1,5 @@
-"""Training of the other heads against dense oracles: every loss and every gradient. The oracles attend through
-transformers' layers where there are any, and see T x (T + k) masks."""
+"""Training of the other heads against dense oracles: every loss and every gradient. The oracles attend
+through transformers' layers, under T x (T + k) masks."""
 
 import copy
 
