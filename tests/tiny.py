@@ -53,3 +53,15 @@ def randomise(model, seed: int, std: float):
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise if parameter.ndim > 1 else 1 + 0.5 * noise)
     return model
+
+
+def packed_row(length: int = 61):
+    """Three documents: prompt + reply; two turns; a reply cut off by the end of the row."""
+    reply = torch.full((length,), -1)
+    doc_start = torch.zeros(length, dtype=torch.int64)
+    doc_start[17:44], doc_start[44:] = 17, 44
+    reply[6:17] = 0
+    reply[20:27], reply[31:44] = 1, 2
+    reply[49:] = 3
+    ids = torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(5))
+    return ids, reply, doc_start

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints import mtp
 from eagle_kit.checkpoints.disk import ANOTHER_FOLDER, check_disk_space, sync_files
 from eagle_kit.checkpoints.layout import (
     canonical_name,
@@ -22,9 +23,11 @@ from eagle_kit.checkpoints.layout import (
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import check_tensors, read_json, read_safetensors
+from eagle_kit.models.mtp import MTPHead
 
 CONFIG, WEIGHTS, METADATA, CARD = "config.json", "model.safetensors", "eagle_kit.json", "README.md"
 OLD_WEIGHTS = "pytorch_model.bin"
@@ -32,7 +35,7 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def save_draft(
-    head: Eagle3Head,
+    head: DraftHead,
     folder: str | Path,
     *,
     metadata: Mapping[str, Any],
@@ -57,11 +60,9 @@ def save_draft(
 
     folder = Path(os.path.abspath(folder))
     _check_replaceable(folder)
-    tensors = to_published(head, dtype)
-    own = {"vocab_map": map_fingerprint(head.d2t)}
-    config = config_to_dict(head.config)
+    tensors, config = _published(head, dtype)
     kind = str(dtype).removeprefix("torch.")
-    config |= {"dtype": kind, "torch_dtype": kind, "eagle_kit": config["eagle_kit"] | own}
+    config |= {"dtype": kind, "torch_dtype": kind}
     texts = {
         CONFIG: json.dumps(config, indent=2) + "\n",
         METADATA: json.dumps(dict(metadata), indent=2) + "\n",
@@ -92,6 +93,16 @@ def save_draft(
             old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _published(head: DraftHead, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and config of a head in its published layout."""
+    if isinstance(head, MTPHead):
+        return mtp.to_published(head, dtype), mtp.config_to_dict(head.config)
+    assert isinstance(head, Eagle3Head)
+    config = config_to_dict(head.config)
+    config["eagle_kit"] |= {"vocab_map": map_fingerprint(head.d2t)}
+    return to_published(head, dtype), config
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -164,8 +175,8 @@ def load_draft(
     device: torch.device | str = "cpu",
     *,
     target: LlamaModel | None = None,
-) -> Eagle3Head:
-    """Load a draft of ours or of another trainer.
+) -> DraftHead:
+    """Load a draft of ours or of another trainer: an EAGLE-3 head, or MTP modules in a folder of their own.
 
     Tensors may be named ``midlayer.*`` or ``layers.0.*``; ``t2d`` may be missing and ``d2t`` unsorted;
     weights may be a ``pytorch_model.bin``.
@@ -173,13 +184,15 @@ def load_draft(
     Args:
         dtype: of the weights in memory; RoPE frequencies stay fp32.
         target: needed only by drafts that name no layer ids, or have no ``lm_head`` because they share the
-            target's.
+            target's. MTP modules are bound to it.
 
     Raises:
         UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible vocabulary
             map.
     """
     folder = Path(folder)
+    if folder.is_dir() and mtp.is_mtp_config(read_json(folder / CONFIG)):
+        return mtp.load_mtp(folder, dtype, device, target=target)
     config = read_draft_config(folder, None if target is None else target.config)
     state = read_state(folder, config)
     if HEAD not in state:

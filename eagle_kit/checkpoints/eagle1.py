@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagle_kit.checkpoints.copies import is_copy
 from eagle_kit.checkpoints.draft import read_draft_tensors
 from eagle_kit.checkpoints.layout import ARCHITECTURES as EAGLE3_ARCHITECTURES
 from eagle_kit.checkpoints.validate import OWN_TARGET, Finding
@@ -61,7 +62,7 @@ def load_eagle1(folder: str | Path, target: LlamaModel) -> Eagle1Head:
         )
     own = {EMBEDDING: target.embed_tokens.weight, OUTPUT: target.head_weight}
     for name, copy in copies.items():
-        if not _is_copy(copy, own[name]):
+        if not is_copy(copy, own[name]):
             warnings.warn(
                 f"The {name} in {folder} is not the target's, so the draft was trained for other weights. "
                 "The target's is used, and fewer tokens may be accepted.",
@@ -200,15 +201,6 @@ def _size(raw: dict[str, Any], key: str, folder: Path, default: int | None = Non
             f"The draft's config.json in {folder} says {key} {value!r}.", "Copy it again from its source."
         )
     return value
-
-
-def _is_copy(copy: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether two matrices are the same but for the rounding of half types, by blocks of rows, which bounds
-    memory."""
-    if copy.shape != own.shape:
-        return False
-    blocks = zip(copy.split(4096), own.detach().split(4096), strict=True)
-    return all(torch.allclose(a.float(), b.cpu().float(), rtol=2**-7, atol=1e-6) for a, b in blocks)
 
 
 def published_shapes(config: Eagle1Config) -> dict[str, tuple[int, ...]]:

@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Literal
 
 from eagle_kit.checkpoints.layout import ARCHITECTURES
+from eagle_kit.checkpoints.mtp import is_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loader import read_json
 
-Algorithm = Literal["EAGLE3", "EAGLE", "STANDALONE"]
+Algorithm = Literal["EAGLE3", "EAGLE", "NEXTN", "STANDALONE"]
 
 
 def algorithm_of(folder: str | Path) -> Algorithm:
     """Read it from ``config.json``.
 
-    The architectures of EAGLE-3 and EAGLE name themselves; a published EAGLE-1 head may also call itself a
-    Llama of one layer, and is then known by its ``fc``. Everything else is a whole model.
+    The architectures of EAGLE-3, EAGLE and MTP modules (NEXTN) name themselves; a published EAGLE-1 head may
+    also call itself a Llama of one layer, and is then known by its ``fc``. Everything else is a whole model.
 
     Raises:
         UserError: the folder or its config cannot be read.
@@ -28,6 +29,8 @@ def algorithm_of(folder: str | Path) -> Algorithm:
     names = config.get("architectures") or ["?"]
     if names[0] in ARCHITECTURES or "Eagle3" in str(names[0]):
         return "EAGLE3"
+    if is_mtp_config(config):
+        return "NEXTN"
     if "eagle" in str(names[0]).lower() or (config.get("num_hidden_layers") == 1 and _has_fc(folder)):
         return "EAGLE"
     return "STANDALONE"

@@ -5,16 +5,20 @@ the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the ot
 names the same tensors with other numbers, and mixing them fails silently.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
+from eagle_kit.models.config_parts import MLAConfig, read_mla
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.loader import check_activation
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER)
 LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
 SHIFTS = {"input": 0, "output": 1}
 """Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
@@ -24,14 +28,14 @@ def fused_parts(config: DraftConfig) -> dict[str, list[tuple[str, int]]]:
     """Our fused module -> the published modules it stacks and their rows."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, mlp, width = "midlayer.self_attn.", "midlayer.mlp.", config.intermediate_size
-    return {
-        f"{attention}qkv_proj": [
+    parts = {f"{mlp}gate_up_proj": [(f"{mlp}gate_proj", width), (f"{mlp}up_proj", width)]}
+    if config.mla is None:
+        parts[f"{attention}qkv_proj"] = [
             (f"{attention}q_proj", q),
             (f"{attention}k_proj", kv),
             (f"{attention}v_proj", kv),
-        ],
-        f"{mlp}gate_up_proj": [(f"{mlp}gate_proj", width), (f"{mlp}up_proj", width)],
-    }
+        ]
+    return parts
 
 
 def to_published(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -83,24 +87,21 @@ def fuse(tensors: dict[str, torch.Tensor], config: DraftConfig) -> dict[str, tor
 
 def config_to_dict(config: DraftConfig) -> dict[str, Any]:
     """``config.json`` of a draft, with both spellings of RoPE."""
-    scaling = config.rope_scaling or {"rope_type": "default"}
     return {
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
+        "architectures": [(LATENT_LAYER if config.mla else LLAMA_LAYER)[0]],
+        "model_type": "deepseek_v3" if config.mla else "llama",
         "num_hidden_layers": 1,
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **(mla_to_dict(config.mla) if config.mla else {"head_dim": config.head_dim}),
         "hidden_act": "silu",
         "attention_bias": config.attention_bias,
         "mlp_bias": False,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "rope_parameters": {**scaling, "rope_theta": config.rope_theta},
+        **rope_to_dict(config.rope_theta, config.rope_scaling),
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -115,6 +116,18 @@ def config_to_dict(config: DraftConfig) -> dict[str, Any]:
         },
         "eagle_kit": {"target": config.target, "template_hash": config.template_hash},
     }
+
+
+def mla_to_dict(mla: MLAConfig) -> dict[str, Any]:
+    """Latent attention's part of a ``config.json``."""
+    sizes = asdict(mla)
+    return sizes | {"rope_interleave": sizes.pop("interleaved")}
+
+
+def rope_to_dict(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """RoPE's part of a ``config.json``, in both spellings."""
+    both = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": both}
 
 
 def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | None = None) -> DraftConfig:
@@ -140,12 +153,13 @@ def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | 
     try:
         theta, scaling = read_rope(config)
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        mla = read_mla(config) if name in LATENT_LAYER else None
         return DraftConfig(
             hidden_size=hidden,
             target_hidden_size=config.get("target_hidden_size") or hidden,
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            num_kv_heads=heads if mla else config.get("num_key_value_heads") or heads,
+            head_dim=mla.qk_head_dim if mla else config.get("head_dim") or hidden // heads,
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
@@ -158,6 +172,7 @@ def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | 
             norm_output=bool(config.get("norm_output", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             attention_bias=bool(config.get("attention_bias", False)),
+            mla=mla,
             target=own.get("target", ""),
             template_hash=own.get("template_hash", ""),
         )

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.models.source import PACKAGED_TARGETS
 
 SETTINGS = (
@@ -20,7 +21,7 @@ SETTINGS = (
 
 
 def model_card(
-    config: DraftConfig,
+    config: DraftConfig | MTPConfig,
     metadata: dict[str, Any],
     summary: dict[str, Any] | None,
     folder: str,
@@ -37,30 +38,55 @@ def model_card(
     target = config.target or "its target"
     packaged = PACKAGED_TARGETS.get(target)
     hub_id = packaged.hub_id if packaged else target
+    is_mtp = isinstance(config, MTPConfig)
+    tag, title = ("mtp", "MTP draft module") if is_mtp else ("eagle3", "EAGLE-3 draft head")
     sections = [
-        f"---\nlibrary_name: eagle_kit\nbase_model: {hub_id}\ntags: [eagle3, speculative-decoding]\n---",
-        f"# EAGLE-3 draft head for {target}",
+        f"---\nlibrary_name: eagle_kit\nbase_model: {hub_id}\ntags: [{tag}, speculative-decoding]\n---",
+        f"# {title} for {target}",
         _what(config, hub_id if packaged else "", dtype),
         "## Training\n\n" + ("\n".join(_training(metadata)) or "Nothing is recorded about the training."),
         "## Accept length\n\n" + "\n".join(_evaluation(summary, target, folder)),
-        "## Serve\n\n" + _serve(target, hub_id, folder),
+        "## Serve\n\n" + _serve(target, hub_id, folder, config),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _what(config: DraftConfig, packaged_from: str, dtype: torch.dtype) -> str:
-    variant = [name for name in ("fc_norm", "norm_output", "norm_before_residual") if getattr(config, name)]
-    text = (
-        f"One decoder layer of hidden size {config.hidden_size} ({config.num_heads} query and "
-        f"{config.num_kv_heads} key-value heads of {config.head_dim}) and a draft vocabulary of "
-        f"{config.draft_vocab_size} of {config.vocab_size} tokens, in {str(dtype).removeprefix('torch.')}. "
-        f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
-    )
-    if variant:
-        text += f" EAGLE-3.1 options: {', '.join(variant)}."
+def _what(config: DraftConfig | MTPConfig, packaged_from: str, dtype: torch.dtype) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    text = _what_modules(config, kind) if isinstance(config, MTPConfig) else _what_head(config, kind)
     if packaged_from:
         text += f" It was trained on a quantised copy of {packaged_from}, not on its original weights."
     return text
+
+
+def _what_head(config: DraftConfig, dtype: str) -> str:
+    variant = [name for name in ("fc_norm", "norm_output", "norm_before_residual") if getattr(config, name)]
+    text = (
+        f"One decoder layer of hidden size {config.hidden_size} ({_attention(config)}) and a draft "
+        f"vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
+        f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
+    )
+    return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
+
+
+def _what_modules(config: MTPConfig, dtype: str) -> str:
+    layer, count = config.layer, config.num_modules
+    inside = "an MLP" if layer.moe is None else f"{layer.moe.num_experts} experts"
+    several = "One multi-token prediction module" if count == 1 else f"{count} multi-token prediction modules"
+    uses = "for every step of a draft" if count == 1 else "one for each step of a draft"
+    head = "an output layer of its own" if config.own_head else "the target's output layer"
+    return (
+        f"{several} ({uses}): a decoder layer of hidden size {layer.hidden_size} ({_attention(layer)}, "
+        f"{inside}) in {dtype}. It reads the target's last states, after their norm, and then its own, and "
+        f"proposes any of {layer.vocab_size} tokens through {head}."
+    )
+
+
+def _attention(config: DraftConfig | TargetConfig) -> str:
+    if config.mla is not None:
+        rope = config.mla.qk_rope_head_dim
+        return f"{config.num_heads} heads over latents of {config.mla.kv_lora_rank} + {rope} values"
+    return f"{config.num_heads} query and {config.num_kv_heads} key-value heads of {config.head_dim}"
 
 
 def _training(metadata: dict[str, Any]) -> Iterator[str]:
@@ -117,7 +143,9 @@ def _evaluation(summary: dict[str, Any] | None, target: str, folder: str) -> Ite
     yield f"* date: {summary.get('date', 'unknown')}"
 
 
-def _serve(target: str, hub_id: str, folder: str) -> str:
+def _serve(target: str, hub_id: str, folder: str, config: DraftConfig | MTPConfig) -> str:
+    if isinstance(config, MTPConfig):
+        return _serve_modules(target, hub_id, folder, config.num_modules)
     speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 4}}'
     return f"""```sh
 eagle-kit generate --target {target} --draft {folder} --shape 5,4,16 --prompt 'Why is the sky blue?'
@@ -130,6 +158,23 @@ vllm serve {hub_id} --speculative-config '{speculative}'
 ```
 
 The commands of SGLang and vLLM follow their documentation; the tool that wrote this page did not run them."""
+
+
+def _serve_modules(target: str, hub_id: str, folder: str, count: int) -> str:
+    steps = 3 if count == 1 else count
+    shape = f"{steps},1,{steps + 1}"
+    text = f"""```sh
+eagle-kit generate --target {target} --draft {folder} --shape {shape} --prompt 'Why is the sky blue?'
+"""
+    if count > 1:
+        return text + "```"
+    return f"""{text}
+python -m sglang.launch_server --model-path {hub_id} --speculative-algorithm NEXTN \\
+    --speculative-draft-model-path {folder} \\
+    --speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}
+```
+
+The command of SGLang follows its documentation; the tool that wrote this page did not run it."""
 
 
 def _listed(facts: dict[str, Any]) -> str:

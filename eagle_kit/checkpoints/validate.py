@@ -9,9 +9,11 @@ from typing import Any, Literal
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
+from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.loader import read_json, read_target_config
+from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.models.source import load_tokenizer, resolve_target
 
 OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
@@ -37,7 +39,8 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     """Check a draft of any kind against a target.
 
     EAGLE-3: sizes, vocabulary, layer ids, context, RoPE, template, name, weights. EAGLE: sizes, vocabulary,
-    context, RoPE, weights. A whole model: vocabulary, tokenizer, context.
+    context, RoPE, weights. MTP modules: the same, template and name. A whole model: vocabulary, tokenizer,
+    context.
 
     Args:
         draft_folder: a checkpoint; when it cannot be read, that is a finding too.
@@ -57,6 +60,8 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
                 from eagle_kit.checkpoints.eagle1 import validate_eagle1
 
                 return validate_eagle1(draft_folder, folder)
+            case "NEXTN":
+                return _mtp(Path(draft_folder), folder, target_config)
             case "STANDALONE":
                 return _standalone(Path(draft_folder), folder, target_config)
     except UserError as error:
@@ -75,6 +80,22 @@ def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> li
         _name(draft, folder),
         _weights(draft, draft_folder),
     ]
+
+
+def _mtp(draft_folder: Path, folder: Path, target: TargetConfig) -> list[Finding]:
+    """MTP modules; theirs are the target's sizes."""
+    draft = read_mtp_config(draft_folder)
+    sizes = {
+        "hidden size": (draft.hidden_size, target.hidden_size),
+        "vocabulary": (draft.vocab_size, target.vocab_size),
+    }
+    findings = [*_same(sizes), _context(draft.layer, target), _rope(draft.layer, target)]
+    findings += [_template(draft, folder), _name(draft, folder)]
+    try:
+        read_mtp(draft_folder)
+    except UserError as error:
+        return [*findings, Finding("error", "weights", error.cause, error.remedy)]
+    return [*findings, Finding("ok", "weights", "every tensor is there and has its shape.")]
 
 
 def _standalone(draft_folder: Path, folder: Path, target: TargetConfig) -> list[Finding]:
@@ -122,6 +143,11 @@ def _sizes(draft: DraftConfig, target: TargetConfig) -> list[Finding]:
         "embedding size": (draft.hidden_size, target.hidden_size),
         "vocabulary": (draft.vocab_size, target.vocab_size),
     }
+    return _same(pairs)
+
+
+def _same(pairs: dict[str, tuple[int, int]]) -> list[Finding]:
+    """Whether the draft's and the target's sizes are equal."""
     return [
         Finding("ok", subject, f"{ours}, as the target's.")
         if ours == theirs
@@ -151,7 +177,7 @@ def _layers(draft: DraftConfig, target: TargetConfig, eagle: dict[str, Any]) -> 
     return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
 
 
-def _context(draft: DraftConfig, target: TargetConfig) -> Finding:
+def _context(draft: DraftConfig | TargetConfig, target: TargetConfig) -> Finding:
     ours, theirs = draft.max_position_embeddings, target.max_position_embeddings
     if ours >= theirs:
         return Finding("ok", "context", f"{ours} positions, enough for the target's {theirs}.")
@@ -163,13 +189,13 @@ def _context(draft: DraftConfig, target: TargetConfig) -> Finding:
     )
 
 
-def _rope(draft: DraftConfig, target: TargetConfig) -> Finding:
+def _rope(draft: DraftConfig | TargetConfig, target: TargetConfig) -> Finding:
     """A draft's RoPE is its own, since it was trained with it."""
     same = (draft.rope_theta, draft.rope_scaling) == (target.rope_theta, target.rope_scaling)
     return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
 
 
-def _template(draft: DraftConfig, target_folder: Path) -> Finding:
+def _template(draft: DraftConfig | MTPConfig, target_folder: Path) -> Finding:
     subject = "chat template"
     if not draft.template_hash:
         return Finding(
@@ -192,7 +218,7 @@ def _template(draft: DraftConfig, target_folder: Path) -> Finding:
     )
 
 
-def _name(draft: DraftConfig, target_folder: Path) -> Finding:
+def _name(draft: DraftConfig | MTPConfig, target_folder: Path) -> Finding:
     """Names may differ for the same weights (a folder, a hub id), so this only warns."""
     here = target_name(target_folder)
     if not draft.target:

@@ -34,7 +34,9 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """``--algorithm --token-map --max-context --dtype --device``: how target and draft are loaded."""
     parser.add_argument(
-        "--algorithm", default="auto", help="EAGLE3, EAGLE or STANDALONE; default what the draft says"
+        "--algorithm",
+        default="auto",
+        help="EAGLE3, EAGLE, STANDALONE, or NEXTN for the target's own modules; default what the draft says",
     )
     parser.add_argument(
         "--token-map", type=Path, metavar="FILE", help="target ids that an EAGLE draft may propose"

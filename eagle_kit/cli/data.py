@@ -111,7 +111,7 @@ def _data(config: "TrainConfig") -> "PreparedData":
     from eagle_kit.models.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return prepare_dataset(config.data, tokenizer, config.head.draft_vocab_size, config.head.vocab_map)
+    return prepare_dataset(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -125,7 +125,7 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
-    print(f"vocabulary     {config.head.draft_vocab_size} draft tokens cover {covered:.1f} %")
+    print(f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %")
     print(f"held out       {len(data.heldout_prompts)} prompts")
     return 0
 
@@ -134,6 +134,10 @@ def _vocab(args: argparse.Namespace) -> int:
     from eagle_kit.checkpoints.disk import check_writable
 
     config = _config(args)
+    if config.head.vocab_size is None:
+        raise UserError(
+            f"A head of the kind {config.head.kind} proposes every token.", "It needs no vocabulary map."
+        )
     if args.out.is_dir():
         raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
     check_writable(args.out.parent, "Give another file with --out.")

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=tuple(args.stop),
     )
-    check_shape(args.shape, args.draft)
+    if args.algorithm.upper() not in ("NEXTN", "NGRAM"):
+        check_shape(args.shape, args.draft)
     check_positive(args, "batch_size", "max_context")
     from eagle_kit.serve.llm import LLM
 

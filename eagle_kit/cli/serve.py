@@ -179,9 +179,9 @@ def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
     name = args.speculative_algorithm
     if name in ("NONE", "NGRAM"):
         model = type(model)(model.target, None)
-    if model.draft is None and name not in (None, "NONE", "NGRAM"):
+    if model.draft is None and name not in (None, "NONE", "NGRAM", "NEXTN"):
         raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
-    if model.draft is None and args.speculative_token_map is not None:
+    if model.draft is None and name != "NEXTN" and args.speculative_token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
 
@@ -195,7 +195,7 @@ def load(
 
     options: dict[str, Any] = {}
     if args.speculative_algorithm not in (None, "NONE"):
-        options["algorithm"] = {"NEXTN": "EAGLE"}.get(args.speculative_algorithm, args.speculative_algorithm)
+        options["algorithm"] = args.speculative_algorithm
     if args.speculative_token_map is not None:
         options["token_map"] = args.speculative_token_map
     options |= drafting(args)
@@ -271,7 +271,7 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
     if shape.steps and not args.no_self_test:
-        say_self_test(model, llm, dtype)
+        say_self_test(args, model, llm, dtype)
     from eagle_kit.kernels.linear.choice import MACHINE
 
     started = time.perf_counter()  # graphs come last: a change of shape, as in the self-test, drops them
@@ -281,11 +281,13 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
         say(f"linear     {line}")
 
 
-def say_self_test(model: "Model", llm: Any, dtype: str) -> None:
+def say_self_test(args: argparse.Namespace, model: "Model", llm: Any, dtype: str) -> None:
     """Run the self-test and print what it found."""
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
+        if args.speculative_algorithm == "NEXTN" and model.draft is None:
+            return ["The modules in the target's folder may be those of another release of it."]
         if model.draft is None:
             return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]
         return causes_of_low_acceptance(model.draft, model.target, dtype)

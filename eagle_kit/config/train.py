@@ -37,10 +37,16 @@ class DataConfig(_Section):
     preview: bool = True
 
 
+MTP_ONLY = {"num_modules", "init"}
+
+
 class HeadConfig(_Section):
     """The draft head that is made when a run starts from nothing.
 
     Attributes:
+        kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
+            targets that have it), or ``mtp`` (DeepSeek's multi-token prediction modules, which propose any
+            token through the target's own output layer). What follows is for EAGLE-3, except the last two.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
@@ -48,8 +54,14 @@ class HeadConfig(_Section):
         norm_output: feed the normed state back (EAGLE-3.1).
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: width of the MLP; null is the target's.
+        num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
+            trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
+            target's checkpoint has, or 1.
+        init: of ``mtp``: ``checkpoint`` (the target's own modules), ``last-layer`` (copies of the target's
+            last decoder layer) or ``random``; ``auto`` takes the first of these that can be had.
     """
 
+    kind: Literal["eagle3", "eagle3-mla", "mtp"] = "eagle3"
     draft_vocab_size: int = Field(default=8192, ge=2)
     vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
@@ -57,6 +69,21 @@ class HeadConfig(_Section):
     norm_output: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
+    num_modules: int | None = Field(default=None, ge=1, le=16)
+    init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
+
+    @model_validator(mode="after")
+    def _settings_fit_the_kind(self) -> "HeadConfig":
+        for name, field in type(self).model_fields.items():
+            is_mine = name == "kind" or (name in MTP_ONLY) == (self.kind == "mtp")
+            if not is_mine and getattr(self, name) != field.default:
+                raise ValueError(f"{name} has no meaning for a head of the kind {self.kind}")
+        return self
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens that the head can propose; None for all of them."""
+        return None if self.kind == "mtp" else self.draft_vocab_size
 
 
 class TrainingConfig(_Section):

@@ -118,7 +118,7 @@ def cache_root(settings: DataSettings) -> Path:
 def prepare_dataset(
     settings: DataSettings,
     tokenizer: Any,
-    draft_vocab_size: int,
+    draft_vocab_size: int | None,
     vocab_map: str | Path | None = None,
     *,
     progress: bool = True,
@@ -126,7 +126,7 @@ def prepare_dataset(
     """Tokenise, mask and pack ``settings.source``, one or several; called again, read the cache.
 
     The cache is ``data/`` below :func:`cache_root`. The draft vocabulary is the tokens that replies use most,
-    or the one of the file ``vocab_map``.
+    or the one of the file ``vocab_map``; all tokens for a ``draft_vocab_size`` of None.
 
     ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
     conversations that their record holds from the start are held out; others that begin like one of them are
@@ -142,11 +142,12 @@ def prepare_dataset(
         _fill_cache(settings, tokenizer, folder, progress)
     summary = json.loads((folder / "summary.json").read_text())
     counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
+    size = len(counts) if draft_vocab_size is None else draft_vocab_size
     return PreparedData(
         folder=folder,
-        vocab_map=build_vocab_map(counts, draft_vocab_size, fingerprint, of)
+        vocab_map=build_vocab_map(counts, size, fingerprint, of)
         if vocab_map is None
-        else load_vocab_map(Path(vocab_map).expanduser(), of, draft_vocab_size, counts),
+        else load_vocab_map(Path(vocab_map).expanduser(), of, size, counts),
         fingerprint=fingerprint,
         **summary,
     )

@@ -34,8 +34,38 @@ ROPE_TYPES = {
 """RoPE scalings and the numbers that each needs."""
 
 
+class _Attention:
+    """What follows from the sizes of a config's attention, grouped-query or latent."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope_scaling: dict[str, Any] | None
+    mla: MLAConfig | None
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
+        magnitude."""
+        scale = self.head_dim**-0.5
+        if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
+            scale *= yarn_magnitude(self.rope_scaling["factor"], mscale) ** 2
+        return scale
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    def cache_of(self, num_layers: int) -> CacheSpec:
+        """What as many layers keep of a token."""
+        if self.mla is None:
+            return KVSpec(num_layers, self.num_kv_heads, self.head_dim)
+        latent, rope = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
+        return LatentSpec(num_layers, latent, rope, self.attention_scale)
+
+
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(_Attention):
     """A decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek, Qwen-MoE and
     Mixtral. Sizes are counts of elements.
 
@@ -120,33 +150,18 @@ class TargetConfig:
         return min(2, last), last // 2, max(last - 3, 0)
 
     @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied by. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
-        magnitude."""
-        scale = self.head_dim**-0.5
-        if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
-            scale *= yarn_magnitude(self.rope_scaling["factor"], mscale) ** 2
-        return scale
-
-    @property
-    def rope_dim(self) -> int:
-        """Rotated values of a head."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
-
-    @property
     def cache(self) -> CacheSpec:
         """What the model keeps of a token."""
-        if self.mla is None:
-            return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim)
-        latent, rope = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
-        return LatentSpec(self.num_layers, latent, rope, self.attention_scale)
+        return self.cache_of(self.num_layers)
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(_Attention):
     """An EAGLE-3 head.
 
     Attributes:
+        head_dim: of a query or key.
+        mla: latent attention in the head's layer; None for a Llama layer.
         aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
             Hugging Face).
         draft_vocab_size: rows of ``lm_head``, Vd.
@@ -174,19 +189,25 @@ class DraftConfig:
     norm_output: bool = False
     norm_before_residual: bool = False
     attention_bias: bool = False
+    mla: MLAConfig | None = None
     target: str = ""
     template_hash: str = ""
 
     @classmethod
-    def for_target(cls, model: TargetConfig, draft_vocab_size: int, **overrides: Any) -> "DraftConfig":
+    def for_target(
+        cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
+    ) -> "DraftConfig":
         """The default head of a target: its sizes, its RoPE, its default captured layers.
 
-        The head's layer is a Llama one whatever the target's are. For a target with latent attention it has
-        heads of the size of the target's values, as many as the hidden size holds, in groups for at most 8
-        keys, and plain RoPE: engines disagree on what YaRN's magnitudes are outside of latent attention.
+        The head's layer is a Llama one whatever the target's are, or, ``latent`` set, has latent attention of
+        the target's sizes. A Llama layer for a target with latent attention has heads of the size of the
+        target's values, as many as the hidden size holds, in groups for at most 8 keys, and plain RoPE:
+        engines disagree on what YaRN's magnitudes are outside of latent attention.
         """
         num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
-        if model.mla is not None:
+        assert model.mla is not None or not latent
+        is_llama = model.mla is not None and not latent
+        if model.mla is not None and is_llama:
             head_dim = model.mla.v_head_dim
             num_heads = max(1, model.hidden_size // head_dim)
             num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
@@ -201,11 +222,17 @@ class DraftConfig:
             draft_vocab_size=draft_vocab_size,
             rms_norm_eps=model.rms_norm_eps,
             rope_theta=model.rope_theta,
-            rope_scaling=None if model.mla else model.rope_scaling,
+            rope_scaling=None if is_llama else model.rope_scaling,
             max_position_embeddings=model.max_position_embeddings,
             aux_layer_ids=model.default_aux_layer_ids,
+            mla=model.mla if latent else None,
         )
         return replace(base, **overrides)
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What the head keeps of a token."""
+        return self.cache_of(1)
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -2,9 +2,9 @@
 
 Legend: T packed tokens, H hidden, Vd draft vocabulary, V target vocabulary.
 
-At row i the head sees a feature of position i (the fused target states, or its own output of the step before)
-and the embedding of the token *after* it, and predicts the token after that one. EAGLE-3.1 (arXiv 2605.09992)
-is two flags of :class:`~eagle_kit.models.config.DraftConfig`.
+The feature is the fused target states of three layers, then the head's own output of the step before. The
+decoder layer is a Llama one, or has latent attention. EAGLE-3.1 (arXiv 2605.09992) is two flags of
+:class:`~eagle_kit.models.config.DraftConfig`.
 """
 
 import torch
@@ -12,12 +12,12 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope, place_of
+from eagle_kit.models.draft_head import Block, DraftHead
+from eagle_kit.models.layers import MLP, Attention, RMSNorm, Rope
+from eagle_kit.models.mla import LatentAttention
 
-RopeTable = tuple[torch.Tensor, torch.Tensor]
 
-
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Block):
     """The decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
 
     def __init__(self, config: DraftConfig) -> None:
@@ -25,33 +25,35 @@ class Eagle3Layer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(
-            2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, bias=config.attention_bias
-        )
+        heads, bias = config.num_heads, config.attention_bias
+        if config.mla is None:
+            self.self_attn = Attention(2 * size, size, heads, config.num_kv_heads, config.head_dim, bias=bias)
+        else:
+            self.self_attn = LatentAttention(2 * size, size, heads, config.mla, bias=bias)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size)
         self.norm_before_residual = config.norm_before_residual
 
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` and ``embeds [T, H]`` -> attention's input ``[T, 2H]`` and the residual ``[T, H]``."""
+        """See :class:`~eagle_kit.models.draft_head.Block`; attention's input is ``[T, 2H]``."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat((self.input_layernorm(embeds), normed), -1), residual
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Everything after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
+        """See :class:`~eagle_kit.models.draft_head.Block`."""
         h = residual + self.self_attn.o_proj(attended.flatten(1))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class Eagle3Head(nn.Module):
-    """An EAGLE-3 head. The embedding is the target's and is passed in as ``embeds``.
+class Eagle3Head(DraftHead):
+    """An EAGLE-3 head.
 
     Buffers: ``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``); ``t2d`` bool ``[V]``.
     """
 
+    config: DraftConfig
     d2t: torch.Tensor
-    t2d: torch.Tensor
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
         t2d[: config.draft_vocab_size] = True
@@ -79,9 +81,34 @@ class Eagle3Head(nn.Module):
         self.t2d.copy_(t2d)
 
     @property
+    def capture(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The config's layers."""
+        return self.config.aux_layer_ids
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The one layer."""
+        return [self.midlayer]
+
+    @property
+    def output(self) -> Linear:
+        """``lm_head``."""
+        return self.lm_head
+
+    @property
+    def last_norm(self) -> RMSNorm:
+        """``norm``."""
+        return self.norm
+
+    @property
     def target_ids(self) -> torch.Tensor:
         """The target id of every draft id, int64 ``[Vd]``."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    @property
+    def token_map(self) -> torch.Tensor:
+        """:attr:`target_ids`."""
+        return self.target_ids
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids of any shape -> target ids."""
@@ -94,25 +121,9 @@ class Eagle3Head(nn.Module):
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(aux)
 
-    def forward(
-        self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """One step at every row.
-
-        Args:
-            hidden: ``[T, H]``, :meth:`fuse` of the target's states, or this method's output of the step
-                before.
-            embeds: ``[T, H]``, the target's embedding of the token that follows the row.
-            positions: ``[T]`` int64, the row's position plus the step.
-            attend: attention, called with layer 0.
-
-        Returns:
-            ``[T, H]``, what :meth:`logits` reads and what is fed back as ``hidden``.
-        """
-        layer = self.midlayer
-        x, residual = layer.inputs(hidden, embeds)
-        q, k, v = layer.self_attn.qkv(x, self.rope.table(positions), place_of(attend, 0))
-        return self.feed_back(layer.finish(residual, attend(0, q, k, v)))
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """:meth:`fuse` of ``aux``."""
+        return self.fuse(aux)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
         """The layer's output ``[T, H]`` -> the state that the next step gets: normed for EAGLE-3.1, else as
@@ -122,7 +133,3 @@ class Eagle3Head(nn.Module):
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """:meth:`forward`'s output ``[T, H]`` -> what ``lm_head`` multiplies."""
         return fed_back if self.config.norm_output else self.norm(fed_back)
-
-    def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
-        """:meth:`forward`'s output ``[T, H]`` -> logits over the draft vocabulary ``[T, Vd]``."""
-        return self.lm_head(self.norm_for_head(fed_back))

@@ -180,12 +180,17 @@ class Attention(nn.Module):
         stores = {} if place is None else {**place._asdict(), "returns_kv": False}
         return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
 
+    def attended(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, input]`` -> ``[T, Hq, D]``, which ``o_proj`` reads."""
+        return attend(layer, *self.qkv(x, table, place_of(attend, layer)))
+
     def forward(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
         """``[T, input]`` -> ``[T, output]``."""
-        q, k, v = self.qkv(x, table, place_of(attend, layer))
-        return self.o_proj(attend(layer, q, k, v).flatten(1))
+        return self.o_proj(self.attended(x, table, layer, attend).flatten(1))
 
 
 class MLP(nn.Module):

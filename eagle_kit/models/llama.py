@@ -29,7 +29,14 @@ class TargetOutput(NamedTuple):
 def make_attention(config: TargetConfig) -> nn.Module:
     """The attention of a layer, grouped-query or latent."""
     if config.mla is not None:
-        return LatentAttention(config)
+        return LatentAttention(
+            config.hidden_size,
+            config.hidden_size,
+            config.num_heads,
+            config.mla,
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+        )
     return Attention(
         config.hidden_size,
         config.hidden_size,

@@ -1,8 +1,9 @@
 """Target weights from safetensors, every tensor accounted for."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,12 +12,20 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.layers import Rope
 from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.published import expected_shapes, is_mtp, published_parts, read_fp8_block, take
+from eagle_kit.models.published import (
+    Part,
+    expected_shapes,
+    is_mtp,
+    published_parts,
+    read_fp8_block,
+    take,
+)
 from eagle_kit.models.source import resolve_target
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Parameters that stay in fp32: rounded, they would choose other experts."""
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,11 +74,13 @@ def check_activation(config: dict[str, Any], where: str) -> None:
         )
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file. Raises UserError when it is missing, truncated or corrupt."""
+def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file, all or those with ``wanted`` names. Raises UserError when it is missing,
+    truncated or corrupt."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -79,14 +90,17 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, by its index when it has one."""
+def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
+    """The safetensors files of a model folder; with an index those that have ``wanted`` tensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise UserError(f"The index {index} names no shards.", "Copy it again from its source.")
-        return [folder / name for name in sorted(set(shards.values()))]
+        return [
+            folder / file
+            for file in sorted({file for name, file in shards.items() if wanted is None or wanted(name)})
+        ]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise UserError(
@@ -117,26 +131,47 @@ def load_target(
     published = {name: value for name, value in read_published(folder).items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
-    parts = published_parts(model, published)
+    parts = published_parts(model.named_parameters(), config, published)
     expected = expected_shapes((part for group in parts.values() for part in group), published, block)
     check_tensors(published, expected, str(folder))
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
+    fill(model, parts, published, block, dtype, device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    return model.eval().requires_grad_(False)
+
+
+def fill(
+    model: torch.nn.Module,
+    parts: Mapping[str, list[Part]],
+    published: dict[str, torch.Tensor],
+    block: tuple[int, int] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Give ``model`` the parameters that ``parts`` of ``published`` make up, which are taken out of it."""
     for name, parameter in list(model.named_parameters()):
         kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
         pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
         value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    return model.eval().requires_grad_(False)
 
 
-def read_published(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a model folder by its published name without ``model.``. Raises UserError."""
+def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
+    """``model`` with its parameters in ``dtype``, except those that stay exact."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(EXACT_SUFFIXES):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a model folder, all or those with ``wanted`` names, by their published names without
+    ``model.``. Raises UserError."""
     published: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        for name, tensor in read_safetensors(path).items():
+    for path in weight_files(folder, wanted):
+        for name, tensor in read_safetensors(path, wanted).items():
             if not name.endswith(IGNORED_SUFFIXES):
                 published[name.removeprefix("model.")] = tensor
     return published

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.rope import rope_store
-from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.layers import Attend, RMSNorm
 
 LATENT_NORM_EPS = 1e-6
@@ -54,24 +54,30 @@ class LatentAttention(nn.Module):
     """MLA around an :class:`~eagle_kit.models.layers.Attend`, which gets expanded keys and values, or a
     :class:`LatentAttend`."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        num_heads: int,
+        mla: MLAConfig,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
         super().__init__()
-        assert config.mla is not None
-        self.config = mla = config.mla
-        self.num_heads = config.num_heads
-        size, bias = config.hidden_size, config.attention_bias
-        queries = self.num_heads * mla.qk_head_dim
+        self.config, self.num_heads = mla, num_heads
+        queries = num_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:
-            self.q_proj = Linear(size, queries, bias=False)
+            self.q_proj = Linear(input_size, queries, bias=False)
         else:
-            self.q_a_proj = Linear(size, mla.q_lora_rank, bias=bias)
+            self.q_a_proj = Linear(input_size, mla.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS)
             self.q_b_proj = Linear(mla.q_lora_rank, queries, bias=False)
-        self.kv_a_proj_with_mqa = Linear(size, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=bias)
+        self.kv_a_proj_with_mqa = Linear(input_size, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=bias)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
         self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
-        self.o_proj = Linear(self.num_heads * mla.v_head_dim, size, bias=config.attention_out_bias)
+        self.o_proj = Linear(self.num_heads * mla.v_head_dim, output_size, bias=out_bias)
 
     def queries_and_rows(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
@@ -91,17 +97,28 @@ class LatentAttention(nn.Module):
         rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
         return torch.cat((q_nope, q_rope), -1), rows
 
-    def forward(
+    def qkv(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``x [T, H_in]`` -> q and k ``[T, H, Dn + Dr]``, v ``[T, H, Dv]``: the expanded form."""
+        q, rows = self.queries_and_rows(x, table)
+        return q, *self.expand(rows)
+
+    def attended(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
-        """``[T, H_in]`` -> ``[T, H_in]``."""
+        """``[T, H_in]`` -> ``[T, H, Dv]``, which ``o_proj`` reads."""
         q, rows = self.queries_and_rows(x, table)
         over_latents = getattr(attend, "latents", None)
         if over_latents is None:
-            out = attend(layer, q, *self.expand(rows))
-        else:
-            out = over_latents(layer, q, rows, self)
-        return self.o_proj(out.flatten(1))
+            return attend(layer, q, *self.expand(rows))
+        return over_latents(layer, q, rows, self)
+
+    def forward(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, H_in]`` -> ``[T, H_out]``."""
+        return self.o_proj(self.attended(x, table, layer, attend).flatten(1))
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`LatentHeads`."""

@@ -12,7 +12,6 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.llama import LlamaModel
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -42,18 +41,21 @@ def published_names(name: str) -> list[str]:
     return [name]
 
 
-def published_parts(model: LlamaModel, names: Iterable[str]) -> dict[str, list[Part]]:
-    """The parts of each of our parameters in a checkpoint that has tensors ``names``."""
+def published_parts(
+    parameters: Iterable[tuple[str, torch.Tensor]], config: TargetConfig, names: Iterable[str]
+) -> dict[str, list[Part]]:
+    """The parts of each of our ``parameters`` of layers of ``config`` in a checkpoint that has tensors
+    ``names``."""
     names = set(names)
     has_all_in_one = any(name.endswith(".experts.gate_up_proj") for name in names)
     renames_mixture = any(".block_sparse_moe." in name for name in names)
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         shape = tuple(parameter.shape)
         if ".mlp.experts." in name and not has_all_in_one:
-            parts = _one_by_one(name, shape, model.config.model_type == "mixtral")
+            parts = _one_by_one(name, shape, config.model_type == "mixtral")
         else:
-            parts = _rows(name, shape, model.config)
+            parts = _rows(name, shape, config)
         if renames_mixture:
             parts = [Part(part.name.replace(".mlp.", ".block_sparse_moe."), part.shape) for part in parts]
         found[name] = parts

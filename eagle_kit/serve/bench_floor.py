@@ -13,6 +13,7 @@ from torch import nn
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.bench.cost import Cost
 from eagle_kit.models.count import layer_weights
+from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import Eagle3Draft
 
@@ -52,6 +53,7 @@ def cycle_forwards(
     if not shape.steps:
         return forwards
     head = draft.head
+    assert isinstance(head, Eagle3Head)
     fuse, output = head.fc.weight.numel(), head.lm_head.weight.numel()
     layer = _parameters(head) - fuse - output
     draft_kv = draft.cache.values_per_token * size

@@ -147,7 +147,8 @@ def as_transformers(config: TargetConfig) -> Any:
     """The same shape as a config of transformers, of Llama's architecture or Qwen3's mixture."""
     from transformers import LlamaConfig, Qwen3MoeConfig
 
-    kind, mixture = LlamaConfig, {}
+    mixture: dict[str, Any] = {}
+    kind: Any = LlamaConfig
     if config.moe is not None:
         kind, mixture = (
             Qwen3MoeConfig,

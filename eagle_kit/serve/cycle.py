@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
     Attributes:
         shape: how much to draft and to verify; without a draft it must be a window of one.
-        num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 2``.
+        num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 1 + modules`` of the draft.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: what decides on drafts of requests that sample; it must fit the drafter's law.
         num_candidates: tokens of depth 1 that the draft keeps for the next cycle, whatever its shape.
@@ -168,7 +168,7 @@ def observe(drafter: Drafter | None, state: CycleState, verified: Verified, sett
     num_emitted = num_emitted * active  # a graph of this part alone is captured with dummies in these rows
     if drafter is not None and draft is not None:
         topk, columns = settings.num_candidates or settings.shape.topk, settings.num_columns
-        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, topk, columns)
+        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, draft, topk, columns)
     roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
     return CycleState(page_table, seq_lens + num_emitted, roots, active, draft)
 

@@ -8,19 +8,24 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear, pack_linears
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.loader import in_dtype
+from eagle_kit.models.mtp import MTPHead
 from eagle_kit.speculation.draft_model import (
     DraftModel,
     Eagle1Draft,
     Eagle3Draft,
+    HeadDraft,
+    MTPDraft,
     StandaloneDraft,
     load_standalone,
 )
 
 
 def load_draft_model(
-    draft: "str | Path | Eagle3Head | DraftModel",
+    draft: "str | Path | DraftHead | DraftModel",
     target: LlamaModel,
     *,
     target_name: str | Path | None = None,
@@ -30,35 +35,34 @@ def load_draft_model(
     """Load a draft for ``target``, in its dtype and on its device.
 
     Args:
-        draft: a checkpoint folder, a head (copied), or a draft model (used as it is).
+        draft: a checkpoint folder, a head (copied), or a draft model (used as it is). With ``"NEXTN"`` it may
+            be the target's own folder.
         target_name: where the target came from; a folder is checked against it as ``validate`` does.
         algorithm: ``"auto"``, or what the draft is insisted to be.
-        token_map: a file of the target ids that an EAGLE or STANDALONE draft may propose.
+        token_map: a file of the target ids that an EAGLE, NEXTN or STANDALONE draft may propose.
 
     Raises:
         UserError: it does not fit the target, or is not what ``algorithm`` says.
     """
-    if isinstance(draft, Eagle3Head):
-        return _eagle3(_copy(draft), target)
+    if isinstance(draft, DraftHead):
+        return _head(_copy(draft), target)
     if not isinstance(draft, str | Path):
         return draft
     from eagle_kit.checkpoints.kind import algorithm_of
 
     kind = algorithm_of(draft)
-    if algorithm not in ("auto", kind):
+    if algorithm == "NEXTN" and kind == "STANDALONE":
+        return _nextn(draft, target, _token_map(token_map, target))
+    if algorithm not in ("auto", kind) and {algorithm, kind} != {"EAGLE", "NEXTN"}:
         raise UserError(
             f"The draft {draft} is for the algorithm {kind}, and {algorithm} was asked for.",
             f"Ask for {kind}, or give another draft.",
         )
-    hot = None
-    if token_map is not None:
-        if kind == "EAGLE3":
-            raise UserError(
-                "A token map was given, but an EAGLE-3 head brings its own (d2t).", "Leave the map out."
-            )
-        from eagle_kit.checkpoints.token_map import load_token_map
-
-        hot = load_token_map(token_map, target.config.vocab_size)
+    if token_map is not None and kind == "EAGLE3":
+        raise UserError(
+            "A token map was given, but an EAGLE-3 head brings its own (d2t).", "Leave the map out."
+        )
+    hot = _token_map(token_map, target)
     if target_name is not None:
         from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
 
@@ -71,9 +75,26 @@ def load_draft_model(
         return _standalone(draft, target, hot)
     if kind == "EAGLE":
         return _eagle1(draft, target, hot)
+    if kind == "NEXTN":
+        return _nextn(draft, target, hot)
     from eagle_kit.checkpoints.draft import load_draft
 
-    return _eagle3(load_draft(draft, target=target), target)
+    return _head(load_draft(draft, target=target), target)
+
+
+def _token_map(file: str | Path | None, target: LlamaModel) -> torch.Tensor | None:
+    if file is None:
+        return None
+    from eagle_kit.checkpoints.token_map import load_token_map
+
+    return load_token_map(file, target.config.vocab_size)
+
+
+def _nextn(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> MTPDraft:
+    from eagle_kit.checkpoints.mtp import load_mtp
+
+    weight = target.embed_tokens.weight
+    return _mtp(load_mtp(folder, weight.dtype, weight.device, target=target), target, hot)
 
 
 def _eagle1(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> Eagle1Draft:
@@ -92,7 +113,10 @@ def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None)
     return StandaloneDraft(model, hot)
 
 
-def _eagle3(head: Eagle3Head, target: LlamaModel) -> Eagle3Draft:
+def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
+    if isinstance(head, MTPHead):
+        return _mtp(head.bind(target.lm_head), target, None)
+    assert isinstance(head, Eagle3Head)
     theirs, ours = head.config, target.config
     if (theirs.target_hidden_size, theirs.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise UserError(
@@ -112,7 +136,23 @@ def _eagle3(head: Eagle3Head, target: LlamaModel) -> Eagle3Draft:
     return Eagle3Draft(head, target)
 
 
-def _copy(head: Eagle3Head) -> Eagle3Head:
-    """A copy that shares nothing, without the packed weights of an earlier use."""
+def _mtp(head: MTPHead, target: LlamaModel, hot: torch.Tensor | None) -> MTPDraft:
+    theirs, ours = head.config, target.config
+    if (theirs.hidden_size, theirs.vocab_size) != (ours.hidden_size, ours.vocab_size):
+        raise UserError(
+            f"The modules were made for hidden size {theirs.hidden_size} and vocabulary {theirs.vocab_size}, "
+            f"the target has {ours.hidden_size} and {ours.vocab_size}.",
+            "Use the modules' own target, or train some for this one.",
+        )
+    weight = target.embed_tokens.weight
+    head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
+    pack_linears(head)
+    return MTPDraft(head, target, hot)
+
+
+def _copy(head: DraftHead) -> DraftHead:
+    """A copy that shares nothing, without the packed weights of an earlier use and without a target's
+    layer."""
     packed = (module._packed for module in head.modules() if isinstance(module, Linear))
-    return copy.deepcopy(head, {id(tensor): None for tensor in packed if tensor is not None})
+    left_out = (*packed, getattr(head, "bound", None))
+    return copy.deepcopy(head, {id(part): None for part in left_out if part is not None})

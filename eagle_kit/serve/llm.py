@@ -17,7 +17,7 @@ from eagle_kit.kernels.accept import Verifier
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_linears
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions
@@ -26,14 +26,14 @@ from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
-from eagle_kit.speculation.draft_model import DraftModel, Eagle3Draft, StandaloneDraft
+from eagle_kit.speculation.draft_model import DraftModel, HeadDraft, StandaloneDraft
 from eagle_kit.speculation.ngram import NgramOptions
 from eagle_kit.speculation.static_tree import EAGLE1_CHOICES, Topology
 
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
-ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "STANDALONE", "NGRAM", "NONE")
+ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NGRAM", "NONE")
 DEFAULT_MAX_CONTEXT = 8192
 
 
@@ -43,11 +43,11 @@ class LLM:
     Args:
         target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
             which is then used as it is.
-        draft: a draft's folder, an EAGLE-3 head (which is copied), any other draft model, or None for
-            ordinary decoding.
-        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` (or ``"NEXTN"``) and
-            ``"STANDALONE"`` insist; ``"NGRAM"`` drafts from earlier text, without a draft; ``"NONE"`` drafts
-            nothing.
+        draft: a draft's folder, a head (which is copied), any other draft model, or None for ordinary
+            decoding.
+        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` and ``"STANDALONE"`` insist;
+            ``"NEXTN"`` is ``"EAGLE"``, or, without a draft, takes the MTP modules in the target's own folder;
+            ``"NGRAM"`` drafts from earlier text, without a draft; ``"NONE"`` drafts nothing.
         ngram: how n-grams are matched, for ``"NGRAM"``.
         token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
             2502.14856); EAGLE-3 heads bring their own.
@@ -81,7 +81,7 @@ class LLM:
     def __init__(
         self,
         target: str | Path | LlamaModel,
-        draft: "str | Path | Eagle3Head | DraftModel | None" = None,
+        draft: "str | Path | DraftHead | DraftModel | None" = None,
         *,
         algorithm: str = "auto",
         ngram: NgramOptions | None = None,
@@ -157,7 +157,7 @@ class LLM:
         self._numbers = itertools.count()
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
-        self.head: Eagle3Head | None = None
+        self.head: DraftHead | None = None
         self.default_shapes = ShapeTable.parse(NO_SPECULATION)
         self._wanted_shapes = None if shape is None else ShapeTable.parse(shape)
         self._ngram_options = ngram or NgramOptions()
@@ -165,14 +165,13 @@ class LLM:
 
     def set_draft(
         self,
-        draft: "str | Path | Eagle3Head | DraftModel | None",
+        draft: "str | Path | DraftHead | DraftModel | None",
         *,
         algorithm: str = "auto",
         token_map: str | Path | None = None,
     ) -> None:
         """Use another draft from now on. Raises UserError when it does not fit the target."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
-        algorithm = "EAGLE" if algorithm == "NEXTN" else algorithm
         if algorithm not in ALGORITHMS:
             raise UserError(
                 f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(ALGORITHMS)}."
@@ -184,6 +183,13 @@ class LLM:
             )
         if algorithm in ("EAGLE3", "EAGLE", "STANDALONE") and draft is None:
             raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
+        if algorithm == "NEXTN" and draft is None:
+            if self._target_name is None:
+                raise UserError(
+                    "NEXTN without a draft takes the modules in the target's folder, and none is known.",
+                    "Give the target as a folder, or a draft.",
+                )
+            draft = self._target_name
         self._engine = None
         self.head, self.draft = None, None
         self._uses_ngram = algorithm == "NGRAM"
@@ -191,8 +197,9 @@ class LLM:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
             )
-            if isinstance(self.draft, Eagle3Draft):
+            if isinstance(self.draft, HeadDraft):
                 self.head = self.draft.head
+            self._check_modules()
         if self._wanted_shapes is not None:
             self.default_shapes = self._wanted_shapes
         else:
@@ -201,7 +208,32 @@ class LLM:
                 static = self._policies["tree"] == "static"
                 kind = "STANDALONE" if isinstance(self.draft, StandaloneDraft) else "EAGLE"
                 drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
+                if (modules := self.draft.num_modules) > 1:
+                    drafts = SpecShape(modules, 1, modules + 1)
             self.default_shapes = ShapeTable.parse(NGRAM_SHAPE if self._uses_ngram else drafts)
+
+    def _check_modules(self) -> None:
+        """Raise UserError where several modules, one for each step, cannot draft as asked."""
+        assert self.draft is not None
+        if self.draft.num_modules == 1:
+            return
+        if self._policies["tree"] == "static" or self._policies["sampled_drafts"]:
+            raise UserError(
+                f"The draft has {self.draft.num_modules} modules, which draft plain chains only.",
+                "Leave static trees and sampled drafts out.",
+            )
+        if self._wanted_shapes is not None:
+            self._check_shapes(self._wanted_shapes)
+
+    def _check_shapes(self, shapes: ShapeTable) -> None:
+        """Raise UserError for a shape that the draft cannot fill."""
+        modules = 1 if self.draft is None else self.draft.num_modules
+        for shape in shapes.shapes:
+            if modules > 1 and shape.steps and (shape.topk > 1 or shape.steps > modules):
+                raise UserError(
+                    f"The shape {shape} was given for a draft of {modules} modules, one a step of a chain.",
+                    f"Use a chain of at most {modules} steps, such as {SpecShape(modules, 1, modules + 1)}.",
+                )
 
     @property
     def default_shape(self) -> SpecShape:
@@ -240,6 +272,7 @@ class LLM:
                 grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
             self._engine = Engine(self.target, self.draft, options, grammars, ngram)
         wanted = self.default_shapes if shape is None else ShapeTable.parse(shape)
+        self._check_shapes(wanted)
         if self._engine.shapes != wanted:
             self._engine.use_shape(wanted)
         return self._engine

@@ -36,6 +36,7 @@ from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Draft, Drafter
+from eagle_kit.speculation.modules import ModulesDrafter
 from eagle_kit.speculation.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.paged_latents import open_store
 from eagle_kit.speculation.paged_store import Segment
@@ -113,7 +114,8 @@ class Runner:
         )
         self._drafter: Drafter | None = None
         if draft is not None:
-            self._drafter = drafter_class(tree, drawn=sampled_drafts)(
+            several = draft.num_modules > 1
+            self._drafter = (ModulesDrafter if several else drafter_class(tree, drawn=sampled_drafts))(
                 draft,
                 vocab_size=config.vocab_size,
                 num_pages=num_pages,
@@ -148,20 +150,21 @@ class Runner:
     def prefill(self, chunks: Sequence[Chunk]) -> Results | None:
         """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens."""
         ids, next_ids, segments, last, finished = [], [], [], [], []
-        for request, start, stop in chunks:
+        lookback = self.drafter.lookback if self.drafter is not None else 0
+        for request, begin, stop in chunks:
             self.set_pages(request)
+            start, write_from = max(0, begin - lookback), max(begin, request.num_shared_tokens)
             ids += request.tokens(start, stop)
             is_last = stop == request.num_to_compute
             known = request.tokens(start + 1, stop + 1)
             next_ids += known if len(known) == stop - start else [*known, 0]
-            write_from = max(start, request.num_shared_tokens)
             segments.append(Segment(self.slots.page_table[request.slot], start, stop, write_from))
             if is_last:
                 last.append(len(ids) - 1)
                 finished.append(request)
         tokens = self._tensor(ids)
         following = self._tensor(next_ids)
-        positions = self._tensor([i for _, start, stop in chunks for i in range(start, stop)])
+        positions = self._tensor([i for _, start, stop, _ in segments for i in range(start, stop)])
         capture = self.drafter.capture if self.drafter is not None else ()
         out = self.target(tokens, positions, self.kv.prefill_attend(segments), capture)
         rows = self._tensor(last)
@@ -218,7 +221,8 @@ class Runner:
         rows = self._tensor([request.slot for request in requests] + padding)
         shape = self.shapes.at(size)
         steps, topk, tokens = shape
-        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2)
+        lookback = self.drafter.lookback if self.drafter is not None else 0
+        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
         settings = self._settings(shape, self._columns(columns), self._num_logprobs(requests))
         sampling = self._sampling(requests, len(padding))
         tree, num_drafts = None, [tokens - 1] * len(requests)

@@ -11,11 +11,12 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config_parts import CacheSpec, KVSpec
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.eagle1 import Eagle1Head
-from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
+from eagle_kit.models.mtp import MTPHead
 
 
 class Readout(NamedTuple):
@@ -30,13 +31,14 @@ class Readout(NamedTuple):
 class DraftModel(Protocol):
     """A model that proposes tokens. ``first_slot`` is the first slot of its store that it fills: 1 where an
     entry is made of a feature and the token after it (EAGLE), 0 for a whole model; ``cache`` is what it keeps
-    there of a token."""
+    of a token. ``num_modules`` is 1, or as many as it has for the steps of a draft (:class:`MTPDraft`)."""
 
     capture: tuple[int, ...]
     first_slot: int
     cache: CacheSpec
     feature_size: int
     draft_vocab_size: int
+    num_modules: int
     dtype: torch.dtype
     device: torch.device
 
@@ -63,36 +65,67 @@ class DraftModel(Protocol):
         ...
 
 
-class Eagle3Draft:
-    """An EAGLE-3 head (see :class:`DraftModel`)."""
+class HeadDraft:
+    """A head that reads the target's states (see :class:`DraftModel`)."""
 
     first_slot = 1
 
-    def __init__(self, head: Eagle3Head, target: LlamaModel) -> None:
+    def __init__(self, head: DraftHead, target: LlamaModel) -> None:
         self.head, self.target = head, target
-        config, weight = head.config, head.fc.weight
-        self.capture = config.aux_layer_ids
-        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
+        config, weight = head.config, head.last_norm.weight
+        self.capture, self.num_modules = head.capture, len(head.blocks)
+        self.cache: CacheSpec = head.cache
         self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
         self.dtype, self.device = weight.dtype, weight.device
-        self.token_map = head.target_ids
+        self.token_map = head.token_map
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        return self.head.fuse(aux)
+        return self.head.features(hidden, aux)
 
     def step(
-        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        module: int = 0,
     ) -> torch.Tensor:
-        return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend)
+        return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend, module)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(states)
 
     def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(self.head.norm_for_head(states), self.head.lm_head.weight, self.token_map)
+        return Readout(self.head.norm_for_head(states), self.head.output.weight, self.token_map)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.head.to_target(draft_ids)
+
+
+class Eagle3Draft(HeadDraft):
+    """An EAGLE-3 head."""
+
+
+class MTPDraft(HeadDraft):
+    """MTP modules with the target's output layer: one for all steps of a draft, or one for each.
+
+    Args:
+        token_map: as of :class:`Eagle1Draft`.
+    """
+
+    def __init__(self, head: MTPHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        super().__init__(head, target)
+        self.last = _Output(head.output, token_map)
+        self.token_map, self.draft_vocab_size = self.last.token_map, self.last.size
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.last.logits(states)
+
+    def readout(self, states: torch.Tensor) -> Readout:
+        return Readout(states, self.last.layer.weight, self.token_map)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return self.last.to_target(draft_ids)
 
 
 class Eagle1Draft:
@@ -102,7 +135,7 @@ class Eagle1Draft:
         token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
     """
 
-    first_slot = 1
+    first_slot = num_modules = 1
     capture: tuple[int, ...] = ()
 
     def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
@@ -111,7 +144,7 @@ class Eagle1Draft:
         self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
         self.feature_size = config.hidden_size
         self.dtype, self.device = weight.dtype, weight.device
-        self.output = _Output(target, token_map)
+        self.output = _Output(target.lm_head, token_map)
         self.draft_vocab_size = self.output.size
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
@@ -140,7 +173,7 @@ class StandaloneDraft:
         token_map: as of :class:`Eagle1Draft`.
     """
 
-    first_slot, feature_size = 0, 0
+    first_slot, feature_size, num_modules = 0, 0, 1
     capture: tuple[int, ...] = ()
 
     def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
@@ -148,7 +181,7 @@ class StandaloneDraft:
         config, weight = model.config, model.embed_tokens.weight
         self.cache = config.cache
         self.dtype, self.device = weight.dtype, weight.device
-        self.output = _Output(model, token_map)
+        self.output = _Output(model.lm_head, token_map)
         self.draft_vocab_size = self.output.size
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
@@ -195,15 +228,15 @@ def load_standalone(
 
 
 class _Output:
-    """A model's output layer, whole or only the rows of a token map."""
+    """An output layer, whole or only the rows of a token map."""
 
-    def __init__(self, model: LlamaModel, token_map: torch.Tensor | None) -> None:
-        self.layer: Linear = model.lm_head
+    def __init__(self, layer: Linear, token_map: torch.Tensor | None) -> None:
+        self.layer = layer
         self.token_map = token_map
         if token_map is not None:
-            self.token_map = token_map.to(model.head_weight.device)
-            self.layer = Linear(model.config.hidden_size, len(token_map), bias=False)
-            self.layer.weight = torch.nn.Parameter(model.head_weight[self.token_map], requires_grad=False)
+            self.token_map = token_map.to(layer.weight.device)
+            self.layer = Linear(layer.in_features, len(token_map), bias=False)
+            self.layer.weight = torch.nn.Parameter(layer.weight[self.token_map], requires_grad=False)
             self.layer.pack()
         self.size = self.layer.weight.shape[0]
 

@@ -77,6 +77,8 @@ class Drafter:
             device=model.device,
         )
 
+    lookback = 0
+    """How many prompt tokens before those that the stores lack must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     """Kinds of verification that fit the law of these drafts, the default first."""
 
@@ -160,6 +162,7 @@ class Drafter:
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         num_committed: torch.Tensor,
+        state: DraftState,
         topk: int,
         num_columns: int,
     ) -> DraftState:
@@ -170,6 +173,7 @@ class Drafter:
             accepted: the path and the emitted tokens ``[B, S + 1]``.
             seq_lens: ``[B]``, the root's position.
             num_committed: ``[B]``, how many of the emitted tokens are entered: all, or 0 for padding.
+            state: the one that was proposed from.
         """
         b, length = accepted.tokens.shape
         first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)

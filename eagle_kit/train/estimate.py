@@ -12,9 +12,9 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import linear
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.count import attention_flops, layer_weights
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.train.progress import format_seconds
+from eagle_kit.train.sizes import HeadArchitecture, attended, head_sizes, num_weights
 
 EXPECTED_EFFICIENCY = 0.55
 """Share of the measured matmul rate that a training step is expected to reach."""
@@ -43,26 +43,26 @@ class Workload:
 def capture_flops(target: TargetConfig, work: Workload) -> float:
     """Floating-point operations of the target over T tokens and of its choice among V at R rows: what
     captured states on disk save."""
-    flops = 2.0 * work.tokens * layer_weights(target, active=True)
-    flops += work.tokens * work.mean_context * attention_flops(target)
+    flops = 2.0 * work.tokens * num_weights(target)[0]
+    flops += 2.0 * work.tokens * work.mean_context * target.num_layers * attended(target)
     return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 
 
-def head_flops(draft: DraftConfig, work: Workload) -> float:
+def head_flops(draft: HeadArchitecture, work: Workload) -> float:
     """Floating-point operations that one forward and backward of the head need.
 
     Counted: the teacher's logits over Vd at R rows once; the head's fusion, keys and values at T tokens and
-    everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). A backward
-    pass is twice its forward, but the fusion's input needs no gradient.
+    everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). Of several
+    layers each runs over T tokens. A backward pass is twice its forward, but the fusion's input needs no
+    gradient.
     """
-    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
-    kv = 2 * draft.num_kv_heads * draft.head_dim
-    T, R = work.tokens, work.rows
-    flops = 2.0 * R * draft.target_hidden_size * draft.draft_vocab_size
-    flops += 4.0 * T * H * len(draft.aux_layer_ids) * draft.target_hidden_size
-    attention = 4.0 * work.mean_context * Q
-    row = 2.0 * (Q * H + 3 * H * draft.intermediate_size + H * draft.draft_vocab_size) + attention
-    keys = 2.0 * 2 * H * (Q + kv)
+    sizes, T, R = head_sizes(draft), work.tokens, work.rows
+    flops = 2.0 * R * draft.target_hidden_size * draft.draft_vocab_size + 4.0 * T * sizes.fuse
+    attention = 2.0 * work.mean_context * sizes.attended
+    row, keys = 2.0 * (sizes.behind + sizes.output) + attention, 2.0 * sizes.before
+    if sizes.num_layers > 1:
+        everywhere = keys + 2.0 * sizes.behind + attention
+        return flops + 3.0 * work.steps * (T * everywhere + R * 2.0 * sizes.output)
     flops += 3.0 * (T * keys + R * row)
     return flops + 3.0 * (work.steps - 1) * R * (keys + row)
 
@@ -124,7 +124,7 @@ class Estimate:
 def make_estimate(
     config: TrainConfig,
     target: TargetConfig,
-    draft: DraftConfig,
+    draft: HeadArchitecture,
     *,
     work: Workload,
     forwards_per_step: int,
@@ -208,42 +208,30 @@ def measure_matmul_rate(
 
 
 def num_target_weights(target: TargetConfig) -> int:
-    """Weights of the target, embeddings included."""
-    embeddings = target.vocab_size * target.hidden_size
-    return layer_weights(target, active=False) + embeddings * (1 if target.tie_word_embeddings else 2)
+    """Matrices of the target, embeddings included."""
+    return num_weights(target)[1]
 
 
-def num_draft_weights(draft: DraftConfig) -> int:
-    """Trained weights of the head."""
-    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
-    kv = 2 * draft.num_kv_heads * draft.head_dim
-    norms = 4 * H + (len(draft.aux_layer_ids) * draft.target_hidden_size if draft.fc_norm else 0)
-    fuse = len(draft.aux_layer_ids) * draft.target_hidden_size * H
-    bias = Q + kv if draft.attention_bias else 0
-    return (
-        fuse
-        + 2 * H * (Q + kv)
-        + Q * H
-        + 3 * H * draft.intermediate_size
-        + H * draft.draft_vocab_size
-        + norms
-        + bias
-    )
+def num_draft_weights(draft: HeadArchitecture) -> int:
+    """Weights of the head; those that it shares with the target are not counted."""
+    return head_sizes(draft).total
 
 
-def _activation_bytes(target: TargetConfig, draft: DraftConfig, work: Workload) -> float:
+def _activation_bytes(target: TargetConfig, draft: HeadArchitecture, work: Workload) -> float:
     """Captured states, one target layer, and what the K steps keep for their backward pass, in fp32."""
-    H, Q = draft.hidden_size, draft.num_heads * draft.head_dim
-    kv = 2 * draft.num_kv_heads * draft.head_dim
+    sizes = head_sizes(draft)
     captured = work.tokens * (len(draft.aux_layer_ids) + 2) * target.hidden_size
     layer = work.tokens * 4 * target.intermediate_size
-    row = 10 * H + 4 * (Q + kv) + 4 * draft.intermediate_size
+    row = 10 * draft.hidden_size + 4 * sizes.attended + 4 * sizes.inner
     teacher = 2.0 * work.rows * draft.draft_vocab_size
-    return 4.0 * (captured + layer + row * (work.tokens + (work.steps - 1) * work.rows) + teacher)
+    later = work.tokens if sizes.num_layers > 1 else work.rows
+    return 4.0 * (captured + layer + row * (work.tokens + (work.steps - 1) * later) + teacher)
 
 
-def _judge_bytes(config: TrainConfig, target: TargetConfig, draft: DraftConfig, target_bytes: float) -> float:
+def _judge_bytes(
+    config: TrainConfig, target: TargetConfig, draft: HeadArchitecture, target_bytes: float
+) -> float:
     """The engine's packed copy of the weights and its key-value pool, prompts half a row long."""
     context = config.data.max_length // 2 + config.judge.max_tokens
-    per_token = target.cache.values_per_token + 2 * draft.num_kv_heads * draft.head_dim
+    per_token = target.cache.values_per_token + draft.cache.values_per_token
     return target_bytes + 4.0 * num_draft_weights(draft) + 4.0 * config.judge.batch_size * context * per_token

@@ -16,7 +16,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.metrics import write_text_atomically
@@ -57,7 +57,7 @@ class Judge:
         longest = max((len(prompt) for prompt in self.prompts), default=1)
         self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
 
-    def judge(self, head: Eagle3Head) -> Judgement:
+    def judge(self, head: DraftHead) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
         shapes = [SpecShape.parse(shape) for shape in self.config.shapes]
         decoded = {str(shape): SpecStats() for shape in shapes}

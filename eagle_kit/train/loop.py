@@ -13,15 +13,17 @@ from eagle_kit.checkpoints.draft import read_metadata, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.mtp import MTPHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
+from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.parallel import check_trackers, make_accelerator, start_trackers, sum_numbers
 from eagle_kit.train.progress import ProgressLine
 from eagle_kit.train.report import describe, describe_judge, estimate_run, judgement_line, metadata
 from eagle_kit.train.run_folder import RunFolder, flatten
 from eagle_kit.train.schedule import Schedule
-from eagle_kit.train.setup import draft_config, gather, new_head, state_store
+from eagle_kit.train.setup import gather, state_store
 from eagle_kit.train.state import TrainState, load_checkpoint, restore_optimizer, save_checkpoint
 from eagle_kit.train.step import Stepper, StepResult
 
@@ -229,7 +231,7 @@ class Trainer:
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _make_head(self) -> tuple[Eagle3Head, dict[str, Any] | None]:
+    def _make_head(self) -> tuple[DraftHead, dict[str, Any] | None]:
         """A new head, or the one of the last checkpoint with its optimiser state."""
         config, found, device = self.config, self.ingredients, self.accelerator.device
         checkpoints = self.folder.checkpoints() if self.options.resume else []
@@ -243,9 +245,13 @@ class Trainer:
                     "Restore the data, or start a new run with output_dir=FOLDER.",
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            return head, optimizer_state
+            if isinstance(head, MTPHead):
+                head.bind(found.target.lm_head)
+            return freeze(head), optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
-        return new_head(config, draft, found, device), None
+        check_steps(config, draft)
+        vocab = found.data.vocab_map
+        return new_head(config, draft, found.target, found.folder, vocab, device), None
 
     def _make_judge(self) -> Judge | None:
         """The judge of this process's share of the prompts; None when nothing is judged."""

@@ -10,11 +10,12 @@ import torch
 from eagle_kit.checkpoints.disk import nearest_folder
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.preview import preview
-from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.run_folder import versions
 from eagle_kit.train.setup import Ingredients
+from eagle_kit.train.sizes import HeadArchitecture
 from eagle_kit.train.state import TrainState
 from eagle_kit.train.step import Stepper
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def describe(config: TrainConfig, ingredients: Ingredients, draft: DraftConfig) -> str:
+def describe(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> str:
     """Target, data, vocabulary and one conversation with its supervised tokens marked."""
     data = ingredients.data
     share = data.num_supervised_tokens / max(1, data.num_tokens)
@@ -33,13 +34,19 @@ def describe(config: TrainConfig, ingredients: Ingredients, draft: DraftConfig) 
     return "\n".join(
         (
             *lines,
-            f"target  {config.target}, captured inputs of layers {list(draft.aux_layer_ids)}",
+            f"target  {config.target}, {_captured(draft)}",
             f"data    {data.num_conversations} conversations, {len(data)} rows, {data.num_tokens} tokens, "
             f"{share:.0%} supervised; {len(data.heldout_prompts)} prompts held out{skipped}",
             f"vocab   {draft.draft_vocab_size} of {draft.vocab_size} cover {data.vocab_map.coverage:.2%} "
             "of the supervised ones",
         )
     )
+
+
+def _captured(draft: HeadArchitecture) -> str:
+    if isinstance(draft, MTPConfig):
+        return f"its final states feed {draft.num_modules} MTP module{'s' * (draft.num_modules > 1)}"
+    return f"captured inputs of layers {list(draft.aux_layer_ids)}"
 
 
 def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:

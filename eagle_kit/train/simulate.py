@@ -8,11 +8,13 @@ starts behind it.
 Legend: T tokens of prompt and continuation, R rows of the continuation, S draft steps, H hidden.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
 
 
@@ -51,7 +53,7 @@ class RowAttend:
 
 @torch.no_grad()
 def match_table(
-    target: LlamaModel, head: Eagle3Head, ids: torch.Tensor, prompt_length: int, steps: int
+    target: LlamaModel, head: DraftHead, ids: torch.Tensor, prompt_length: int, steps: int
 ) -> torch.Tensor:
     """Whether the draft's best token of every row and step is the token that follows.
 
@@ -67,26 +69,47 @@ def match_table(
     length = ids.shape[0]
     positions = torch.arange(length, device=device)
     scale = target.config.attention_scale
-    out = target(
-        ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v, scale), head.config.aux_layer_ids
-    )
+    out = target(ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v, scale), head.capture)
     rows = torch.arange(prompt_length - 1, max(prompt_length - 1, length - 2), device=device)
     table = torch.zeros(rows.shape[0], steps, dtype=torch.bool, device=device)
     if rows.shape[0] == 0:
         return table
-    dtype = head.fc.weight.dtype
-    attend = RowAttend(rows, head.config.head_dim**-0.5)
-    fed_back = head(
-        head.fuse(out.aux[:-1].to(dtype)), target.embed(ids[1:]).to(dtype), positions[:-1], attend
-    )[rows]
-    for step in range(steps):
-        if step:
-            next_tokens = ids[(rows + 1 + step).clamp(max=length - 1)]
-            fed_back = head(fed_back, target.embed(next_tokens).to(dtype), rows + step, attend)
+    dtype = head.last_norm.weight.dtype
+    features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
+    for step, fed_back in enumerate(_chain(target, head, ids, features, rows, steps)):
         drafted = head.to_target(head.logits(fed_back).argmax(-1))
         exists = rows + 2 + step < length
         table[:, step] = exists & (drafted == ids[(rows + 2 + step).clamp(max=length - 1)])
     return table
+
+
+def _chain(
+    target: LlamaModel,
+    head: DraftHead,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    rows: torch.Tensor,
+    steps: int,
+) -> Iterator[torch.Tensor]:
+    """The head's states at ``rows``, ``[R, H]``, for every step; one layer goes on from its own states, of
+    several each runs over all rows."""
+    scale, positions = head.config.attention_scale, torch.arange(len(features), device=ids.device)
+
+    def embeds(at: torch.Tensor) -> torch.Tensor:
+        return target.embed(ids[at.clamp(max=len(ids) - 1)]).to(features.dtype)
+
+    if len(head.blocks) > 1:
+        for step in range(steps):
+            attend = RowAttend(rows, scale)
+            features = head(features, embeds(positions + 1 + step), positions + step, attend, step)
+            yield features[rows]
+        return
+    attend = RowAttend(rows, scale)
+    fed_back = head(features, embeds(positions + 1), positions, attend)[rows]
+    yield fed_back
+    for step in range(1, steps):
+        fed_back = head(fed_back, embeds(rows + 1 + step), rows + step, attend)
+        yield fed_back
 
 
 def walk(table: torch.Tensor) -> SpecStats:

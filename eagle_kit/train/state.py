@@ -14,7 +14,7 @@ import torch
 from eagle_kit.checkpoints.disk import check_disk_space, sync_files
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
@@ -46,7 +46,7 @@ class TrainState:
 
 def save_checkpoint(
     folder: Path,
-    head: Eagle3Head,
+    head: DraftHead,
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     metadata: Mapping[str, Any],
@@ -81,7 +81,7 @@ def save_checkpoint(
         raise
 
 
-def load_checkpoint(folder: Path, device: torch.device) -> tuple[Eagle3Head, dict[str, Any], TrainState]:
+def load_checkpoint(folder: Path, device: torch.device) -> tuple[DraftHead, dict[str, Any], TrainState]:
     """Read a checkpoint back: the head in fp32, the optimiser's state and the counters; sets the RNG states.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 
 from eagle_kit.config.train import TrainConfig, TrainingConfig
 from eagle_kit.kernels.cpu_memory import release_free_memory
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
 from eagle_kit.train.order import DataOrder
@@ -96,7 +96,7 @@ class Stepper:
         config: TrainConfig,
         accelerator: "Accelerator",
         ingredients: Ingredients,
-        head: Eagle3Head,
+        head: DraftHead,
         schedule: Schedule,
         store: StateStore | None = None,
     ) -> None:
@@ -104,12 +104,13 @@ class Stepper:
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
         self.optimizer = make_optimizer(head, training)
-        self.parameters = list(head.parameters())
+        self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
         self.forwards_per_step = training.gradient_accumulation or share
         self.rows_per_forward = share // self.forwards_per_step
-        self.target_rows = self.target.head_weight[head.target_ids].contiguous()
+        rows, token_map = self.target.head_weight, head.token_map
+        self.target_rows = rows if token_map is None else rows[token_map].contiguous()
 
     def step(self, state: TrainState) -> StepResult:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
@@ -198,18 +199,19 @@ class Stepper:
             if kept is not None:
                 return TargetFeatures(**kept)
         features = capture_features(
-            self.target, forward.ids, forward.doc_start, self.head.config.aux_layer_ids, forward.plan.needed
+            self.target, forward.ids, forward.doc_start, self.head.capture, forward.plan.needed
         )
         if self.store is not None:
             self.store.save(forward.numbers, forward.lengths, features._asdict())
         return features
 
 
-def make_optimizer(head: Eagle3Head, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
+def make_optimizer(head: DraftHead, training: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over what is trained, with weight decay on matrices only."""
+    trained = [p for p in head.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in head.parameters() if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in head.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True

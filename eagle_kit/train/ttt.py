@@ -4,7 +4,11 @@ Step 0 runs over all rows, because its keys and values are everybody's prefix; e
 and all later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's
 teacher is made once and used by all K steps.
 
-Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
+A head of several layers (MTP modules) has one for every step: layer k reads, at every row, the state of layer
+k - 1 and the token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
+
+Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary, Hkv heads, Dv size of a
+value.
 """
 
 from dataclasses import dataclass
@@ -12,10 +16,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import supervised_rows, teacher_of, token_of
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
 
@@ -79,7 +84,7 @@ def plan_row(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> R
 
 
 def ttt_forward_backward(
-    head: Eagle3Head,
+    head: DraftHead,
     embed_weight: torch.Tensor,
     ids: torch.Tensor,
     features: TargetFeatures,
@@ -100,7 +105,8 @@ def ttt_forward_backward(
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
-    outputs = _run_steps(head, embed_weight, ids, features, plan)
+    run = _run_steps if len(head.blocks) == 1 else _run_layers
+    outputs = run(head, embed_weight, ids, features, plan)
     loss, losses, matches, leading, learned = _loss(head, outputs, features, target_head, plan, row_weights)
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
@@ -109,20 +115,19 @@ def ttt_forward_backward(
 
 
 def _run_steps(
-    head: Eagle3Head, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
-    layer, scale = head.midlayer, head.config.head_dim**-0.5
+    layer, scale = head.blocks[0], head.config.attention_scale
     positions = positions_of(plan.doc_start)
     length = int(plan.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
-    hidden = head.fuse(features.aux[:length])
+    hidden = head.features(features.hidden[:length], features.aux[:length])
     embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
     x, residual = layer.inputs(hidden, embeds)
     q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
     rows = plan.rows[0]
-    none = k0.new_empty(rows.shape[0], k0.shape[1], 0, k0.shape[2])
-    attended = ttt_attention(q[rows], k0, v0, none, none, plan.attention[0], scale)
+    attended = _attention(q[rows], k0, v0, None, None, plan.attention[0], scale)
     fed_back = head.feed_back(layer.finish(residual[rows], attended))
     outputs = [fed_back]
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -136,14 +141,54 @@ def _run_steps(
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
         own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
-        attended = ttt_attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
+        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
         fed_back = head.feed_back(layer.finish(residual, attended))
         outputs.append(fed_back)
     return outputs
 
 
+def _run_layers(
+    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+) -> list[torch.Tensor]:
+    """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
+    or of their document are computed with whatever is there: only such rows see them."""
+    length = int(plan.rows[0][-1]) + 1
+    everything = torch.arange(length, device=ids.device)
+    blocks = plan_rows(everything, plan.doc_start)
+    positions = positions_of(plan.doc_start)[:length]
+    hidden, outputs = head.features(features.hidden[:length], features.aux[:length]), []
+    for step, rows in enumerate(plan.rows):
+        layer = head.blocks[step]
+        tokens = ids[token_of(everything, step).clamp(max=len(ids) - 1)]
+        x, residual = layer.inputs(hidden, torch.nn.functional.embedding(tokens, embed_weight))
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
+        attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
+        hidden = head.feed_back(layer.finish(residual, attended))
+        outputs.append(hidden[rows])
+    return outputs
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor | None,
+    own_v: torch.Tensor | None,
+    plan: QueryPlan,
+    scale: float,
+) -> torch.Tensor:
+    """``ttt_attention`` where values ``[T, Hkv, Dv]`` may be narrower than keys: zeros fill them up, and what
+    comes of the zeros is cut off again, both exactly. Without own keys ``own_k`` and ``own_v`` are None."""
+    if own_k is None or own_v is None:
+        own_k = own_v = k.new_empty(q.shape[0], k.shape[1], 0, k.shape[2])
+    size, width = v.shape[-1], k.shape[-1]
+    if size < width:
+        v, own_v = pad(v, (0, width - size)), pad(own_v, (0, width - own_v.shape[-1]))
+    return ttt_attention(q, k, v, own_k, own_v, plan, scale)[..., :size]
+
+
 def _loss(
-    head: Eagle3Head,
+    head: DraftHead,
     outputs: list[torch.Tensor],
     features: TargetFeatures,
     target_head: torch.Tensor,
@@ -178,9 +223,7 @@ def _loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         probs = draft_vocab_probs(features.hidden[wanted], target_head)
-        result = linear_soft_cross_entropy(
-            torch.cat(h), head.lm_head.weight, probs, index, torch.cat(weights)
-        )
+        result = linear_soft_cross_entropy(torch.cat(h), head.output.weight, probs, index, torch.cat(weights))
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
         sizes = [rows.shape[0] for rows in mine]

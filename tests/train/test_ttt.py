@@ -2,25 +2,13 @@
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_target
+from tiny import packed_row, tiny_head, tiny_target
 
 from eagle_kit.kernels.rope.reference import rotate
 from eagle_kit.train.teacher import TargetFeatures, capture_features
 from eagle_kit.train.ttt import plan_row, ttt_forward_backward
 
 STEPS = 5
-
-
-def packed_row(length: int = 61):
-    """Three documents: prompt + reply; two turns; a reply cut off by the end of the row."""
-    reply = torch.full((length,), -1)
-    doc_start = torch.zeros(length, dtype=torch.int64)
-    doc_start[17:44], doc_start[44:] = 17, 44
-    reply[6:17] = 0
-    reply[20:27], reply[31:44] = 1, 2
-    reply[49:] = 3
-    ids = torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(5))
-    return ids, reply, doc_start
 
 
 def dense_oracle(head, target, ids, reply, doc_start, features, step_weights):

@@ -45,7 +45,8 @@ class _Fused(torch.autograd.Function):
         group_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         m, vd = h.shape[0], weight.shape[0]
-        dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+        is_trained = ctx.needs_input_grad[1]
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if is_trained else weight.new_empty(0)
         dtype = _matmul_dtype(h)
         h, weight = h.to(dtype), weight.to(dtype)
         row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
@@ -66,7 +67,8 @@ class _Fused(torch.autograd.Function):
                 dz = group[rows.start - base : rows.stop - base]
                 dz.copy_(torch.addcmul(z, p, c[:, None], value=-1.0))
                 dh[rows] = linear(dz, weight.t())
-            dw += linear(group[: end - base].t(), h[base:end].t())
+            if is_trained:
+                dw += linear(group[: end - base].t(), h[base:end].t())
         ctx.save_for_backward(dh, dw)
         ctx.mark_non_differentiable(row_losses, best)
         return (row_losses * row_weights).sum(), row_losses, best
@@ -74,7 +76,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
-        return dh * grads[0], dw * grads[0], None, None, None, None, None
+        dw = dw * grads[0] if ctx.needs_input_grad[1] else None
+        return dh * grads[0], dw, None, None, None, None, None
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
@@ -97,7 +100,7 @@ def linear_soft_cross_entropy(
 
     Args:
         h: ``[M, H]``.
-        weight: ``[Vd, H]``.
+        weight: ``[Vd, H]``; frozen, it costs no gradient.
         probs: fp32 ``[P, Vd]``, teacher distributions.
         index: int64 ``[M]``, the teacher row of each row.
         row_weights: fp32 ``[M]``.

@@ -1,0 +1,45 @@
+"""A target folder that holds an MTP module is served with it by its name alone."""
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from tiny_mtp import save_target
+from tiny_run import make_target
+
+from eagle_kit.cli import app
+from eagle_kit.cli.serve import check_algorithm
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.api.startup import find_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("nextn")
+    make_target(root / "target")
+    save_target(root / "made", vocab_size=300, eos_token_id=2, bos_token_id=1)
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.move(root / "made" / name, root / "target" / name)
+    return root / "target"
+
+
+def test_generate_says_the_same_with_the_targets_own_module(folder, capsys):
+    common = ["generate", "--target", str(folder), "--prompt", "a cat", "--max-tokens", "12", "--json"]
+    assert app.main(common) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert app.main([*common, "--algorithm", "NEXTN", "--shape", "3,4,8"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_verifies"] <= plain["num_verifies"]
+
+
+def test_serve_asks_for_no_draft(folder):
+    def check(algorithm):
+        args = Namespace(speculative_algorithm=algorithm, speculative_token_map=None)
+        return check_algorithm(args, find_model(str(folder), None, "none"))
+
+    assert check("NEXTN").draft is None and str(check("NEXTN").target) == str(folder)
+    with pytest.raises(UserError, match="EAGLE needs a draft"):
+        check("EAGLE")

@@ -1,0 +1,258 @@
+"""Every kind of head behind a DeepSeek target: the same text as plain decoding, the drafts of the published
+definitions, pools of the right size."""
+
+import pytest
+import torch
+from tiny import randomise, tiny_head
+from tiny_engine import PROMPTS, serve
+from tiny_mixtures import YARN, run
+from tiny_mtp import save_target
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.loader import load_target
+from eagle_kit.serve.cycle import Settings, cycle
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.memory import plan_memory
+from eagle_kit.serve.request import Request
+
+KINDS = ("eagle3", "eagle3-mla", "mtp", "mtp x 3")
+ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+class Models:
+    """A target of 11 tokens, which lets random heads guess right, with one and with three modules."""
+
+    def __init__(self, root) -> None:
+        self.folders = {1: root / "one", 3: root / "three"}
+        self.modules = {
+            count: save_target(folder, modules=count, vocab_size=11, rope_parameters=ROPE)
+            for count, folder in self.folders.items()
+        }
+        self.target = load_target(self.folders[1])
+        config = DraftConfig.for_target(self.target.config, 9, latent=True)
+        latent = randomise(Eagle3Head(config), 3, 0.2)
+        llama = tiny_head(self.target, draft_vocab_size=9)
+        latent.set_vocab_map(llama.d2t, llama.t2d)
+        self.heads = {"eagle3": llama, "eagle3-mla": latent}
+
+    def draft(self, kind: str):
+        if kind in self.heads:
+            return load_draft_model(self.heads[kind], self.target)
+        return load_draft_model(self.folders[3 if "3" in kind else 1], self.target, algorithm="NEXTN")
+
+    def decode(
+        self, kind, shape, batch=1, page_size=16, max_tokens=24, prompts=PROMPTS, record=None, **options
+    ):
+        draft = None if kind is None else self.draft(kind)
+        sizes = EngineOptions(batch, 256, kv_tokens=batch * 450, page_size=page_size, **options)
+        engine = Engine(self.target, draft, sizes)
+        engine.use_shape(SpecShape.parse(shape))
+        if record is not None:
+            record(engine)
+        requests = [Request(i, list(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
+        serve(engine, requests)
+        return requests
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("targets"))
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    return [r.token_ids for r in models.decode(None, None)]
+
+
+def accept_length(requests) -> float:
+    stats = SpecStats()
+    for request in requests:
+        stats.add(request.stats)
+    return stats.accept_length
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("shape", ["3,1,4", "4,4,16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_head_changes_greedy_output(models, plain, kind, shape, page_size, batch):
+    if kind == "mtp x 3" and shape != "3,1,4":
+        pytest.skip("several modules draft chains")
+    requests = models.decode(kind, shape, batch, page_size)
+    assert [r.token_ids for r in requests] == plain
+    assert accept_length(requests) > 1.02, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_depend_on_no_batch_page_or_chunk(models, kind):
+    prompts = [[(i * i) % 11 for i in range(70)], [3], [1, 2], [(3 * i) % 11 for i in range(33)]]
+    one = models.decode(kind, "3,1,4", prompts=prompts)
+    for options in ({"batch": 4, "page_size": 1}, {"batch": 4, "prefill_tokens": 7}, {"prefill_tokens": 1}):
+        other = models.decode(kind, "3,1,4", prompts=prompts, **options)
+        assert [r.stats for r in other] == [r.stats for r in one], options
+        assert [r.token_ids for r in other] == [r.token_ids for r in one]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_beginning_drafts_as_if_it_were_computed(models, kind, page_size):
+    start = [(i * i) % 11 for i in range(64)]
+    prompts = [start, [*start[:40], 7, 7, 2], [*start, 5]]
+    apart = models.decode(kind, "3,1,4", prompts=prompts, page_size=page_size, prefix_cache=False)
+    engines = []
+    shared = models.decode(kind, "3,1,4", prompts=prompts, page_size=page_size, record=engines.append)
+    assert engines[0].totals.num_cached_prompt_tokens >= 32 + 48
+    assert [r.stats for r in shared] == [r.stats for r in apart]
+
+
+@pytest.mark.parametrize("prompt", [[3], [1, 2], PROMPTS[1]])
+@pytest.mark.parametrize("count", [1, 3])
+@torch.no_grad()
+def test_a_proposed_chain_is_that_of_the_published_forward(models, count, prompt):
+    """After every verify the draft is computed anew, over the whole text, by transformers' decoder layer: one
+    module is fed its own normed output, of three each is fed that of the one before."""
+    proposals = []
+
+    def record(engine):
+        drafter = engine.runner.drafter
+        propose = drafter.propose
+
+        def recorded(*args):
+            proposals.append((int(args[2][0]), propose(*args)))
+            return proposals[-1][1]
+
+        drafter.propose = recorded
+
+    kind = "mtp" if count == 1 else "mtp x 3"
+    request = models.decode(kind, "3,1,4", prompts=[prompt], record=record)[0]
+    target = models.target
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    states = run(target, text).hidden
+    assert len(proposals) > 3
+    for length, draft in proposals:
+        drafted, hidden, tokens = [], states[:length], text[1 : length + 1]
+        for step in range(3):
+            out = models.modules[count][min(step, count - 1)](hidden, target.embed(tokens))
+            drafted.append(int(target.logits(out[-1:]).argmax()))
+            following = torch.tensor(drafted[-1:])
+            if count == 1:
+                hidden, tokens = torch.cat((hidden, out[-1:])), torch.cat((tokens, following))
+            else:
+                hidden, tokens = out, torch.cat((tokens[1:], following))
+        assert draft.tree.tokens[0, 1:].tolist() == drafted
+
+
+@pytest.mark.parametrize("kind", ["mtp", "mtp x 3"])
+def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind):
+    """The next token is a function of the last one alone, in the target and, by hand, in the modules."""
+    count = 3 if "3" in kind else 1
+    save_target(tmp_path / "t", modules=count, vocab_size=11)
+    target = load_target(tmp_path / "t")
+    draft = load_draft_model(tmp_path / "t", target, algorithm="NEXTN")
+    for layer in (*target.layers, *draft.head.layers):
+        layer.self_attn.o_proj.weight.zero_()
+        for name, parameter in layer.mlp.named_parameters():
+            if "down_proj" in name:
+                parameter.zero_()
+    size = target.config.hidden_size
+    for layer in draft.head.layers:  # the normed embedding of the token, nothing of the feature
+        layer.eh_proj.weight.copy_(torch.eye(size, 2 * size))
+        layer.enorm.weight.fill_(1.0)
+        layer.shared_head.norm.weight.copy_(target.norm.weight)
+    for module in (*target.modules(), *draft.head.modules()):
+        module.__dict__.pop("_packed", None)
+    for batch in (1, 4):
+        engine = Engine(target, draft, EngineOptions(batch, 128, kv_tokens=batch * 300, page_size=16))
+        engine.use_shape(SpecShape(3, 1, 4))
+        requests = [Request(i, list(p), SamplingParams(max_tokens=33)) for i, p in enumerate(PROMPTS[:4])]
+        serve(engine, requests)
+        assert all(r.stats.num_verifies == 8 for r in requests), "32 tokens after the first, 4 a verify"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cycle_needs_no_host(models, kind):
+    shape = SpecShape(3, 1, 4)
+    engine = Engine(models.target, models.draft(kind), EngineOptions(3, 128, kv_tokens=900, page_size=16))
+    engine.use_shape(shape)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        state = engine.runner.slots.gather(torch.arange(3))
+        out = cycle(models.target, engine.runner.kv, engine.runner.drafter, state, Settings(shape, 192))
+    assert out.tokens.shape == (3, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cycle_replayed_from_buffers_says_the_same(models, plain, kind):
+    def replay(engine):
+        engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+        engine.use_shape(SpecShape(3, 1, 4))
+
+    requests = models.decode(kind, None, batch=5, record=replay, batch_sizes=(1, 2, 4, 5))
+    assert [r.token_ids for r in requests] == plain
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_the_pool_holds_latents_of_target_and_draft(models, kind):
+    draft = models.draft(kind)
+    layers = 4 + (3 if "x 3" in kind else 1)
+    plan = plan_memory(models.target, draft, max_running=2, wanted_tokens=100, kv_tokens=None)
+    assert plan.bytes_per_token == 4 * layers * (36 + 8)
+
+
+def facade(folder, algorithm="NEXTN", **options) -> LLM:
+    """A folder without a tokenizer."""
+    llm = LLM(folder, algorithm=algorithm, tokenizer=object(), max_context=256, **options)
+    llm.tokenizer = None
+    return llm
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_targets_own_modules_need_no_draft(models, plain, count):
+    llm = facade(models.folders[count], "nextn")
+    assert llm.default_shape == SpecShape(3, 1, 4)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
+    expected = facade(models.folders[count], "auto").generate(PROMPTS, SamplingParams(max_tokens=24))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert accept_length(outputs) > 1.02
+
+
+def test_what_several_modules_cannot_do_is_refused(models):
+    folder = models.folders[3]
+    for options in ({"shape": "4,1,5"}, {"shape": "3,4,8"}, {"tree": "static"}, {"sampled_drafts": True}):
+        with pytest.raises(UserError, match="3 modules"):
+            facade(folder, **options)
+    with pytest.raises(UserError, match="at most 3 steps"):
+        facade(folder).generate([[1]], shape="4,1,5")
+    with pytest.raises(UserError, match="target's folder"):
+        LLM(models.target, algorithm="NEXTN")
+
+
+def test_a_token_map_limits_what_a_module_proposes(models, plain):
+    hot = torch.tensor([4, 2, 9, 0, 7])
+    draft = models.draft("mtp")
+    limited = type(draft)(draft.head, models.target, hot)
+    engine = Engine(models.target, limited, EngineOptions(2, 256, kv_tokens=900, page_size=16))
+    engine.use_shape(SpecShape(3, 4, 8))
+    requests = [Request(i, list(p), SamplingParams(max_tokens=24)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert [r.token_ids for r in requests] == plain and limited.draft_vocab_size == 5
+    assert accept_length(requests) > 1.02
+
+
+@pytest.mark.parametrize("kind", ["eagle3-mla", "mtp"])
+def test_fixed_trees_and_drawn_chains_work_with_these_heads_too(models, plain, kind):
+    static = models.decode(kind, "5,4,26", batch=4, tree="static")
+    assert [r.token_ids for r in static] == plain and accept_length(static) > 1.02
+    llm = LLM(models.target, models.draft(kind), sampled_drafts=True, max_context=128, shape="3,1,4")
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
+    first, second = (llm.generate([[1, 2, 3], [4]], params) for _ in range(2))
+    assert [o.token_ids for o in first] == [o.token_ids for o in second]
+    assert accept_length(first) > 1.02
