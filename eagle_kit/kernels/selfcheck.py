@@ -17,6 +17,7 @@ from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
@@ -84,6 +85,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("window_attention", "torch", _window),
         ("mla_attention", "torch", _mla),
         ("small_linear", "torch", _small_linear),
+        ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
         ("accept", "torch, sampled chain", _accept_sampled),
@@ -201,6 +203,19 @@ def _mla() -> float:
     scores = scores.masked_fill(~torch.ones(3, 8, dtype=torch.bool).tril(5), float("-inf"))
     expected = torch.einsum("hnc,cl->nhl", scores.softmax(-1), keys[:, :64])
     return _error(mla_window_attention(q, rows, plan, 0.2, latent_dim=64)[0], expected)
+
+
+def _experts() -> float:
+    """Five tokens, two of three experts each."""
+    x, gate_up, down = _randn(5, 8), _randn(3, 12, 8, seed=1), _randn(3, 8, 6, seed=2)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    weights = torch.tensor([0.7, 0.3]).expand(5, 2)
+    expected = torch.zeros(5, 8, dtype=torch.float64)
+    for t, chosen in enumerate(ids.tolist()):
+        for expert, share in zip(chosen, (0.7, 0.3), strict=True):
+            gate, up = (gate_up[expert].double() @ x[t].double()).chunk(2)
+            expected[t] += share * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return _error(experts(x, ids, weights, gate_up, down), expected)
 
 
 def _small_linear() -> float:

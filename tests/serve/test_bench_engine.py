@@ -185,7 +185,7 @@ def test_what_finds_no_time_is_left_out_and_done_later(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["engine", "--model", "qwen3-30b-a3b"], "The weights take 61.1 GB"),
+        (["engine", "--model", "qwen3-30b-a3b"], "The weights take 122.1 GB"),
         (["engine", "--model", "nonsense"], "There are no shapes of 'nonsense'."),
         (["engine", "--resume"], "--resume needs a file"),
         (["--draft", "x", "engine"], "--draft does not apply to bench engine"),
