@@ -274,7 +274,7 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
         say_self_test(args, model, llm, dtype)
     from eagle_kit.kernels.linear.choice import MACHINE
 
-    started = time.perf_counter()  # graphs come last: a change of shape, as in the self-test, drops them
+    started = time.perf_counter()
     if num_graphs := llm.engine().runner.warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
     for line in MACHINE.report():

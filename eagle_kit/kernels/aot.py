@@ -84,6 +84,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     try:
+        _lower_with_ones(variant, signature, attrs, arch, options)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:  # whatever a compiler pass raises
         reason = str(error).strip().splitlines() or ["no reason"]
@@ -100,6 +101,34 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         faults.append("no wgmma")
     wide = re.search(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg", ptx) is not None
     return Report(variant.name, arch, registers, stack, shared, wgmma, wide, tuple(faults))
+
+
+def _lower_with_ones(
+    variant: Variant, signature: Mapping[str, str], attrs: Any, arch: int, options: dict[str, int]
+) -> None:
+    """Translate the kernel as it is for integers that are 1, which Triton takes for constants at a launch:
+    they are no tensors then. Raises what the translation raises."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    ones = [name for name, kind in signature.items() if kind in ("i32", "i64")]
+    source = ASTSource(
+        fn=variant.kernel,
+        signature={**signature, **dict.fromkeys(ones, "constexpr")},
+        constexprs={**variant.constants, **dict.fromkeys(ones, 1)},
+        attrs={at: what for at, what in attrs.items() if variant.kernel.arg_names[at[0]] not in ones},
+    )
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(options)
+    source.make_ir(
+        target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+    )
 
 
 def _failed(variant: Variant, arch: int, fault: str) -> Report:

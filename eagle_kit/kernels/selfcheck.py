@@ -5,6 +5,7 @@ libraries of this machine compute what they should, and which forms of each oper
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -63,6 +64,9 @@ def run_triton_checks() -> list[Check]:
     kernels = {module.split(".")[-2] for module in kernel_modules()}
     if not on_gpu:
         repair()
+        warnings.filterwarnings(
+            "ignore", "invalid value encountered in cast", RuntimeWarning
+        )  # of lanes unused
     with torch.device("cuda" if on_gpu else "cpu"), use("triton"):
         return [
             Check(kernel, "Triton" if on_gpu else "Triton, interpreted", error())

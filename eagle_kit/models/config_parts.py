@@ -101,6 +101,10 @@ class MoEConfig:
     scale: float = 1.0
 
 
+V3_NEEDS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
+"""Keys without a default that everybody agrees on."""
+
+
 def read_mla(config: dict[str, Any]) -> MLAConfig:
     """MLA of a DeepSeek config."""
     return MLAConfig(
@@ -142,6 +146,11 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
             raise UserError(
                 f"The config's {name} {value!r} is not supported.", f"Supported are {', '.join(known)}."
             )
+    if is_v3 and (missing := [name for name in V3_NEEDS if config.get(name) is None]):
+        raise UserError(
+            f"The config of a DeepSeek-V3 lacks {', '.join(missing)}.",
+            "Copy config.json again from its source.",
+        )
     first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
     limited = method != "greedy"
     moe = MoEConfig(
@@ -155,12 +164,17 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
         num_groups=(limited and config.get("n_group")) or 1,
         num_kept_groups=(limited and config.get("topk_group")) or 1,
         normalises=bool(config.get("norm_topk_prob", is_v3)),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        scale=float(config.get("routed_scaling_factor") or 1.0),
     )
-    if moe.num_experts % moe.num_groups or moe.num_kept_groups > moe.num_groups:
+    kept = moe.num_experts // moe.num_groups * moe.num_kept_groups
+    if (
+        moe.num_experts % moe.num_groups
+        or moe.num_kept_groups > moe.num_groups
+        or kept < moe.num_experts_per_token
+    ):
         raise UserError(
             f"The config keeps {moe.num_kept_groups} of {moe.num_groups} groups of its {moe.num_experts} "
-            "experts.",
+            f"experts, and sends a token to {moe.num_experts_per_token}.",
             "Copy config.json again from its source.",
         )
     return moe

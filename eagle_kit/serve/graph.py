@@ -154,11 +154,6 @@ class GraphRunner:
         graph.replay()
         return graph.outputs
 
-    def clear(self) -> None:
-        """Forget every graph: tensors that they know are about to change."""
-        self._graphs.clear()
-        self._pool = None  # workspaces that live in it would be taken for graphs by the next capture
-
     def _capture(self, place: tuple[str, Hashable], body: Callable[[Any], Any], example: Any) -> Any:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()

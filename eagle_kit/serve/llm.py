@@ -254,6 +254,7 @@ class LLM:
                 window=self.default_shapes.tokens,
                 ngram_log=ngram.max_bytes if ngram is not None else 0,
                 prefill_tokens=self._policies["prefill_tokens"],
+                max_context=self.max_context,
                 kv_dtype=self.kv_dtype,
             )
             self._fit_context(self.memory_plan.kv_tokens)

@@ -30,6 +30,7 @@ class MemoryPlan:
     Attributes:
         kv_tokens: tokens that the pool holds.
         bytes_per_token: of the pool, target and draft together.
+        draft_bytes_per_token: the draft's part.
         weights, scratch, logits: bytes.
         activations: bytes of a layer's tensors in the largest prefill step.
         free: bytes that were free before the pool, weights already there.
@@ -38,6 +39,7 @@ class MemoryPlan:
 
     kv_tokens: int
     bytes_per_token: int
+    draft_bytes_per_token: int
     weights: int
     scratch: int
     logits: int
@@ -55,10 +57,11 @@ class MemoryPlan:
         parts |= {"logits": self.logits, "activations": self.activations}
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        draft = f" (the draft's {self.draft_bytes_per_token / 1e3:.1f})" if self.draft_bytes_per_token else ""
         log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
         return (
             f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
-            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free{log}"
+            f"{self.bytes_per_token / 1e3:.1f} kB{draft}; {self.free / 1e9:.1f} GB were free{log}"
         )
 
 
@@ -73,6 +76,7 @@ def plan_memory(
     ngram_log: int = 0,
     kv_dtype: torch.dtype | None = None,
     prefill_tokens: int = 0,
+    max_context: int = 0,
 ) -> MemoryPlan:
     """Size the pool.
 
@@ -84,16 +88,19 @@ def plan_memory(
         ngram_log: bytes of host memory that a full log of n-grams takes.
         kv_dtype: of the pool; None takes the model's.
         prefill_tokens: most tokens of a prefill step.
+        max_context: most tokens of a request, whose latents a prefill step expands.
 
     Raises:
         UserError: the given size does not fit into the free memory.
     """
     config, weight = target.config, target.embed_tokens.weight
-    values = config.cache.values_per_token + (0 if draft is None else draft.cache.values_per_token)
-    per_token = values * (kv_dtype or weight.dtype).itemsize
+    width = (kv_dtype or weight.dtype).itemsize
+    of_draft = 0 if draft is None else draft.cache.values_per_token * width
+    per_token = config.cache.values_per_token * width + of_draft
     scratch = per_token * max_running * MAX_WINDOW
     logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
-    activations = prefill_tokens * _values_per_row(config) * weight.element_size()
+    values = prefill_tokens * _values_per_row(config) + max_context * _expanded_per_token(config)
+    activations = values * weight.element_size()
     needed = scratch + logits + activations
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
@@ -114,7 +121,7 @@ def plan_memory(
             f"{free / 1e9:.1f} GB are free.",
             "Lower kv_tokens.",
         )
-    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free, ngram_log, activations)
+    return MemoryPlan(kv_tokens, per_token, of_draft, weights, scratch, logits, free, ngram_log, activations)
 
 
 def _values_per_row(config: TargetConfig) -> int:
@@ -122,6 +129,13 @@ def _values_per_row(config: TargetConfig) -> int:
     states, and queries, keys, values and their mix, or the MLP's gate, up, and product."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size)
+
+
+def _expanded_per_token(config: TargetConfig) -> int:
+    """Values of the keys and values that latent attention makes of a token for a prefill step."""
+    if config.mla is None:
+        return 0
+    return config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim)
 
 
 def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:

@@ -124,6 +124,7 @@ class Runner:
                 kv_dtype=kv_dtype,
             )
         self._verifier = verifier
+        self._slots: dict[tuple[bool, int], Slots] = {}
         self.use_shape(ShapeTable.parse(NO_SPECULATION))
 
     @property
@@ -141,10 +142,12 @@ class Runner:
     def use_shape(self, shapes: ShapeTable) -> None:
         """Speculate with ``shapes`` from now on; nothing may be running."""
         self.shapes = shapes
-        self.graphs.clear()
-        self.slots = Slots(
-            self.num_slots, self.max_pages, self.kv.dummy_page, self.drafter, shapes.topk, self.device
-        )
+        kind = (self.drafter is not None, shapes.topk)
+        if kind not in self._slots:  # graphs know the slots that they were captured with
+            self._slots[kind] = Slots(
+                self.num_slots, self.max_pages, self.kv.dummy_page, self.drafter, shapes.topk, self.device
+            )
+        self.slots = self._slots[kind]
         self._batch: tuple[tuple[tuple[int, int], ...], SamplingBatch | None] = ((), None)
 
     def prefill(self, chunks: Sequence[Chunk]) -> Results | None:
@@ -245,8 +248,7 @@ class Runner:
             laws = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
             for params in (None, *laws):
                 sampling = None if params is None else self._warm_law(params, size)
-                with MACHINE.measuring():
-                    self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
+                self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
         return self.graphs.num_graphs
 
     def _warm_law(self, params: SamplingParams, size: int) -> SamplingBatch:
@@ -309,12 +311,14 @@ class Runner:
         drafts = (
             None if inputs.draft is None else (type(inputs.draft.proposal), inputs.draft.tree.tokens.shape)
         )
-        key = (len(inputs.rows), settings, laws, drafts, inputs.allowed is not None)
+        allowed = inputs.allowed is not None
+        key = (len(inputs.rows), settings, self.drafter is not None, laws, drafts, allowed)
 
         def idle() -> CycleInputs:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
 
-        return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle)
+        with MACHINE.measuring():  # before a capture
+            return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle)
 
     def _cycle(
         self, inputs: CycleInputs, settings: Settings

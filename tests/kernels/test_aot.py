@@ -29,10 +29,15 @@ def large(x, out, BLOCK: tl.constexpr):
     value = tl.load(x + i)
     tl.store(out + i, value / tl.sum(value, 0))
 
+@triton.jit
+def counts(out, n, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), n.to(tl.int64))
+
 types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
 two = {"x": "*fp32", "out": "*fp32"}
 for variant in (
     Variant("add", add, types, {"BLOCK": 1024}),
+    Variant("no tensor", counts, {"out": "*i64", "n": "i32"}, {"BLOCK": 16}),
     Variant("forgotten", add, {**types, "z": "i32"}, {}),
     Variant("wrong", wrong, {"x": "*fp32"}, {"BLOCK": 16}),
     Variant("no wgmma", add, types, {"BLOCK": 1024}, wgmma=True),
@@ -56,6 +61,7 @@ def test_faults_are_found(tmp_path):
     assert reports["add"]["faults"] == [] and reports["add"]["registers"] > 0
     assert "described wrongly: BLOCK, z" in reports["forgotten"]["faults"][0]
     assert "does not compile" in reports["wrong"]["faults"][0]
+    assert "'int' object has no attribute 'to'" in reports["no tensor"]["faults"][0]
     assert reports["no wgmma"]["faults"] == ["no wgmma"]
     assert any("stack" in fault or "shared" in fault for fault in reports["spills"]["faults"])
 

@@ -70,7 +70,13 @@ def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch)
         "output_dir": str(tmp_path / "run"),
         "data": {"source": str(target / "replies.jsonl"), "max_length": 128, "eval_conversations": 4},
         "head": head,
-        "training": {"ttt_length": 3, "learning_rate": 5e-3, "warmup_steps": 5, "max_steps": 50, "epochs": 99},
+        "training": {
+            "ttt_length": 3,
+            "learning_rate": 5e-3,
+            "warmup_steps": 5,
+            "max_steps": 50,
+            "epochs": 99,
+        },
         "judge": {"every": 0},
         "tracking": {"wandb": "off"},
     }
@@ -91,3 +97,9 @@ def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch)
         assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
         emitted = sum(reply.stats.num_emitted_tokens for reply in drafted)
         assert emitted / sum(reply.stats.num_verifies for reply in drafted) > 2
+    if kind == "eagle3":
+        evaluation = ["--target", str(target / "target"), "--draft", str(tmp_path / "draft"), "--limit", "2"]
+        evaluation += ["--tasks", "ours", "--shapes", "3,1,4", "--max-tokens", "16", "--max-context", "200"]
+        assert main(["eval", *evaluation, "--no-plots", "--out", str(tmp_path / "eval")]) == 0
+        summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
+        assert summary["greedy_identical"] is True and summary["num_compared"] > 0

@@ -35,6 +35,6 @@ def experts(
     """
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
         return reference.by_expert(x, ids, weights, gate_up, down)
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)
     return reference.dense(x, ids, weights, gate_up, down)

@@ -117,8 +117,14 @@ class Choices:
     def _measure(self, size: Size, device: torch.device) -> Choice:
         try:
             seconds: dict[Form, float] = {form: self.timer(form, size, device) for form in FORMS}
-        except torch.OutOfMemoryError:
-            logger.warning("Linear %s: no memory to measure it, so torch's form runs.", _name(size))
+        except torch.AcceleratorError:
+            raise  # the device is lost to this process
+        except Exception as error:  # whatever a compiler raises, or there is no memory
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            reason = ["no memory"] if is_memory else str(error).strip().splitlines() or [type(error).__name__]
+            logger.warning(
+                "Linear %s: it cannot be measured, so torch's form runs (%s).", _name(size), reason[0]
+            )
             return Choice("torch", {})
         choice = Choice("triton" if seconds["triton"] < MARGIN * seconds["torch"] else "torch", seconds)
         logger.info("Linear %s", _line(size, choice))

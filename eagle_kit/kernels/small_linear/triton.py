@@ -73,7 +73,7 @@ def _add_up(
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < num_outputs
     at = tl.program_id(1).to(tl.int64) * num_outputs + n
-    step = num_rows.to(tl.int64) * num_outputs
+    step = tl.cast(num_rows, tl.int64) * num_outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for split in range(splits):
         total += tl.load(partial + split * step + at, inside, 0.0)
