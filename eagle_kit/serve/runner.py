@@ -214,8 +214,8 @@ class Runner:
         padding = [self.slots.dummy] * (size - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
         steps, topk, tokens = self.shape
-        modules = 1 if self.drafter is None else self.drafter.model.num_modules
-        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 1 + modules)
+        lookback = self.drafter.lookback if self.drafter is not None else 0
+        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
         columns = self._columns(columns)
         settings = Settings(self.shape, columns, self._num_logprobs(requests), self.verifier)
         sampling = self._sampling(requests, len(padding))

@@ -128,7 +128,7 @@ class KnowsTheAnswer:
     def __init__(self, proposer, answers, prompt_lens, wrong_at):
         self.real, self.answers, self.prompt_lens, self.wrong_at = proposer, answers, prompt_lens, wrong_at
         self.capture, self.empty_state = proposer.capture, proposer.empty_state
-        self.verifiers = proposer.verifiers
+        self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.extend = proposer.prefill, proposer.extend
 
     def propose(self, state, roots, seq_lens, page_table, shape, num_columns, sampling):
