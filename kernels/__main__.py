@@ -1,22 +1,26 @@
-"""Door for people: `python kernels check` tries every operation, `python kernels bench` times decoding."""
+"""Door for people: `python kernels check` tries every operation, `python kernels bench` times it."""
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-from eagle_kit.cli import main as eagle_kit
 
 
 def main() -> int:
-    """Check (exit code 1 when an operation is wrong), or pass the rest of the line to `eagle-kit bench`."""
-    parser = argparse.ArgumentParser(prog="python kernels", description="Check or time the operations.")
+    """Check (exit code 1 when an operation is wrong) or measure (1 when one failed, 2 for a wrong line)."""
+    parser = argparse.ArgumentParser(
+        prog="python kernels", description="Check or time the operations. `bench --help` has its options."
+    )
     parser.add_argument("action", choices=("check", "bench"))
-    args, rest = parser.parse_known_args()
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    rest = args.rest
     if args.action == "bench":
-        return eagle_kit(["bench", *rest])
+        return bench(rest)
     if rest:
         parser.error(f"check takes no arguments, got {' '.join(rest)}")
     return check()
@@ -62,6 +66,32 @@ def check() -> int:
         f"\n{len(reports) - faults} of {len(reports)} compile as they should (Triton {triton.__version__})."
     )
     return 1 if wrong or faults else 0
+
+
+def bench(words: list[str]) -> int:
+    """Every kernel against this machine's ceilings."""
+    from eagle_kit.config.command_line import print_error
+    from eagle_kit.core.errors import UserError
+    from eagle_kit.eval.environment import describe_machine, describe_versions, now
+    from eagle_kit.kernels.bench.command import main as measure
+
+    def describe(device: str) -> dict[str, Any]:
+        versions = describe_versions()
+        try:
+            versions["triton"] = version("triton")
+        except PackageNotFoundError:
+            versions["triton"] = "not installed"
+        head = {"date": now(), "command": shlex.join(["python", "kernels", "bench", *words])}
+        return {**head, "machine": describe_machine(device), "versions": versions}
+
+    try:
+        return measure(words, describe)
+    except UserError as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _lines(module: str, environment: dict[str, str]) -> list[dict[str, Any]]:

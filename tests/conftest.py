@@ -9,6 +9,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for tests that ask for deterministic sums
+
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape, auto_shape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 
 
 def test_a_shape_is_three_numbers():
@@ -27,6 +27,27 @@ def test_a_shape_is_three_numbers():
 def test_what_cannot_be_drafted_is_refused(text, cause):
     with pytest.raises(UserError, match=cause):
         SpecShape.parse(text)
+
+
+def test_a_table_gives_every_batch_its_shape():
+    table = ShapeTable.parse("5,4,16 8:4,1,5 32:none")
+    assert str(table) == "5,4,16 8:4,1,5 32:0,1,1" and ShapeTable.parse(table) is table
+    assert [str(table.at(size)) for size in (1, 7, 8, 31, 32, 99)] == [
+        "5,4,16",
+        "5,4,16",
+        "4,1,5",
+        "4,1,5",
+        "0,1,1",
+        "0,1,1",
+    ]
+    assert (table.steps, table.topk, table.tokens) == (5, 4, 16)
+    assert ShapeTable.parse(None) == ShapeTable.parse("none") == ShapeTable.parse(NO_SPECULATION)
+
+
+@pytest.mark.parametrize("text", ["", "5,4,16 4,1,5", "5,4,16 8:", "5,4,16 1:4,1,5", "4,1,5 8:none 4:none"])
+def test_a_table_that_cannot_be_read_is_refused(text):
+    with pytest.raises(UserError):
+        ShapeTable.parse(text)
 
 
 def test_the_shape_that_nobody_chose():

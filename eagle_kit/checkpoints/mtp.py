@@ -137,8 +137,16 @@ def read_mtp(folder: str | Path, target: LlamaModel | None = None) -> MTPFiles:
     return MTPFiles(head, published, parts, block)
 
 
+def has_modules(folder: str | Path) -> bool:
+    """Whether a target's folder brings the modules that its config speaks of; ``transformers`` leaves them
+    out when it saves a model."""
+    config = read_mtp_config(folder)
+    wanted = f"layers.{config.layer.num_layers}.eh_proj.weight"
+    return bool(read_published(Path(folder), lambda name: name.removeprefix("model.") == wanted))
+
+
 def read_modules(folder: Path, config: MTPConfig) -> dict[str, torch.Tensor]:
-    """The tensors of the modules as ``layers.{i}.*``, i from 0."""
+    """The tensors of the modules as ``layers.{i}.*``, i from 0. Raises UserError when there are none."""
     layers, count = config.layer.num_layers, config.num_modules
     first = 0 if layers == count and is_mtp_config(read_json(folder / "config.json")) else layers
     pattern = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -151,6 +159,11 @@ def read_modules(folder: Path, config: MTPConfig) -> dict[str, torch.Tensor]:
     for name, tensor in read_published(folder, is_wanted).items():
         _, number, rest = name.split(".", 2)
         found[f"layers.{int(number) - first}.{rest}"] = tensor
+    if not found:
+        raise UserError(
+            f"The config in {folder} speaks of MTP modules, but there are no weights of any.",
+            "Use the published checkpoint; transformers leaves them out when it saves one.",
+        )
     return found
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": Command("what this machine has, how fast it is, what is missing", "eagle_kit.cli.doctor"),
     "demo": Command("train a head for a few minutes, serve it and measure it", "eagle_kit.cli.demo"),
     "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
+    "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),

@@ -1,4 +1,5 @@
-"""`eagle-kit bench`: what decoding and training reach here; `bench serve`: what a server does under load."""
+"""`eagle-kit bench`: what decoding and training reach here; `bench engine`: cycles against their floor, with
+random weights; `bench serve`: what a server does under load."""
 
 import argparse
 import asyncio
@@ -34,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="{engine,decode,train,serve}")
     # Without defaults of their own, they leave what was given before their name.
     plain: dict[str, Any] = {"argument_default": argparse.SUPPRESS}
+    _add_random(kinds.add_parser("engine", help="cycles against their floor, with random weights", **plain))
     for kind, text in (
-        ("engine", "decoding and training in this process; the same as without a sub-command"),
         ("decode", "decoding only"),
         ("train", "training only"),
     ):
@@ -59,6 +60,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--draft", default=argparse.SUPPRESS, metavar="DIR", help="without URL: checkpoint")
     add_load(serve)
+
+
+def _add_random(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``bench engine``."""
+    from eagle_kit.kernels.bench.options import add_arguments
+
+    parser.add_argument(
+        "--model",
+        default=None,
+        metavar="NAME",
+        help="shapes of llama-3.1-8b (default on a GPU), qwen3-30b-a3b, smollm2-135m or tiny (on a CPU)",
+    )
+    parser.add_argument("--no-compare", action="store_true", help="leave out transformers")
+    add_arguments(parser)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +140,8 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the figures when asked."""
+    if args.kind == "engine":
+        return run_random(args)
     if args.kind != "serve":
         return run_engine(args)
     return run_serving(args) if args.base_url is None else run_load(args)
@@ -151,6 +168,20 @@ def run_engine(args: argparse.Namespace) -> int:
     if args.out is not None:
         _write(args.out, {**_head(), **result})
     return 0
+
+
+def run_random(args: argparse.Namespace) -> int:
+    """Measure whole cycles of the engine with random weights. Exit code 1 when a part failed."""
+    for name in ("target", "draft"):
+        if getattr(args, name) != ENGINE_DEFAULTS[name]:
+            raise UserError(
+                f"--{name} does not apply to bench engine, whose weights are random.",
+                "Choose shapes with --model, or time a checkpoint with bench decode.",
+            )
+    from eagle_kit.serve.bench_engine import main
+
+    args.output = args.output or args.out
+    return main(args, _head)
 
 
 def run_serving(args: argparse.Namespace) -> int:
@@ -346,11 +377,11 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _head() -> dict[str, Any]:
+def _head(device: str = "cpu") -> dict[str, Any]:
     """When, how, on what and with what a result was measured."""
     from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
 
-    machine = {"date": now(), "command": command_line(), "machine": describe_machine("cpu")}
+    machine = {"date": now(), "command": command_line(), "machine": describe_machine(device)}
     return {**machine, "versions": describe_versions()}
 
 

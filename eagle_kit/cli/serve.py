@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.cli.arguments import DEFAULT_TARGET, check_positive
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 
 if TYPE_CHECKING:
     from eagle_kit.serve.api.startup import Model
@@ -54,7 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     spec.add_argument(
         "--speculative-algorithm", choices=ALGORITHMS, metavar="NAME", help=f"of {', '.join(ALGORITHMS)}"
     )
-    spec.add_argument("--shape", help="steps,topk,tokens such as 4,1,5, in place of the next three")
+    spec.add_argument(
+        "--shape",
+        help="steps,topk,tokens such as 4,1,5, in place of the next three; several by batch size: "
+        "'5,4,16 8:4,1,5 32:none'",
+    )
     spec.add_argument("--speculative-num-steps", type=int, metavar="S", help="depth of the draft")
     spec.add_argument(
         "--speculative-eagle-topk", type=int, metavar="K", help="candidates per depth; 1 is a chain"
@@ -123,6 +127,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--prefill-tokens", type=int, metavar="N", help="most prompt tokens of one step")
     engine.add_argument("--kv-memory", metavar="SIZE", help="of the key-value pool, such as 4G or 512Mi")
     engine.add_argument(
+        "--kv-dtype",
+        choices=("auto", "fp8_e4m3"),
+        default="auto",
+        help="of the key-value pool: the model's, or LOSSY fp8, half of bf16 (default %(default)s)",
+    )
+    engine.add_argument(
         "--graph-mode",
         choices=("cycle", "phases", "off"),
         help="CUDA graphs: of whole cycles, of their parts, or none (default cycle on a GPU)",
@@ -155,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     )
     sock = bind(args.host, args.port)
     llm = load(args, model, shape, kv_bytes)
-    engine = llm.engine(llm.default_shape)
+    engine = llm.engine()
     introduce(args, model, llm)
     return run_forever(create_app(llm, engine, settings), sock)
 
@@ -176,7 +186,9 @@ def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
     return model
 
 
-def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_bytes: int | None) -> Any:
+def load(
+    args: argparse.Namespace, model: "Model", shape: SpecShape | ShapeTable | None, kv_bytes: int | None
+) -> Any:
     """The model as the command line wants it, an :class:`~eagle_kit.serve.llm.LLM`."""
     from eagle_kit.serve.api.startup import warnings_as_lines
     from eagle_kit.serve.llm import LLM
@@ -199,6 +211,7 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
             page_size=args.page_size,
             prefix_cache=not args.no_prefix_cache,
             prefill_tokens=args.prefill_tokens,
+            kv_dtype=args.kv_dtype,
             dtype=args.dtype,
             device=args.device,
             **options,
@@ -206,7 +219,14 @@ def load(args: argparse.Namespace, model: "Model", shape: SpecShape | None, kv_b
     if kv_bytes is not None:
         from eagle_kit.serve.memory import plan_memory
 
-        plan = plan_memory(llm.target, llm.draft, max_running=1, wanted_tokens=1, kv_tokens=None)
+        plan = plan_memory(
+            llm.target,
+            llm.draft,
+            max_running=1,
+            wanted_tokens=1,
+            kv_tokens=None,
+            kv_dtype=llm.kv_dtype,
+        )
         llm.kv_tokens = max(1, kv_bytes // plan.bytes_per_token)
     return llm
 
@@ -245,15 +265,24 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
     shape = llm.default_shape
     say(f"seed       {llm.seed}, of requests that bring none")
     say(f"target     {model.target}, {dtype}, context {llm.max_context}, batch {llm.max_batch_size}")
-    drafts = f"shape {shape}" if shape.steps else "ordinary decoding"
+    shapes = llm.default_shapes
+    drafts = f"shape {shapes}" if shapes.steps else "ordinary decoding"
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
-    started = time.perf_counter()
+    if shape.steps and not args.no_self_test:
+        say_self_test(args, model, llm, dtype)
+    from eagle_kit.kernels.linear.choice import MACHINE
+
+    started = time.perf_counter()  # graphs come last: a change of shape, as in the self-test, drops them
     if num_graphs := llm.engine().runner.warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
-    if not shape.steps or args.no_self_test:
-        return
+    for line in MACHINE.report():
+        say(f"linear     {line}")
+
+
+def say_self_test(args: argparse.Namespace, model: "Model", llm: Any, dtype: str) -> None:
+    """Run the self-test and print what it found."""
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
@@ -263,11 +292,12 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
             return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]
         return causes_of_low_acceptance(model.draft, model.target, dtype)
 
-    for line in report(self_test(llm, shape), exact=dtype == "float32", low_causes=causes):
+    exact = dtype == "float32" and llm.kv_dtype is None
+    for line in report(self_test(llm, llm.default_shape), exact=exact, low_causes=causes):
         say(line)
 
 
-def shape_of(args: argparse.Namespace) -> SpecShape | None:
+def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
     """``--shape`` or the three numbers as a shape; None lets the engine choose.
 
     Raises:
@@ -277,10 +307,10 @@ def shape_of(args: argparse.Namespace) -> SpecShape | None:
     some = any(value is not None for value in given)
     if args.shape is not None and some:
         raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
-    if args.speculative_algorithm == "NONE" and (some or SpecShape.parse(args.shape).steps):
+    if args.speculative_algorithm == "NONE" and (some or ShapeTable.parse(args.shape).steps):
         raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
     if not some:
-        return SpecShape.parse(args.shape) if args.shape is not None else None
+        return ShapeTable.parse(args.shape) if args.shape is not None else None
     steps, topk, tokens = (
         default if value is None else value for value, default in zip(given, SHAPE_DEFAULTS, strict=True)
     )

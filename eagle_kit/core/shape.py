@@ -1,5 +1,6 @@
 """Speculation shapes, written ``steps,topk,tokens``."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
@@ -76,6 +77,66 @@ class SpecShape(NamedTuple):
 
 
 NO_SPECULATION = SpecShape(0, 1, 1)
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """The shape for every batch size: drafts are cheap while a batch waits for memory, and dear when it
+    computes.
+
+    Attributes:
+        by_batch: (smallest batch size, shape), ascending, the first for a batch of one.
+    """
+
+    by_batch: tuple[tuple[int, SpecShape], ...]
+
+    @classmethod
+    def parse(cls, text: "str | SpecShape | ShapeTable | None") -> "ShapeTable":
+        """Read ``"5,4,16"``, or ``"5,4,16 8:4,1,5 32:none"``: chains from 8 requests on, ordinary decoding
+        from 32 on. Raises UserError."""
+        if isinstance(text, ShapeTable):
+            return text
+        if not isinstance(text, str):
+            return cls(((1, SpecShape.parse(text)),))
+        first, *others = text.split() or [""]
+        table = [(1, SpecShape.parse(first))]
+        for part in others:
+            size, _, shape = part.partition(":")
+            if not size.isdecimal() or int(size) <= table[-1][0]:
+                raise UserError(
+                    f"The batch size in {part!r} is not a number above {table[-1][0]}.",
+                    "Write shapes such as '5,4,16 8:4,1,5 32:none', batch sizes ascending.",
+                )
+            table.append((int(size), SpecShape.parse(shape)))
+        return cls(tuple(table))
+
+    def __str__(self) -> str:
+        first, *others = self.by_batch
+        return " ".join([str(first[1]), *(f"{size}:{shape}" for size, shape in others)])
+
+    def at(self, batch_size: int) -> SpecShape:
+        """The shape of a batch."""
+        return next(shape for size, shape in reversed(self.by_batch) if size <= batch_size)
+
+    @property
+    def shapes(self) -> tuple[SpecShape, ...]:
+        """All of them."""
+        return tuple(shape for _, shape in self.by_batch)
+
+    @property
+    def steps(self) -> int:
+        """Of the deepest shape; 0 is ordinary decoding throughout."""
+        return max(shape.steps for shape in self.shapes)
+
+    @property
+    def topk(self) -> int:
+        """Of the broadest shape."""
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest window."""
+        return max(shape.tokens for shape in self.shapes)
 
 
 def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:

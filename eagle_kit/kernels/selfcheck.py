@@ -17,12 +17,15 @@ from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn
+from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
+from eagle_kit.kernels.small_linear import small_linear
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import tree_build
@@ -54,8 +57,12 @@ def run_checks() -> list[Check]:
 def run_triton_checks() -> list[Check]:
     """Check the Triton forms: on the GPU, or interpreted where ``TRITON_INTERPRET`` is set. Operations
     without one are left out."""
+    from eagle_kit.kernels.interpreter import repair
+
     on_gpu = torch.cuda.is_available()
     kernels = {module.split(".")[-2] for module in kernel_modules()}
+    if not on_gpu:
+        repair()
     with torch.device("cuda" if on_gpu else "cpu"), use("triton"):
         return [
             Check(kernel, "Triton" if on_gpu else "Triton, interpreted", error())
@@ -73,8 +80,12 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ]
     return [
         *checks,
-        ("prefill_attention", "torch", _prefill),
+        ("prefill_attention", "dense", _prefill),
+        ("prefill_attention", "torch, paged", _paged_prefill),
         ("window_attention", "torch", _window),
+        ("mla_attention", "torch", _mla),
+        ("small_linear", "torch", _small_linear),
+        ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
         ("accept", "torch, sampled chain", _accept_sampled),
@@ -165,6 +176,53 @@ def _prefill() -> float:
     q, k, v = _randn(19, 6, 16), _randn(30, 2, 16, seed=1), _randn(30, 2, 16, seed=2)
     seen = torch.ones(19, 30, dtype=torch.bool).tril(11)
     return _error(prefill_attention(q, k, v, 16**-0.5), _dense(q, k, v, seen))
+
+
+def _paged_prefill() -> float:
+    """Rows 3..7 of one request and 0..1 of another, on shuffled pages of four."""
+    k, v, q = _randn(2, 24, 16), _randn(2, 24, 16, seed=1), _randn(7, 6, 16, seed=2)
+    tables, ends = torch.tensor([[5, 1], [3, 0]]), torch.tensor([0, 5, 7])
+    plan = PrefillPlan(tables, 4, ends, torch.tensor([3, 0]), 0, 5)
+    got = paged_prefill_attention(q, k, v, plan, 16**-0.5)
+    each = []
+    for queries, rows, seen in (
+        (q[:5], [20, 21, 22, 23, 4, 5, 6, 7], torch.ones(5, 8, dtype=torch.bool).tril(3)),
+        (q[5:], [12, 13], torch.ones(2, 2, dtype=torch.bool).tril()),
+    ):
+        each.append(_dense(queries, k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1), seen))
+    return _error(got, torch.cat(each))
+
+
+def _mla() -> float:
+    """A chain of three behind five slots of one page; the value is the front of the key."""
+    rows, q = _randn(12, 80), _randn(1, 3, 4, 80, seed=1)
+    page, three = torch.tensor([[0]]), torch.tensor([[1, 3, 7]])
+    plan = WindowPlan(page, 8, torch.tensor([5]), 0, 8, 3, 3, three, 8, 11, torch.float32)
+    keys = rows[[0, 1, 2, 3, 4, 8, 9, 10]].double()
+    scores = torch.einsum("nhd,cd->hnc", q[0].double(), keys) * 0.2
+    scores = scores.masked_fill(~torch.ones(3, 8, dtype=torch.bool).tril(5), float("-inf"))
+    expected = torch.einsum("hnc,cl->nhl", scores.softmax(-1), keys[:, :64])
+    return _error(mla_window_attention(q, rows, plan, 0.2, latent_dim=64)[0], expected)
+
+
+def _experts() -> float:
+    """Five tokens, two of three experts each."""
+    x, gate_up, down = _randn(5, 8), _randn(3, 12, 8, seed=1), _randn(3, 8, 6, seed=2)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    weights = torch.tensor([0.7, 0.3]).expand(5, 2)
+    expected = torch.zeros(5, 8, dtype=torch.float64)
+    for t, chosen in enumerate(ids.tolist()):
+        for expert, share in zip(chosen, (0.7, 0.3), strict=True):
+            gate, up = (gate_up[expert].double() @ x[t].double()).chunk(2)
+            expected[t] += share * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return _error(experts(x, ids, weights, gate_up, down), expected)
+
+
+def _small_linear() -> float:
+    """Small whole numbers, whose sums bf16 holds exactly."""
+    x, weight = _randn(5, 64).sign(), _randn(24, 64, seed=1).sign()
+    got = small_linear(x.bfloat16(), weight.bfloat16())
+    return _error(got, x.double() @ weight.double().T)
 
 
 def _window() -> float:

@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
@@ -48,8 +49,12 @@ class AsyncEngine:
     Args:
         engine: nobody else may touch it between start and the end of shutdown, but read its counters and
             prepare requests.
-        capacity: most requests at a time, running and waiting; more raise :class:`Overloaded`.
+        capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
+            raise :class:`Overloaded`.
         observer: told of latencies.
+
+    Attributes:
+        draining: set when it begins to shut down.
     """
 
     def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
@@ -58,10 +63,14 @@ class AsyncEngine:
         self._observer = observer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
+        # One thread of its own: compiling may take seconds, and nothing else may have to wait for it.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eagle-kit grammars")
+        self._num_reserved = 0
         self._live: set[Reply] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._ended = asyncio.Event()
+        self.draining = asyncio.Event()
         self._wake = threading.Condition()
         self._inbox: list[_Arrival | Reply] = []
         self._todo: deque[_Arrival | Reply] = deque()
@@ -73,7 +82,7 @@ class AsyncEngine:
         """``"ok"``, ``"draining"`` while it shuts down, ``"unhealthy"`` when its thread has failed."""
         if self.failure is not None:
             return "unhealthy"
-        return "draining" if self._draining else "ok"
+        return "draining" if self.draining.is_set() else "ok"
 
     @property
     def num_live(self) -> int:
@@ -85,22 +94,30 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def add(self, requests: "Sequence[Request]") -> list[Reply]:
+    async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[Reply]:
         """Take requests, all of them or none.
+
+        Args:
+            is_probe: take them even if there is no room, to see whether the engine lives.
 
         Raises:
             UserError: the engine can never serve one of them.
             Overloaded: there is no room for all of them now, or the server shuts down.
             EngineFailed: the engine does not run any more.
         """
-        self.check_room(len(requests))
-        for request in requests:
-            if request.params.grammar is not None and request.match is None:
-                await asyncio.to_thread(self.engine.prepare, request)
-        self.check_room(len(requests))
+        num_needed = 0 if is_probe else len(requests)
+        self.check_room(num_needed)
         loop = asyncio.get_running_loop()
+        with self._reserved(num_needed):
+            for request in requests:
+                if request.params.grammar is not None and request.match is None:
+                    self.check_room(0)
+                    await loop.run_in_executor(self._compiler, self.engine.prepare, request)
+        self.check_room(num_needed)
         arrivals = [_Arrival(Reply(request, self._abort), loop.create_future()) for request in requests]
         replies = [arrival.reply for arrival in arrivals]
+        for reply in replies:
+            reply.company = replies
         self._live.update(replies)
         self._idle.clear()
         self._post(arrivals)
@@ -125,33 +142,55 @@ class AsyncEngine:
     async def shutdown(self, grace_s: float = 0.0) -> None:
         """Take nothing more, let what runs finish for ``grace_s`` seconds, abort the rest, end the thread.
 
-        Readers of aborted requests get what there is, with the finish reason ``"abort"``.
+        Readers of aborted requests get what there is, with the finish reason ``"abort"``. Requests that were
+        still waiting are refused at once, those without a token at the end: their readers get
+        :class:`Overloaded`.
         """
-        self._draining = True
+        self.draining.set()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._refuse(lambda request: request.admitted_at == 0.0)
         if grace_s > 0 and not self._idle.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), grace_s)
+        self._refuse(lambda request: not request.token_ids)
         for reply in list(self._live):
             reply.close()
         with self._wake:
             self._closed = True
             self._wake.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await self._ended.wait()  # which can be cancelled, should a step never end
+            self._thread.join()
 
     def check_room(self, count: int) -> None:
         """Raises what :meth:`add` would raise now for ``count`` requests, whatever they are."""
         if self.failure is not None:
             raise EngineFailed("The engine has failed; the server must be restarted.")
-        if self._draining:
+        if self.draining.is_set():
             raise Overloaded("The server is shutting down.")
         if count > self.capacity:
             raise UserError(
                 f"The request asks for {count} replies at once, the server holds at most {self.capacity}.",
                 "Ask for fewer.",
             )
-        if len(self._live) + count > self.capacity:
-            raise Overloaded(f"The server holds {len(self._live)} of at most {self.capacity} requests.")
+        num_held = len(self._live) + self._num_reserved
+        if count and num_held + count > self.capacity:
+            raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
+
+    @contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        self._num_reserved += count
+        try:
+            yield
+        finally:
+            self._num_reserved -= count
+
+    def _refuse(self, is_idle: "Callable[[Request], bool]") -> None:
+        """End those live replies that, with all their company, are ``is_idle``: try again elsewhere."""
+        idle = [reply for reply in self._live if all(is_idle(each.request) for each in reply.company)]
+        for reply in idle:
+            self._abort(reply)
+            self._finish(reply, Overloaded("The server is shutting down."))
 
     def _post(self, items: Sequence["_Arrival | Reply"]) -> None:
         with self._wake:
@@ -206,6 +245,8 @@ class AsyncEngine:
             self.failure = error
             logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
             self._fail_everything(error)
+        finally:
+            self._call(self._ended.set)
 
     def _turn(self) -> bool:
         """Take the inbox and step once; returns False when it is time to end."""

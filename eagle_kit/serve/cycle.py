@@ -65,12 +65,14 @@ class Settings(NamedTuple):
         num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 1 + modules`` of the draft.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: what decides on drafts of requests that sample; it must fit the drafter's law.
+        num_candidates: tokens of depth 1 that the draft keeps for the next cycle, whatever its shape.
     """
 
     shape: SpecShape
     num_columns: int
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
+    num_candidates: int | None = None
 
 
 def cycle(
@@ -90,7 +92,7 @@ def propose(
     drafter: Drafter | None, state: CycleState, settings: Settings, sampling: SamplingBatch | None
 ) -> Draft:
     """The part of a cycle that makes the window; without a draft model it is the root alone."""
-    if drafter is None or state.draft is None:
+    if drafter is None or state.draft is None or not settings.shape.steps:
         return Draft(root_only(state.roots), Deterministic())
     _, seq_lens, roots, _, _ = state
     return drafter.propose(
@@ -165,7 +167,7 @@ def observe(drafter: Drafter | None, state: CycleState, verified: Verified, sett
     out, accepted, num_emitted = verified[:3]
     num_emitted = num_emitted * active  # a graph of this part alone is captured with dummies in these rows
     if drafter is not None and draft is not None:
-        topk, columns = settings.shape.topk, settings.num_columns
+        topk, columns = settings.num_candidates or settings.shape.topk, settings.num_columns
         draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, draft, topk, columns)
     roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
     return CycleState(page_table, seq_lens + num_emitted, roots, active, draft)

@@ -19,7 +19,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.accept import Relaxed, TargetOnly, Verifier
 from eagle_kit.models.llama import LlamaModel
@@ -43,6 +43,7 @@ class EngineOptions:
         max_context: most tokens of a prompt and its reply.
         kv_tokens: tokens that the pool holds, all requests and the prefix cache together.
         page_size: tokens per page.
+        kv_dtype: of the pool; None takes the model's.
         prefix_cache: share and remember the pages of common beginnings.
         prefill_tokens: most prompt tokens computed in one step.
         lag: steps between a cycle and its results on the host.
@@ -58,6 +59,7 @@ class EngineOptions:
     max_context: int
     kv_tokens: int
     page_size: int = 16
+    kv_dtype: torch.dtype | None = None
     prefix_cache: bool = True
     prefill_tokens: int = 512
     lag: int = 0
@@ -110,7 +112,7 @@ class Engine:
         self._num_indexed: dict[Request, int] = {}
         # Behind the known tokens of a request lie those of cycles on their way and of the next, and a draft's
         # entry of its root; the deepest shape decides, so that a change of shape needs no other tables.
-        room = self._room(SpecShape(63, 1, 64))
+        room = self._room(63)
         kv_pages = -(-options.kv_tokens // options.page_size)
         self.cache = KVCache(kv_pages, options.page_size, prefix_cache=options.prefix_cache)
         self.runner = Runner(
@@ -120,6 +122,7 @@ class Engine:
             page_size=options.page_size,
             max_pages=self.cache.pages_for(options.max_context + room),
             batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
+            kv_dtype=options.kv_dtype,
             tree=options.tree,
             sampled_drafts=options.sampled_drafts,
             verifier=options.verifier,
@@ -140,9 +143,9 @@ class Engine:
         self.use_shape(NO_SPECULATION)
 
     @property
-    def shape(self) -> SpecShape:
-        """How much is drafted and verified."""
-        return self.runner.shape
+    def shapes(self) -> ShapeTable:
+        """How much is drafted and verified, by batch size."""
+        return self.runner.shapes
 
     @property
     def has_work(self) -> bool:
@@ -164,13 +167,28 @@ class Engine:
         """Share of the pages that running requests hold, 0 to 1."""
         return 1.0 - self.cache.num_available / self.cache.num_pages
 
-    def use_shape(self, shape: SpecShape) -> None:
-        """Speculate with ``shape`` from the next request on.
+    def use_shape(self, shapes: ShapeTable | SpecShape) -> None:
+        """Speculate with ``shapes`` from the next request on.
 
         Raises:
-            UserError: there is no draft for it, or its vocabulary is smaller than the asked candidates.
+            UserError: there is no draft for one, or its vocabulary is smaller than the asked candidates.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
+        shapes = ShapeTable.parse(shapes)
+        for shape in shapes.shapes:
+            self._check_shape(shape)
+        if bool(shapes.steps) != bool(self.shapes.steps):
+            self.cache.clear()  # pages written without a draft have no entries of it
+        self.runner.use_shape(shapes)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running=self.options.max_running,
+            prefill_tokens=self.options.prefill_tokens,
+            room=self._room(shapes.steps),
+            needs_last=self.runner.drafter is not None,
+        )
+
+    def _check_shape(self, shape: SpecShape) -> None:
         if shape.steps and self.draft is None and self.ngram is None:
             raise UserError(
                 f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
@@ -191,19 +209,9 @@ class Engine:
                 f"The shape {shape} is a tree, and drafts are to be drawn.",
                 f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not draw drafts.",
             )
-        if bool(shape.steps) != bool(self.shape.steps):
-            self.cache.clear()  # pages written without a draft have no entries of it
-        self.runner.use_shape(shape)
-        self.scheduler = Scheduler(
-            self.cache,
-            max_running=self.options.max_running,
-            prefill_tokens=self.options.prefill_tokens,
-            room=self._room(shape),
-            needs_last=self.runner.drafter is not None,
-        )
 
-    def _room(self, shape: SpecShape) -> int:
-        return (self.options.lag + 1) * (shape.steps + 1) + 2
+    def _room(self, steps: int) -> int:
+        return (self.options.lag + 1) * (steps + 1) + 2
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Raises UserError for a prompt that can never be served."""
@@ -221,7 +229,7 @@ class Engine:
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
         tokens = min(len(prompt_ids) + max_tokens, options.max_context)
-        if self.cache.pages_for(tokens + self._room(self.shape)) > self.cache.num_pages:
+        if self.cache.pages_for(tokens + self._room(self.shapes.steps)) > self.cache.num_pages:
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
                 f"key-value pool of {self.cache.num_pages * options.page_size} tokens.",
@@ -312,7 +320,7 @@ class Engine:
 
     @property
     def _uses_ngram(self) -> bool:
-        return self.ngram is not None and self.shape.steps > 0
+        return self.ngram is not None and self.shapes.steps > 0
 
     def _index(self, requests: Sequence[Request]) -> None:
         """Put what is new in ``requests`` into the n-gram log, their prompts first."""
@@ -329,7 +337,7 @@ class Engine:
 
     def _longest(self, requests: Sequence[Request]) -> int:
         """A bound on the tokens that any of ``requests`` has in the pool."""
-        unseen = self.options.lag * (self.shape.steps + 2)
+        unseen = self.options.lag * (self.shapes.steps + 2)
         return max(request.num_tokens for request in requests) - 1 + unseen
 
     def _collect(self, results: Results) -> None:
@@ -349,8 +357,7 @@ class Engine:
             if results.is_verify:
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
-                drafted = self.shape.tokens - 1 if results.num_drafts is None else results.num_drafts[i]
-                self.totals.num_draft_tokens += drafted
+                self.totals.num_draft_tokens += results.num_drafts[i]
             self.totals.num_generated_tokens += kept
             self._news[request] = None
             if request.finish_reason is not None:

@@ -4,11 +4,20 @@ A draft tree is walked depth first: a node is reachable when its token is allowe
 matcher takes the token, fills the node's mask, goes on to the children, and takes the token back. So a draft
 that breaks the grammar is rejected by the target's masked choice, and what is accepted always matches.
 
+Grammars come from strangers, and some are cheap to write and dear to match. The worst are refused
+(`regex_rules`, `schema_rules`). Masks are filled beside the engine's thread, which waits for a bounded time
+only: a reply whose grammar takes longer ends as if it were stuck, and holds no other up.
+
 Legend: B requests, N window nodes, V vocabulary.
 """
 
+import json
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,9 +26,67 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar
 from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.serve.regex_rules import check_regex
+from eagle_kit.serve.schema_rules import check_schema
 
 _WHERE = re.compile(r"^\[[\d:]+\] \S+: ")
 """Time and source line in front of xgrammar's messages."""
+
+CACHE_BYTES = 256 * 1024 * 1024
+"""Compiled grammars that are remembered; the least recently used go first."""
+MAX_WHITESPACE = 2
+"""Spaces and line ends in a row between the parts of a JSON text, which could go on for ever otherwise."""
+MAX_START_S = 2.0
+MAX_FILL_S = 0.25
+"""The engine waits this long for the masks of one window."""
+FREE_S, MAX_EXTRA_S = 0.02, 1.0
+"""What the calls of one reply take beyond ``FREE_S`` each, in CPU time, may add up to ``MAX_EXTRA_S``."""
+
+
+class _Aside:
+    """Calls functions in a thread of its own. One that takes too long keeps the thread, which ends after it;
+    the next gets another."""
+
+    def __init__(self) -> None:
+        self._queue: _Queue | None = None
+
+    def call(self, function: Callable[[], object], seconds: float) -> float:
+        """CPU seconds that ``function`` took; raises TimeoutError when it has not ended in time."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            args = (self._queue,)
+            threading.Thread(target=_work_off, args=args, name="eagle-kit masks", daemon=True).start()
+        future: Future[float] = Future()
+        self._queue.put((future, function))
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
+
+    __del__ = close
+
+
+_Queue = SimpleQueue[tuple["Future[float]", Callable[[], object]] | None]
+
+
+def _work_off(queue: _Queue) -> None:
+    while (item := queue.get()) is not None:
+        future, function = item
+        started = time.thread_time()
+        try:
+            function()
+        except BaseException as error:  # it belongs to the one who waits
+            future.set_exception(error)
+        else:
+            future.set_result(time.thread_time() - started)
+        del item, future, function
 
 
 class GrammarMatch:
@@ -27,15 +94,24 @@ class GrammarMatch:
 
     Attributes:
         is_complete: the grammar has ended, and the reply with it.
-        is_stuck: no token may follow, since the grammar leads nowhere from here.
+        is_stuck: no token may follow: the grammar leads nowhere from here, or takes too long.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, aside: _Aside) -> None:
+        self._matcher, self._aside = matcher, aside
+        self._extra_s = 0.0
         self.is_complete = self.is_stuck = False
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens -> how many belong to the reply: those behind the grammar's end do not."""
+        if self.is_stuck:
+            return 0
+        started = time.thread_time()
+        count = self._advance(tokens)
+        self._spend(time.thread_time() - started)
+        return count
+
+    def _advance(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens, 1):
             if not self._matcher.accept_token(token):
                 # Where nothing is allowed the masks let everything through (`allowed_tokens`).
@@ -46,11 +122,35 @@ class GrammarMatch:
                 return count
         return len(tokens)
 
-    def fill(self, parents: np.ndarray, tokens: torch.Tensor, bitmask: torch.Tensor) -> None:
-        """Write what may follow each node of a window: ``parents`` ``[N]``, ``tokens`` int64 ``[N]``,
-        ``bitmask`` int32 ``[N, ceil(V / 32)]``; the rows of unreachable nodes are left alone."""
+    def fill(
+        self, parents: np.ndarray, tokens: torch.Tensor, bitmask: torch.Tensor, seconds: float = MAX_FILL_S
+    ) -> None:
+        """Write what may follow each node of a window; it is stuck when that takes longer than ``seconds``.
+
+        Args:
+            parents: ``[N]``.
+            tokens: int64 ``[N]``.
+            bitmask: int32 ``[N, ceil(V / 32)]``; the rows of unreachable nodes are left alone, and all of
+                them when the match is stuck.
+        """
+        if self.is_stuck:
+            return  # and a thread may still be at work on the matcher
         child, sibling = first_children(parents)
-        self._matcher.traverse_draft_tree(child, sibling, tokens, bitmask)
+        filled = bitmask.clone()  # what has been given up writes into memory of its own
+        matcher = self._matcher
+        try:
+            spent = self._aside.call(
+                lambda: matcher.traverse_draft_tree(child, sibling, tokens, filled, seconds), seconds
+            )
+        except TimeoutError:
+            self.is_stuck = True
+            return
+        self._spend(spent)
+        bitmask.copy_(filled)
+
+    def _spend(self, seconds: float) -> None:
+        self._extra_s += max(0.0, seconds - FREE_S)
+        self.is_stuck |= self._extra_s > MAX_EXTRA_S
 
 
 class GrammarCompiler:
@@ -77,7 +177,8 @@ class GrammarCompiler:
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
         self._vocab_size = vocab_size
-        self._compiler = xgrammar.GrammarCompiler(info)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        self._aside = _Aside()
         self._new_matcher = xgrammar.GrammarMatcher
 
     def start(self, grammar: Grammar) -> GrammarMatch:
@@ -86,26 +187,37 @@ class GrammarCompiler:
         Raises:
             UserError: the grammar cannot be compiled, or no reply can match it.
         """
-        compiler, name = self._compiler, grammar.kind.replace("_", " ")
+        name = grammar.kind.replace("_", " ")
         try:
-            if grammar.kind == "json_object":
-                compiled = compiler.compile_json_schema('{"type": "object"}')  # not any JSON value
-            elif grammar.kind == "json_schema":
-                compiled = compiler.compile_json_schema(grammar.text)
-            else:
-                compiled = compiler.compile_regex(grammar.text)
-        except (RuntimeError, ValueError) as error:
+            compiled = self._compile(grammar)
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, RecursionError) as error:
             reason = _WHERE.sub("", str(error).strip()) or "unknown reason"
             raise UserError(
                 f"The {name} of the request cannot be compiled ({reason}).",
                 "Correct it, or use fewer features.",
             ) from None
-        match = GrammarMatch(self._new_matcher(compiled))
+        match = GrammarMatch(self._new_matcher(compiled), self._aside)
         first = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32)
-        match.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), first)
+        trial = GrammarMatch(self._new_matcher(compiled), _Aside())  # the engine may be using ours
+        trial.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), first, MAX_START_S)
+        if trial.is_stuck:
+            raise UserError(f"The {name} of the request takes too long to follow.", "Use a simpler one.")
         if not first.any():
             raise UserError(f"No reply can match the {name} of the request.", "Correct it.")
         return match
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if grammar.kind == "regex":
+            check_regex(grammar.text)
+            return self._compiler.compile_regex(grammar.text)
+        schema = grammar.text
+        if grammar.kind == "json_object":
+            schema = '{"type": "object"}'  # not any JSON value
+        else:
+            check_schema(json.loads(schema))
+        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 def allowed_tokens(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_size: int) -> torch.Tensor:

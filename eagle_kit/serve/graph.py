@@ -7,7 +7,7 @@ to it at once (:class:`HostCopy`).
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,13 +49,6 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers as int64 ``[n]`` on the device; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-
-
 class Graph:
     """A body captured on a GPU.
 
@@ -63,28 +56,37 @@ class Graph:
         body: a function of one nest of tensors; at capture it is run several times with ``example``.
         example: inputs that change nothing that matters, such as a batch of dummies.
         pool: of memory, shared by graphs that never run at the same time.
+        stream: to capture on; libraries keep a workspace for every stream that they have seen.
 
     Raises:
-        CaptureError: an operation that cannot be captured, by name.
+        CaptureError: an operation that cannot be captured, by name. The pool is of no use afterwards.
     """
 
-    def __init__(self, body: Callable[[Any], Any], example: Any, pool: Any = None) -> None:
+    def __init__(
+        self,
+        body: Callable[[Any], Any],
+        example: Any,
+        pool: Any = None,
+        stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
         self.inputs = map_tensors(torch.clone, example)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side, ours = stream or torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(ours)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 body(self.inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        ours.wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         last = _LastOperation()
         try:
-            with torch.cuda.graph(self._graph, pool=pool), last:
+            with torch.cuda.graph(self._graph, pool=pool, stream=side), last:
                 self.outputs = body(self.inputs)
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason[0]}") from error
+            torch.cuda.set_stream(ours)  # the end of a capture that failed fails too, before it restores it
+            first = error.__context__ or error
+            reason = str(first).strip().splitlines() or [type(first).__name__]
+            raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason[0]}") from first
 
     def replay(self) -> None:
         """Run it over ``inputs`` into ``outputs``."""
@@ -95,7 +97,9 @@ class EagerGraph:
     """The same without a GPU: a replay runs the body over the same buffers and writes into the same buffers,
     so that what a graph would get wrong (a stale input, an output read too late) goes wrong here too."""
 
-    def __init__(self, body: Callable[[Any], Any], example: Any, pool: Any = None) -> None:
+    def __init__(
+        self, body: Callable[[Any], Any], example: Any, pool: Any = None, stream: Any = None
+    ) -> None:
         self._body = body
         self.inputs = map_tensors(torch.clone, example)
         self.outputs = map_tensors(torch.clone, body(self.inputs))
@@ -119,6 +123,7 @@ class GraphRunner:
         self.mode = mode
         self._kind = graph
         self._pool: Any = None
+        self._stream: Any = None
         self._graphs: dict[tuple[str, Hashable], Any] = {}
 
     @property
@@ -126,12 +131,15 @@ class GraphRunner:
         """Graphs captured so far."""
         return len(self._graphs)
 
-    def run(self, name: str, key: Hashable, body: Callable[[Any], Any], inputs: Any, idle: Any) -> Any:
+    def run(
+        self, name: str, key: Hashable, body: Callable[[Any], Any], inputs: Any, idle: Callable[[], Any]
+    ) -> Any:
         """Run ``body`` over ``inputs``.
 
         Args:
             name, key: of a graph whose bodies do the same and whose inputs have the same shapes.
-            idle: inputs of those shapes for the capture, with which a run changes nothing that matters.
+            idle: makes inputs of those shapes for the capture, with which a run changes nothing that
+                matters.
 
         Returns:
             The outputs, which hold until the next run.
@@ -141,7 +149,7 @@ class GraphRunner:
         place = (name, key)
         graph = self._graphs.get(place)
         if graph is None:
-            graph = self._capture(place, body, idle)
+            graph = self._capture(place, body, idle())
         write(graph.inputs, inputs)
         graph.replay()
         return graph.outputs
@@ -149,11 +157,17 @@ class GraphRunner:
     def clear(self) -> None:
         """Forget every graph: tensors that they know are about to change."""
         self._graphs.clear()
+        self._pool = None  # workspaces that live in it would be taken for graphs by the next capture
 
     def _capture(self, place: tuple[str, Hashable], body: Callable[[Any], Any], example: Any) -> Any:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
-        graph = self._kind(body, example, self._pool)
+            self._stream = self._stream or torch.cuda.Stream()
+        try:
+            graph = self._kind(body, example, self._pool, self._stream)
+        except CaptureError:
+            self._pool = None
+            raise
         self._graphs[place] = graph
         return graph
 

@@ -11,7 +11,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape, auto_shape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 from eagle_kit.data.template import prompt_token_ids
 from eagle_kit.kernels.accept import Verifier
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
@@ -51,14 +51,16 @@ class LLM:
         ngram: how n-grams are matched, for ``"NGRAM"``.
         token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
             2502.14856); EAGLE-3 heads bring their own.
-        shape: ``steps,topk,tokens``; default with a draft: ``auto_shape``. :meth:`generate` may
-            choose another.
+        shape: ``steps,topk,tokens``, or several by batch size (``ShapeTable``); default with a draft:
+            ``auto_shape``. :meth:`generate` may choose another.
         max_batch_size: most requests decoded together.
         max_context: most tokens of prompt and reply; default the target's context, at most 8,192.
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and remember the keys of common beginnings.
         prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8,192 on a GPU.
         kv_tokens: tokens that the pool holds; default what the batch needs, or what fits.
+        kv_dtype: of keys and values in the pool: ``"auto"`` is the model's, ``"fp8_e4m3"`` takes half of its
+            bytes or less. LOSSY: the text is close to that of another dtype, not equal.
         lag: steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU.
         batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on
             a GPU.
@@ -84,13 +86,14 @@ class LLM:
         algorithm: str = "auto",
         ngram: NgramOptions | None = None,
         token_map: str | Path | None = None,
-        shape: str | SpecShape | None = None,
+        shape: str | SpecShape | ShapeTable | None = None,
         max_batch_size: int = 8,
         max_context: int | None = None,
         page_size: int = 16,
         prefix_cache: bool = True,
         prefill_tokens: int | None = None,
         kv_tokens: int | None = None,
+        kv_dtype: str = "auto",
         lag: int | None = None,
         batch_sizes: Sequence[int] | None = None,
         dtype: str = "auto",
@@ -118,6 +121,8 @@ class LLM:
             from eagle_kit.models.source import load_tokenizer, resolve_target
 
             place = _device(device)
+            if place.startswith("cuda:"):
+                torch.cuda.set_device(place)  # graphs and kernels run on the current device
             folder = resolve_target(str(target))
             self._target_name = folder
             self.target = load_target(folder, dtype=_dtype(dtype, place), device=place)
@@ -128,7 +133,9 @@ class LLM:
         self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
         self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens
         self.seed = seed
-        on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        weight = self.target.embed_tokens.weight
+        self.kv_dtype = _kv_dtype(kv_dtype, weight.device)
+        on_gpu = weight.device.type == "cuda"
         if graph_mode not in (None, "off") and not on_gpu:
             raise UserError(
                 f"CUDA graphs (graph mode {graph_mode}) need a GPU, and the target is on the CPU.",
@@ -151,8 +158,8 @@ class LLM:
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
-        self.default_shape = NO_SPECULATION
-        self._wanted_shape = None if shape is None else SpecShape.parse(shape)
+        self.default_shapes = ShapeTable.parse(NO_SPECULATION)
+        self._wanted_shapes = None if shape is None else ShapeTable.parse(shape)
         self._ngram_options = ngram or NgramOptions()
         self.set_draft(draft, algorithm=algorithm, token_map=token_map)
 
@@ -193,8 +200,8 @@ class LLM:
             if isinstance(self.draft, HeadDraft):
                 self.head = self.draft.head
             self._check_modules()
-        if self._wanted_shape is not None:
-            self.default_shape = self._wanted_shape
+        if self._wanted_shapes is not None:
+            self.default_shapes = self._wanted_shapes
         else:
             drafts = NO_SPECULATION
             if self.draft is not None:
@@ -203,7 +210,7 @@ class LLM:
                 drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
                 if (modules := self.draft.num_modules) > 1:
                     drafts = SpecShape(modules, 1, modules + 1)
-            self.default_shape = NGRAM_SHAPE if self._uses_ngram else drafts
+            self.default_shapes = ShapeTable.parse(NGRAM_SHAPE if self._uses_ngram else drafts)
 
     def _check_modules(self) -> None:
         """Raise UserError where several modules, one for each step, cannot draft as asked."""
@@ -215,21 +222,28 @@ class LLM:
                 f"The draft has {self.draft.num_modules} modules, which draft plain chains only.",
                 "Leave static trees and sampled drafts out.",
             )
-        if self._wanted_shape is not None:
-            self._check_shape(self._wanted_shape)
+        if self._wanted_shapes is not None:
+            self._check_shapes(self._wanted_shapes)
 
-    def _check_shape(self, shape: SpecShape) -> None:
+    def _check_shapes(self, shapes: ShapeTable) -> None:
         """Raise UserError for a shape that the draft cannot fill."""
         modules = 1 if self.draft is None else self.draft.num_modules
-        if modules > 1 and shape.steps and (shape.topk > 1 or shape.steps > modules):
-            raise UserError(
-                f"The shape {shape} was given for a draft of {modules} modules, one a step of a chain.",
-                f"Use a chain of at most {modules} steps, such as {SpecShape(modules, 1, modules + 1)}.",
-            )
+        for shape in shapes.shapes:
+            if modules > 1 and shape.steps and (shape.topk > 1 or shape.steps > modules):
+                raise UserError(
+                    f"The shape {shape} was given for a draft of {modules} modules, one a step of a chain.",
+                    f"Use a chain of at most {modules} steps, such as {SpecShape(modules, 1, modules + 1)}.",
+                )
 
-    def engine(self, shape: SpecShape | None = None) -> Engine:
-        """The engine, set to ``shape`` or the default one; its memory is taken on first use."""
+    @property
+    def default_shape(self) -> SpecShape:
+        """The shape of a single request when :meth:`generate` names none."""
+        return self.default_shapes.at(1)
+
+    def engine(self, shape: SpecShape | ShapeTable | None = None) -> Engine:
+        """The engine, set to ``shape`` or the default ones; its memory is taken on first use."""
         if self._engine is None:
+            ngram = self._ngram_options if self._uses_ngram else None
             room = MAX_WINDOW * (self._policies["lag"] + 1) + 2
             self.memory_plan = plan_memory(
                 self.target,
@@ -237,7 +251,10 @@ class LLM:
                 max_running=self.max_batch_size,
                 wanted_tokens=self.max_batch_size * (self.max_context + room + self.page_size),
                 kv_tokens=self.kv_tokens,
-                window=self.default_shape.tokens,
+                window=self.default_shapes.tokens,
+                ngram_log=ngram.max_bytes if ngram is not None else 0,
+                prefill_tokens=self._policies["prefill_tokens"],
+                kv_dtype=self.kv_dtype,
             )
             self._fit_context(self.memory_plan.kv_tokens)
             options = EngineOptions(
@@ -245,6 +262,7 @@ class LLM:
                 max_context=self.max_context,
                 kv_tokens=self.memory_plan.kv_tokens,
                 page_size=self.page_size,
+                kv_dtype=self.kv_dtype,
                 batch_sizes=_batch_sizes(self._batch_sizes, self.max_batch_size, self._on_gpu),
                 **self._policies,
             )
@@ -252,11 +270,10 @@ class LLM:
             if self.tokenizer is not None:
                 ends = self.config.eos_token_ids
                 grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
-            ngram = self._ngram_options if self._uses_ngram else None
             self._engine = Engine(self.target, self.draft, options, grammars, ngram)
-        wanted = self.default_shape if shape is None else shape
-        self._check_shape(wanted)
-        if self._engine.shape != wanted:
+        wanted = self.default_shapes if shape is None else ShapeTable.parse(shape)
+        self._check_shapes(wanted)
+        if self._engine.shapes != wanted:
             self._engine.use_shape(wanted)
         return self._engine
 
@@ -300,7 +317,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
-        shape: str | SpecShape | None = None,
+        shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
@@ -309,7 +326,7 @@ class LLM:
         Args:
             prompts: see :meth:`tokenize`.
             params: the same for all; default greedy, 256 tokens.
-            shape: speculation shape of this call.
+            shape: speculation shape of this call, or several by batch size.
             progress: show a progress bar.
             on_finish: called with (index, reply) as replies finish.
 
@@ -320,7 +337,7 @@ class LLM:
         if isinstance(prompts, str):
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
         params = params or SamplingParams()
-        engine = self.engine(self.default_shape if shape is None else SpecShape.parse(shape))
+        engine = self.engine(None if shape is None else ShapeTable.parse(shape))
         requests = [self.make_request(prompt, params) for prompt in prompts]
         for i, request in enumerate(requests):
             try:
@@ -381,6 +398,20 @@ def _dtype(name: str, device: str) -> torch.dtype:
     if name not in dtypes:
         raise UserError(f"The dtype {name!r} is not known.", f"Use auto, {', '.join(dtypes)}.")
     return dtypes[name]
+
+
+def _kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """Of the pool; None for the model's."""
+    if name not in ("auto", "fp8_e4m3"):
+        raise UserError(f"The key-value dtype {name!r} is not known.", "Use auto or fp8_e4m3.")
+    if name == "auto":
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            "Keys and values in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or later.",
+            "Leave the key-value dtype at auto.",
+        )
+    return torch.float8_e4m3fn
 
 
 def _device(name: str) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import DraftModel
 
@@ -30,7 +31,9 @@ class MemoryPlan:
         kv_tokens: tokens that the pool holds.
         bytes_per_token: of the pool, target and draft together.
         weights, scratch, logits: bytes.
+        activations: bytes of a layer's tensors in the largest prefill step.
         free: bytes that were free before the pool, weights already there.
+        ngram_log: bytes of host memory that a full log of n-grams takes.
     """
 
     kv_tokens: int
@@ -39,6 +42,8 @@ class MemoryPlan:
     scratch: int
     logits: int
     free: int
+    ngram_log: int = 0
+    activations: int = 0
 
     @property
     def pool(self) -> int:
@@ -46,12 +51,14 @@ class MemoryPlan:
         return self.kv_tokens * self.bytes_per_token
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch, "logits": self.logits}
+        parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch}
+        parts |= {"logits": self.logits, "activations": self.activations}
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
         return (
             f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
-            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free"
+            f"{self.bytes_per_token / 1e3:.1f} kB; {self.free / 1e9:.1f} GB were free{log}"
         )
 
 
@@ -63,6 +70,9 @@ def plan_memory(
     wanted_tokens: int,
     kv_tokens: int | None,
     window: int = 16,
+    ngram_log: int = 0,
+    kv_dtype: torch.dtype | None = None,
+    prefill_tokens: int = 0,
 ) -> MemoryPlan:
     """Size the pool.
 
@@ -71,32 +81,47 @@ def plan_memory(
         wanted_tokens: what lets every request reach the context's end; the pool gets this, or what fits.
         kv_tokens: the pool's size when the user gave one.
         window: N that logits are computed for.
+        ngram_log: bytes of host memory that a full log of n-grams takes.
+        kv_dtype: of the pool; None takes the model's.
+        prefill_tokens: most tokens of a prefill step.
 
     Raises:
         UserError: the given size does not fit into the free memory.
     """
     config, weight = target.config, target.embed_tokens.weight
     values = config.cache.values_per_token + (0 if draft is None else draft.cache.values_per_token)
-    per_token = values * weight.element_size()
+    per_token = values * (kv_dtype or weight.dtype).itemsize
     scratch = per_token * max_running * MAX_WINDOW
     logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
+    activations = prefill_tokens * _values_per_row(config) * weight.element_size()
+    needed = scratch + logits + activations
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
-    room = int(FREE_SHARE[weight.device.type] * free) - scratch - logits
+    if weight.device.type == "cpu":
+        free = max(0, free - ngram_log)
+    room = int(FREE_SHARE[weight.device.type] * free) - needed
     if kv_tokens is None and room < per_token:
         raise UserError(
-            f"{free / 1e9:.2f} GB are free, and {(scratch + logits) / 1e9:.2f} GB are needed before a token.",
-            "Free memory, or lower the batch size.",
+            f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token.",
+            "Free memory, or lower the batch size or the tokens of a prefill step"
+            + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
         kv_tokens = max(1, min(wanted_tokens, room // per_token))
-    elif kv_tokens * per_token > free - scratch - logits:
+    elif kv_tokens * per_token > free - needed:
         raise UserError(
             f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free.",
             "Lower kv_tokens.",
         )
-    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free)
+    return MemoryPlan(kv_tokens, per_token, weights, scratch, logits, free, ngram_log, activations)
+
+
+def _values_per_row(config: TargetConfig) -> int:
+    """Values of a token that are there at once in a layer: the residual stream, a sum, its norm, captured
+    states, and queries, keys, values and their mix, or the MLP's gate, up, and product."""
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size)
 
 
 def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:

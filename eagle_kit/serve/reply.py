@@ -1,7 +1,7 @@
 """One reply as its reader sees it: deltas until the finish reason, or what went wrong."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,10 +53,14 @@ class Reply:
     the finish reason.
 
     :meth:`close` may be called at any time, any number of times; it aborts what has not finished.
+
+    Attributes:
+        company: the replies that were added together, this one among them; they are answered together.
     """
 
     def __init__(self, request: "Request", abort: Callable[["Reply"], None]) -> None:
         self.request = request
+        self.company: Sequence[Reply] = (self,)
         self.finish_reason: str | None = None
         self._abort = abort
         self._news = asyncio.Event()
@@ -90,9 +94,11 @@ class Reply:
             self._abort(self)
 
     def put(self, news: "Delta | Exception") -> None:
-        """Called on the loop only."""
+        """Called on the loop only. Nothing follows an error."""
+        if self._error is not None:
+            return
         if isinstance(news, Exception):
-            self._error = self._error or news
+            self._error = news
         else:
             self.finish_reason = news.finish_reason
             if self._unread is None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.request import MAX_LOGPROBS, SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.kernels.accept import Deterministic, Relaxed, TargetOnly, Verifier
+from eagle_kit.kernels.linear.choice import MACHINE
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.choose import choose
@@ -28,14 +30,14 @@ from eagle_kit.serve.cycle import (
     verify,
 )
 from eagle_kit.serve.grammar import allowed_tokens
-from eagle_kit.serve.graph import GraphRunner, HostCopy, to_device
+from eagle_kit.serve.graph import GraphRunner, HostCopy, map_tensors
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.draft_model import DraftModel
 from eagle_kit.speculation.drafter import Draft, Drafter
 from eagle_kit.speculation.modules import ModulesDrafter
-from eagle_kit.speculation.ngram import NgramIndex, to_tree
+from eagle_kit.speculation.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.paged_latents import open_store
 from eagle_kit.speculation.paged_store import Segment
 from eagle_kit.speculation.static_tree import drafter_class
@@ -46,13 +48,13 @@ COLUMN_BUCKET = 64
 class Results(NamedTuple):
     """Tokens on their way to the host, for ``requests`` if they are still in ``epochs``: ``copy`` of
     (``tokens`` int64 ``[B, n]``, how many of each row are new ``[B]``, ``Logprobs`` or None). ``is_verify``
-    is False for first tokens. ``num_drafts`` a request, None when they fill the window."""
+    is False for first tokens. ``num_drafts`` of each request were verified."""
 
     requests: list[Request]
     epochs: list[int]
     copy: HostCopy
     is_verify: bool
-    num_drafts: list[int] | None = None
+    num_drafts: Sequence[int] = ()
 
 
 class CycleInputs(NamedTuple):
@@ -73,6 +75,7 @@ class Runner:
         num_pages, page_size: of the pool.
         max_pages: most pages of one request.
         batch_sizes: batches are padded to the next of these with dummies.
+        kv_dtype: of the stores; None takes the models' own.
         tree: ``"dynamic"`` (EAGLE-2), or ``"static"`` (EAGLE-1).
         sampled_drafts: draw drafts from the draft's law instead of taking its most likely tokens.
         verifier: decides on drafts of requests that sample; default the lossless one for the draft's law.
@@ -88,6 +91,7 @@ class Runner:
         page_size: int,
         max_pages: int,
         batch_sizes: Sequence[int],
+        kv_dtype: torch.dtype | None = None,
         tree: str = "dynamic",
         sampled_drafts: bool = False,
         verifier: Verifier | None = None,
@@ -105,6 +109,7 @@ class Runner:
             max_batch_size=self.num_slots,
             window=MAX_WINDOW,
             dtype=weight.dtype,
+            store_dtype=kv_dtype,
             device=weight.device,
         )
         self._drafter: Drafter | None = None
@@ -116,28 +121,29 @@ class Runner:
                 num_pages=num_pages,
                 page_size=page_size,
                 max_batch_size=self.num_slots,
+                kv_dtype=kv_dtype,
             )
         self._verifier = verifier
-        self.use_shape(SpecShape.parse(None))
+        self.use_shape(ShapeTable.parse(NO_SPECULATION))
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter of the current shape; None in ordinary decoding."""
-        return self._drafter if self.shape.steps else None
+        """The drafter of the current shapes; None in ordinary decoding."""
+        return self._drafter if self.shapes.steps else None
 
-    @property
-    def verifier(self) -> Verifier:
+    def verifier(self, shape: SpecShape) -> Verifier:
         """What decides on drafts of requests that sample. Windows that no model drafted are deterministic."""
-        kinds = (TargetOnly, Relaxed) if self.drafter is None else self.drafter.verifiers
+        drawn = self.drafter is not None and shape.steps
+        kinds = self.drafter.verifiers if drawn and self.drafter is not None else (TargetOnly, Relaxed)
         fits = self._verifier is not None and isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
-    def use_shape(self, shape: SpecShape) -> None:
-        """Speculate with ``shape`` from now on; nothing may be running."""
-        self.shape = shape
+    def use_shape(self, shapes: ShapeTable) -> None:
+        """Speculate with ``shapes`` from now on; nothing may be running."""
+        self.shapes = shapes
         self.graphs.clear()
         self.slots = Slots(
-            self.num_slots, self.max_pages, self.kv.dummy_page, self.drafter, shape.topk, self.device
+            self.num_slots, self.max_pages, self.kv.dummy_page, self.drafter, shapes.topk, self.device
         )
         self._batch: tuple[tuple[tuple[int, int], ...], SamplingBatch | None] = ((), None)
 
@@ -170,7 +176,7 @@ class Runner:
             following[rows] = roots
         draft = None
         if self.drafter is not None:
-            draft = self.drafter.prefill(out, tokens, following, segments, rows, self.shape.topk)
+            draft = self.drafter.prefill(out, tokens, following, segments, rows, self.shapes.topk)
         if results is None:
             return None
         slots = self._tensor([request.slot for request in finished])
@@ -213,39 +219,44 @@ class Runner:
         size = next(size for size in self.batch_sizes if size >= len(requests))
         padding = [self.slots.dummy] * (size - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
-        steps, topk, tokens = self.shape
+        shape = self.shapes.at(size)
+        steps, topk, tokens = shape
         lookback = self.drafter.lookback if self.drafter is not None else 0
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
-        columns = self._columns(columns)
-        settings = Settings(self.shape, columns, self._num_logprobs(requests), self.verifier)
+        settings = self._settings(shape, self._columns(columns), self._num_logprobs(requests))
         sampling = self._sampling(requests, len(padding))
-        tree = self._ngram_tree(requests, len(padding), ngram) if ngram is not None and steps else None
+        tree, num_drafts = None, [tokens - 1] * len(requests)
+        if ngram is not None and steps:
+            found = self._ngram_draft(requests, len(padding), ngram, shape)
+            tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
         outputs = self._run(requests, CycleInputs(rows, sampling), settings, tree)
         epochs = [request.epoch for request in requests]
-        num_drafts = None
-        if tree is not None:  # an unused node is its own parent, and so is the root
-            own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
-            num_drafts = (tree.parents != own).sum(1).tolist()
         return Results(requests, epochs, HostCopy(outputs), True, num_drafts)
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Capture the graphs of greedy batches and of batches that draw, the largest first -> how many."""
+        """Capture the graphs of greedy batches and of batches that draw, the largest first -> how many. Forms
+        of linear layers are chosen by measurements before that."""
         if self.graphs.mode != "cycle":
             return 0
-        settings = Settings(self.shape, self._columns(0), None, self.verifier)
         for size in sorted(self.batch_sizes, reverse=True):
+            settings = self._settings(self.shapes.at(size), self._columns(0), None)
             rows = self._tensor([self.slots.dummy] * size)
-            drawn = make_sampling_batch(
-                [SamplingParams(temperature=1.0)] * size,
-                [[]] * size,
-                [0] * size,
-                self.target.config.vocab_size,
-                self.device,
-            )
-            for sampling in (None, drawn):
-                self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
+            laws = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
+            for params in (None, *laws):
+                sampling = None if params is None else self._warm_law(params, size)
+                with MACHINE.measuring():
+                    self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
         return self.graphs.num_graphs
+
+    def _warm_law(self, params: SamplingParams, size: int) -> SamplingBatch:
+        vocab = self.target.config.vocab_size
+        return _widened(
+            make_sampling_batch([params] * size, [[]] * size, [0] * size, vocab, self.device), vocab
+        )
+
+    def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> Settings:
+        return Settings(shape, num_columns, num_logprobs, self.verifier(shape), self.shapes.topk)
 
     def _columns(self, least: int) -> int:
         """A bound on the columns of a window, of few different values: shapes repeat. Kernels on a GPU read
@@ -276,13 +287,16 @@ class Runner:
         if self.graphs.mode != "phases":
             return self._part("verify and observe", self._verify_and_observe, inputs, settings)
         verified = self._part("verify", self._verify, inputs, settings)
+        # Graphs share memory, and that of the observation may have been captured before this verification.
+        outputs = verified.accepted.tokens, verified.num_emitted, verified.logprobs
+        outputs = map_tensors(torch.clone, outputs)
         self._part(
             "observe",
             self._observe,
             CycleInputs(inputs.rows, inputs.sampling, None, None, verified),
             settings,
         )
-        return verified.accepted.tokens, verified.num_emitted, verified.logprobs
+        return outputs
 
     def _part(self, name: str, body: Any, inputs: CycleInputs, settings: Settings) -> Any:
         """Run a part of the cycle, as a graph where there are graphs. Rare laws have none: there would be one
@@ -296,7 +310,10 @@ class Runner:
             None if inputs.draft is None else (type(inputs.draft.proposal), inputs.draft.tree.tokens.shape)
         )
         key = (len(inputs.rows), settings, laws, drafts, inputs.allowed is not None)
-        idle = inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
+
+        def idle() -> CycleInputs:
+            return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
+
         return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle)
 
     def _cycle(
@@ -338,11 +355,12 @@ class Runner:
             sampling = sampling._replace(counts=self.slots.counts[inputs.rows])
         return self.slots.gather(inputs.rows), sampling
 
-    def _ngram_tree(self, requests: list[Request], padding: int, ngram: NgramIndex) -> Tree:
+    def _ngram_draft(
+        self, requests: list[Request], padding: int, ngram: NgramIndex, shape: SpecShape
+    ) -> NgramDraft:
         window = ngram.options.max_match_window_size
         contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
-        steps, _, num_tokens = self.shape
-        return to_tree(ngram.propose([*contexts, *[[0]] * padding], num_tokens, steps), self.device)
+        return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps)
 
     def set_pages(self, request: Request) -> None:
         """Bring the device's page table of a request up to date."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.cycle import CycleState
-from eagle_kit.serve.graph import to_device
 from eagle_kit.speculation.drafter import Drafter, DraftState
 
 

@@ -9,6 +9,7 @@ forgotten with the cycle.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from eagle_kit.kernels.accept import Accepted, Deterministic, Proposal, Relaxed,
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_head import MAX_TOPK, draft_topk
 from eagle_kit.kernels.sampling import SamplingBatch
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.llama import TargetOutput
@@ -49,10 +51,18 @@ class Drafter:
     Args:
         vocab_size: V of the target.
         num_pages, page_size: of the pool that the target's store shares with this one.
+        kv_dtype: of the store; None takes the model's.
     """
 
     def __init__(
-        self, model: DraftModel, *, vocab_size: int, num_pages: int, page_size: int, max_batch_size: int
+        self,
+        model: DraftModel,
+        *,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.kv = open_store(
@@ -63,6 +73,7 @@ class Drafter:
             window=MAX_WINDOW,
             first_slot=model.first_slot,
             dtype=model.dtype,
+            store_dtype=kv_dtype,
             device=model.device,
         )
 
@@ -100,6 +111,7 @@ class Drafter:
         Args:
             sampling: the laws of the requests; this drafter proposes the same whatever they are.
         """
+        state = state._replace(tokens=state.tokens[:, : shape.topk], scores=state.scores[:, : shape.topk])
         grow = self._grow_chain if shape.topk == 1 else self._grow_tree
         return Draft(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
 
@@ -197,21 +209,20 @@ class Drafter:
         """
         features = self.model.features(out.hidden, out.aux)
         rows, tokens, slots, mine = [], [], [], []
+        arange = partial(torch.arange, device=features.device)
         at = 0
         for table, start, stop, _ in segments:
             count = stop - start
             # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
             head = 1 if start == 0 and self.model.first_slot == 0 else 0
             first = start + 1 - head
-            rows += [torch.arange(at, at + head), torch.arange(at, at + count)]
+            rows += [arange(at, at + head), arange(at, at + count)]
             tokens += [ids[at : at + head], next_ids[at : at + count]]
-            slots.append(torch.arange(first, stop + 1))
+            slots.append(arange(first, stop + 1))
             mine.append(Segment(table, first, stop + 1, first))
             at += count
-        index = torch.cat(rows).to(features.device)
         attend = self.kv.prefill_attend(mine)
-        where = torch.cat(slots).to(features.device)
-        states = self.model.step(features[index], torch.cat(tokens), where, attend)
+        states = self.model.step(features[torch.cat(rows)], torch.cat(tokens), torch.cat(slots), attend)
         return self._state(states[_row_of(mine, segments, last)], topk)
 
     def _state(self, out: torch.Tensor, topk: int) -> DraftState:
@@ -248,5 +259,5 @@ def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tens
         at += segment.stop - segment.start
         shift.append(extra)
         bounds.append(at)
-    segment_of = torch.searchsorted(torch.tensor(bounds, device=last.device), last, right=True)
-    return last + torch.tensor(shift, device=last.device)[segment_of]
+    segment_of = torch.searchsorted(to_device(bounds, last.device), last, right=True)
+    return last + to_device(shift, last.device)[segment_of]

@@ -43,7 +43,14 @@ class ModulesDrafter(Drafter):
     model: HeadDraft
 
     def __init__(
-        self, model: HeadDraft, *, vocab_size: int, num_pages: int, page_size: int, max_batch_size: int
+        self,
+        model: HeadDraft,
+        *,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.lookback = model.num_modules - 1
@@ -56,6 +63,7 @@ class ModulesDrafter(Drafter):
                 window=MAX_WINDOW,
                 first_slot=model.first_slot + module,
                 dtype=model.dtype,
+                store_dtype=kv_dtype,
                 device=model.device,
             )
             for module in range(model.num_modules)

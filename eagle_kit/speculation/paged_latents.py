@@ -15,6 +15,7 @@ import torch
 
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
 from eagle_kit.models.mla import LatentAttend, LatentHeads
@@ -42,6 +43,7 @@ class PagedLatents(PagedStore):
         window: int,
         first_slot: int = 0,
         dtype: torch.dtype = torch.float32,
+        store_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(
@@ -50,11 +52,12 @@ class PagedLatents(PagedStore):
             max_batch_size=max_batch_size,
             window=window,
             first_slot=first_slot,
+            dtype=dtype,
             device=device,
         )
         self.spec = spec
         shape = (spec.num_layers, self.num_rows, spec.latent_dim + spec.rope_dim)
-        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, None]:
@@ -92,7 +95,7 @@ class _WindowAttend(_LatentAttend):
 
     def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held, spec = self.store.rows[layer], self.store.spec
-        held.index_copy_(0, self.rows, rows)
+        store(held[None], self.rows, rows[:, None], 1.0)
         nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)
         out = mla_window_attention(nodes, held, self.plan, spec.scale, latent_dim=spec.latent_dim)
         return heads.project(out.flatten(0, 1))
@@ -108,10 +111,22 @@ class _PrefillAttend(_LatentAttend):
 
     def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held = self.store.rows[layer]
-        held.index_copy_(0, self.written, rows)
+        store(held[None], self.written, rows[:, None], 1.0)
+        if held.dtype != rows.dtype:  # a prompt in chunks is computed as if it were whole
+            rounded = torch.empty_like(rows, dtype=held.dtype)
+            store(rounded[None], torch.arange(len(rows), device=rows.device), rows[:, None], 1.0)
+            rows = rounded.to(rows.dtype)
         out = []
         parts = zip(q.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
         for my_q, my_rows, before in parts:
-            k, v = heads.expand(torch.cat((held[before], my_rows)) if before.numel() else my_rows)
+            k, v = heads.expand(
+                torch.cat((_take(held, before, rows.dtype), my_rows)) if before.numel() else my_rows
+            )
             out.append(prefill_attention(my_q, k, v, self.store.spec.scale))
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _take(held: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``held[rows]`` as ``dtype``; torch cannot index fp8."""
+    raw = held.view(torch.uint8) if held.element_size() == 1 else held
+    return raw[rows].view(held.dtype).to(dtype)

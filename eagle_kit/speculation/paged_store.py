@@ -38,6 +38,7 @@ class PagedStore(ABC):
 
     Args:
         first_slot: how many slots at the front of a request hold nothing and are not attended to.
+        dtype: of queries, keys and values. A store may be of another one: fp8 e4m3, which saturates.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class PagedStore(ABC):
         max_batch_size: int,
         window: int,
         first_slot: int,
+        dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.page_size, self.window, self.first_slot = page_size, window, first_slot
-        self.device = torch.device(device)
+        self.dtype, self.device = dtype, torch.device(device)
         self.dummy_page = num_pages
         self.num_slots = (num_pages + 1) * page_size
         self.dummy_row = self.num_slots + max_batch_size * window
@@ -140,7 +142,7 @@ class PagedStore(ABC):
             ancestors=ancestors,
             num_columns=num_columns,
             dummy_row=self.dummy_row,
-            dtype=self.tensors[0].dtype,
+            dtype=self.dtype,
         )
         return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
 

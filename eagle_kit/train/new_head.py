@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_kit.checkpoints.mtp import check_family, load_mtp
+from eagle_kit.checkpoints.mtp import check_family, has_modules, load_mtp
 from eagle_kit.checkpoints.validate import template_hash
 from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
@@ -123,6 +123,8 @@ def _new_modules(
 ) -> MTPHead:
     """MTP modules of the target's checkpoint, copied from its last layer, or at random."""
     has, init = target.config.num_mtp_layers, config.init
+    if has and not has_modules(folder):
+        has = 0
     if init == "auto":
         init = "checkpoint" if has else "last-layer"
     if init == "checkpoint":

@@ -19,13 +19,14 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
-from eagle_kit.kernels.ttt_attention import QueryBlock, plan_rows, ttt_attention
+from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import supervised_rows, teacher_of, token_of
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
 
-LOSS_BLOCK = 512
-"""Rows of step 0 whose teacher distributions exist together."""
+LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
+"""Rows of step 0 whose teacher distributions exist together. A block also makes a gradient of the whole
+output weight and keeps it until the backward pass: fewer are better where there is memory for teachers."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class RowPlan:
     Attributes:
         rows: rows of each step, int64 ``[R_k]``, nested.
         kept: for k >= 1, where the rows of step k are among those of step k - 1, int64 ``[R_k]``.
-        blocks: attention plan of each step.
+        attention: attention plan of each step.
         needed: bool ``[T]``, positions that some row learns from.
         doc_start: int64 ``[T]``.
     """
 
     rows: list[torch.Tensor]
     kept: list[torch.Tensor]
-    blocks: list[list[QueryBlock]]
+    attention: list[QueryPlan]
     needed: torch.Tensor
     doc_start: torch.Tensor
 
@@ -126,7 +127,7 @@ def _run_steps(
     x, residual = layer.inputs(hidden, embeds)
     q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
     rows = plan.rows[0]
-    attended = _attention(q[rows], k0, v0, None, None, plan.blocks[0], scale)
+    attended = _attention(q[rows], k0, v0, None, None, plan.attention[0], scale)
     fed_back = head.feed_back(layer.finish(residual[rows], attended))
     outputs = [fed_back]
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -140,7 +141,7 @@ def _run_steps(
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
         own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
-        attended = _attention(q, k0, v0, own_k, own_v, plan.blocks[step], scale)
+        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
         fed_back = head.feed_back(layer.finish(residual, attended))
         outputs.append(fed_back)
     return outputs
@@ -173,7 +174,7 @@ def _attention(
     v: torch.Tensor,
     own_k: torch.Tensor | None,
     own_v: torch.Tensor | None,
-    blocks: list[QueryBlock],
+    plan: QueryPlan,
     scale: float,
 ) -> torch.Tensor:
     """``ttt_attention`` where values ``[T, Hkv, Dv]`` may be narrower than keys: zeros fill them up, and what
@@ -183,7 +184,7 @@ def _attention(
     size, width = v.shape[-1], k.shape[-1]
     if size < width:
         v, own_v = pad(v, (0, width - size)), pad(own_v, (0, width - own_v.shape[-1]))
-    return ttt_attention(q, k, v, own_k, own_v, blocks, scale)[..., :size]
+    return ttt_attention(q, k, v, own_k, own_v, plan, scale)[..., :size]
 
 
 def _loss(
@@ -203,9 +204,10 @@ def _loss(
     normed = [head.norm_for_head(out) for out in outputs]
     total = outputs[0].new_zeros((), dtype=torch.float32)
     first_rows = plan.rows[0]
-    for start in range(0, first_rows.shape[0], LOSS_BLOCK):
+    block = LOSS_BLOCK_ON_GPU if first_rows.is_cuda else LOSS_BLOCK
+    for start in range(0, first_rows.shape[0], block):
         low = int(first_rows[start])
-        high = int(first_rows[min(start + LOSS_BLOCK, first_rows.shape[0]) - 1])
+        high = int(first_rows[min(start + block, first_rows.shape[0]) - 1])
         h, at, weights, mine = [], [], [], []
         for step, rows in enumerate(plan.rows):
             inside = torch.nonzero((rows >= low) & (rows <= high))[:, 0]

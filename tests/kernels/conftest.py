@@ -10,7 +10,7 @@ def triton_device() -> str:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
-    from tests.kernels.interpreter_repair import repair
+    from eagle_kit.kernels.interpreter import repair
 
     repair()
     return "cpu"

@@ -11,8 +11,16 @@ from eagle_kit.kernels import selfcheck
 def test_every_operation_is_checked_and_right():
     checks = selfcheck.run_checks()
     folders = {path.parent.name for path in Path(eagle_kit.kernels.__file__).parent.glob("*/__init__.py")}
+    folders.remove("bench")
     assert {check.kernel for check in checks} == folders
     assert [check for check in checks if not check.ok] == []
+
+
+@pytest.mark.parametrize("name", ["paged_prefill_attention", "mla_window_attention", "small_linear"])
+def test_a_wrong_kernel_is_noticed(name, monkeypatch):
+    right = getattr(selfcheck, name)
+    monkeypatch.setattr(selfcheck, name, lambda *args, **options: right(*args, **options) * 1.02)
+    assert len([check for check in selfcheck.run_checks() if not check.ok]) == 1
 
 
 @pytest.mark.parametrize(

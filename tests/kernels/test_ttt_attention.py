@@ -15,11 +15,11 @@ def test_flash_form_equals_the_reference(length, own, block_rows):
     rows = torch.nonzero(torch.rand(length, generator=generator) < 0.7)[:, 0]
     shapes = [(rows.shape[0], 9, 16), (length, 3, 16), (length, 3, 16)] + [(rows.shape[0], 3, own, 16)] * 2
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    blocks = plan_rows(rows, doc_start, block_rows)
+    plan = plan_rows(rows, doc_start, block_rows)
     dout = torch.randn(shapes[0], generator=generator)
     expected = ttt_attention(*inputs, plan_rows(rows, doc_start), 0.25, backend="reference")
     wanted = torch.autograd.grad(expected, inputs, dout, materialize_grads=True)
-    out = ttt_attention(*inputs, blocks, 0.25, backend="cpu")
+    out = ttt_attention(*inputs, plan, 0.25, backend="cpu")
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(
         torch.autograd.grad(out, inputs, dout, materialize_grads=True), wanted, strict=True
@@ -40,9 +40,9 @@ def test_half_inputs_are_attended_in_fp32_and_come_back_as_they_were():
     rows, generator = torch.arange(7), torch.Generator().manual_seed(0)
     inputs = [torch.randn(7, 4, 8, generator=generator).bfloat16() for _ in range(3)]
     inputs += [torch.randn(7, 4, 2, 8, generator=generator).bfloat16() for _ in range(2)]
-    blocks = plan_rows(rows, torch.zeros_like(rows))
+    plan = plan_rows(rows, torch.zeros_like(rows))
     with torch.autocast("cpu", torch.bfloat16):
-        out = ttt_attention(*inputs, blocks, 0.3)
-    exact = ttt_attention(*(x.float() for x in inputs), blocks, 0.3, backend="reference")
+        out = ttt_attention(*inputs, plan, 0.3)
+    exact = ttt_attention(*(x.float() for x in inputs), plan, 0.3, backend="reference")
     torch.testing.assert_close(out.float(), exact, rtol=0.01, atol=0.01)
     assert out.dtype == torch.bfloat16

@@ -1,5 +1,7 @@
 """The whole decode cycle runs on fake tensors, where any host read or data-dependent shape raises."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
@@ -7,12 +9,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import Deterministic, Rejection, Relaxed
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
-from eagle_kit.serve.cycle import Settings, cycle
+from eagle_kit.serve.cycle import Settings, cycle, verify_cycle
 from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.llm import EAGLE1_SHAPE
 from eagle_kit.speculation.draft_model import Eagle3Draft
+from eagle_kit.speculation.drafter import Draft
+from eagle_kit.speculation.ngram import NgramIndex, to_tree
 
+BATCH = 3
 LAWS = {
     "greedy": None,
     "sampled": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
@@ -24,27 +31,76 @@ LAWS = {
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"])
 def test_the_cycle_needs_no_host(shape, law, backend):
+    _trace(backend, law, shape)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("4,1,5", {"sampled_drafts": True}),
+        ("4,1,5", {"sampled_drafts": True, "verifier": Rejection()}),
+        (str(EAGLE1_SHAPE), {"tree": "static"}),
+        (str(EAGLE1_SHAPE), {"tree": "static", "sampled_drafts": True}),
+        ("5,4,16", {"verifier": Relaxed(0.5, 0.9)}),
+    ],
+    ids=["block", "rejection", "static", "static drawn", "relaxed"],
+)
+def test_no_policy_needs_the_host(shape, options, law, backend):
+    _trace(backend, law, shape, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("law", LAWS)
+def test_the_half_behind_a_window_from_the_host_needs_no_host(law, backend):
+    """Windows that text was looked up for, with a grammar's masks."""
+    target, engine, shape, settings = _engine("5,4,16")
+    ngram = NgramIndex()
+    ngram.insert(0, [1, 2, 3, 4, 1, 2, 5] * 3)
+    tree = to_tree(ngram.propose([[1, 2], [4, 1], [9]], shape.tokens, shape.steps), torch.device("cpu"))
+    allowed = torch.rand(BATCH, shape.tokens, target.config.vocab_size) < 0.5
+    with _traced(backend):
+        state = engine.runner.slots.gather(torch.arange(BATCH))._replace(draft=None)
+        draft = Draft(tree, Deterministic())
+        out = verify_cycle(
+            target, engine.runner.kv, None, state, draft, settings, _laws(law, target), allowed
+        )
+    assert out.tokens.shape == (BATCH, shape.steps + 1)
+
+
+def _trace(backend: str, law: str, shape: str, **options) -> None:
+    target, engine, shape, settings = _engine(shape, **options)
+    runner = engine.runner
+    with _traced(backend):
+        state = runner.slots.gather(torch.arange(BATCH))
+        out = cycle(target, runner.kv, runner.drafter, state, settings, _laws(law, target))
+    assert out.tokens.shape == (BATCH, shape.steps + 1)
+    assert out.logprobs.ids.shape == (BATCH, shape.steps + 1, 3)
+    assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
+
+
+def _engine(shape: str, **options):
+    target, shape = tiny_target(), SpecShape.parse(shape)
+    options = EngineOptions(max_running=BATCH, max_context=128, kv_tokens=600, **options)
+    engine = Engine(target, Eagle3Draft(tiny_head(target), target), options)
+    engine.use_shape(shape)
+    return target, engine, shape, Settings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier(shape))
+
+
+def _laws(law: str, target):
+    if LAWS[law] is None:
+        return None
+    vocab, device = target.config.vocab_size, torch.device("cpu")
+    return make_sampling_batch([LAWS[law]] * BATCH, [[1, 2]] * BATCH, [7] * BATCH, vocab, device)
+
+
+@contextmanager
+def _traced(backend: str):
     if backend == "triton":
         pytest.importorskip("triton")
-    target, batch = tiny_target(), 3
-    options = EngineOptions(max_running=batch, max_context=128, kv_tokens=600)
-    engine = Engine(target, Eagle3Draft(tiny_head(target), target), options)
-    shape = SpecShape.parse(shape)
-    engine.use_shape(shape)
-    runner, vocab = engine.runner, target.config.vocab_size
-    params = LAWS[law]
     with torch.no_grad(), use(backend), FakeTensorMode(allow_non_fake_inputs=True):
-        sampling = None
-        if params is not None:
-            sampling = make_sampling_batch(
-                [params] * batch, [[1, 2]] * batch, [7] * batch, vocab, torch.device("cpu")
-            )
-        state = runner.slots.gather(torch.arange(batch))
-        settings = Settings(shape, 192, num_logprobs=3)
-        out = cycle(target, runner.kv, runner.drafter, state, settings, sampling)
-    assert out.tokens.shape == (batch, shape.steps + 1)
-    assert out.logprobs.ids.shape == (batch, shape.steps + 1, 3)
-    assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
+        yield
 
 
 def test_the_trace_would_notice_a_host_read():

@@ -8,13 +8,15 @@ from tiny_engine import PROMPTS, decode, make_engine, serve
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
-from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.drafter import Draft
+from eagle_kit.speculation.ngram import NgramOptions
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
@@ -247,3 +249,45 @@ def test_a_reply_that_can_never_fit_is_refused(models):
     engine = make_engine(models, kv_tokens=64)
     with pytest.raises(UserError, match="do not fit"):
         engine.add_request(Request(0, [1] * 40, SamplingParams(max_tokens=60)))
+
+
+ADAPTIVE = "5,4,16 2:4,1,5 3:1,2,3 4:none"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (ADAPTIVE, {"lag": 0}),
+        (ADAPTIVE, {"lag": 1}),
+        ("4,1,5 2:2,1,3 4:none", {"sampled_drafts": True, "lag": 1}),
+        (f"{EAGLE1_SHAPE} 3:none", {"tree": "static", "lag": 1}),
+    ],
+)
+def test_the_shape_may_follow_the_batch(models, shapes, options):
+    expected = decode(models, None, batch=4, max_tokens=60)
+    engine = make_engine(models, batch=4, **options)
+    table = ShapeTable.parse(shapes)
+    engine.use_shape(table)
+    used = set()
+    run = engine.runner._run
+    engine.runner._run = lambda requests, inputs, settings, tree: (
+        used.add((len(requests), settings.shape)) or run(requests, inputs, settings, tree)
+    )
+    requests = [Request(i, list(p), SamplingParams(max_tokens=20 + 10 * i)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    for i, request in enumerate(requests):
+        assert request.token_ids == expected[i].token_ids[: 20 + 10 * i]
+    assert {table.at(size) for size, _ in used} == set(table.shapes)
+    assert all(shape == table.at(size) for size, shape in used)
+
+
+def test_ngrams_may_follow_the_batch(models):
+    target, _ = models
+    expected = decode(models, None, batch=4)
+    options = EngineOptions(max_running=4, max_context=256, kv_tokens=2000)
+    engine = Engine(target, None, options, ngram=NgramOptions())
+    engine.use_shape(ShapeTable.parse("5,4,16 3:none"))
+    requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert [r.token_ids for r in requests] == [r.token_ids for r in expected]
+    assert engine.totals.num_draft_tokens > 0

@@ -116,7 +116,7 @@ def _pair_counts(models, count, **engine_options) -> torch.Tensor:
     params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)
     requests = [Request(i, [1, 2, 3], params) for i in range(count)]
     serve(engine, requests)
-    if engine.shape.steps:
+    if engine.shapes.steps:
         assert engine.totals.spec.accept_length > 1.3
     pairs = torch.tensor([r.token_ids[1] * 11 + r.token_ids[3] for r in requests])
     return torch.bincount(pairs, minlength=121).double()

@@ -1,18 +1,21 @@
-"""A hundred thousand random events: whatever arrives, stops, is aborted or sent back, no page and no token is
-lost. The models are replaced by random results; scheduler, prefix cache and engine are the real ones."""
+"""Two hundred thousand random events: whatever arrives, stops, is aborted or sent back, no page or token is
+lost. The models are replaced by random results; scheduler, prefix cache, n-gram log and engine are the real
+ones."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import tiny_target
 
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results
+from eagle_kit.speculation.ngram import NgramOptions
 
 STOP = 5
 
@@ -20,12 +23,14 @@ STOP = 5
 class RandomRunner:
     """Results of random length. It asserts what the device relies on: pages for all that is written."""
 
-    def __init__(self, seed: int, page_size: int, lag: int) -> None:
-        self.rng, self.page_size, self.lag = random.Random(seed), page_size, lag
-        self.shape, self.drafter = SpecShape.parse(None), None
+    def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool) -> None:
+        self.rng, self.page_size = random.Random(seed), page_size
+        self.shapes, self.drafter, self._drafter, self.pending = ShapeTable.parse(shape), None, None, ()
+        if shape.steps and not ngram:
+            self.drafter = object()  # asked only whether it is there
 
-    def use_shape(self, shape):
-        self.shape = shape
+    def use_shape(self, shapes):
+        self.shapes = shapes
 
     def _token(self):
         return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))
@@ -44,15 +49,43 @@ class RandomRunner:
         return Results(ended, [request.epoch for request in ended], HostCopy((tokens, counts, None)), False)
 
     def decode(self, requests, longest, ngram=None):
-        width = self.shape.steps + 1
+        shape = self.shapes.at(len(requests))
+        width = shape.steps + 1
+        num_drafts = [shape.tokens - 1] * len(requests)
+        if ngram is not None:
+            assert all(request.token_ids for request in requests)
+            contexts = [request.tokens(0, request.num_tokens) for request in requests]
+            draft = ngram.propose(contexts, shape.tokens, shape.steps)
+            assert [row[0] for row in draft.tokens] == [context[-1] for context in contexts]
+            num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
         assert len({request.slot for request in requests}) == len(requests)
         for request in requests:
             assert request.num_tokens - 1 <= longest
-            assert len(request.lease) * self.page_size >= request.num_tokens - 1 + (1 + self.lag) * width
+            unseen = sum(results.copy.wait()[0].shape[1] for results in self.pending if request in results[0])
+            assert len(request.lease) * self.page_size >= request.num_tokens - 1 + unseen + width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy((tokens, counts, None)), True)
+        return Results(requests, epochs, HostCopy((tokens, counts, None)), True, num_drafts)
+
+
+class RandomMatch:
+    """A grammar that ends, leads nowhere, or goes on, at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.is_complete, self.is_stuck = rng, False, False
+
+    def advance(self, tokens):
+        assert not (self.is_complete or self.is_stuck)
+        for count in range(1, len(tokens) + 1):
+            event = self.rng.random()
+            if event < 0.05:
+                self.is_complete = True
+                return count
+            if event < 0.06:
+                self.is_stuck = True
+                return count - 1
+        return len(tokens)
 
 
 def _prompt(rng: random.Random) -> list[int]:
@@ -61,18 +94,31 @@ def _prompt(rng: random.Random) -> list[int]:
     return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
 
 
-@pytest.mark.parametrize(("page_size", "lag", "shape"), [(1, 0, "5,4,16"), (4, 1, "4,1,5"), (16, 1, None)])
-def test_a_storm_of_events_loses_nothing(page_size, lag, shape):
+@pytest.mark.parametrize(
+    ("page_size", "lag", "shape", "with_ngram", "share_of_grammars"),
+    [
+        (1, 0, "5,4,16", False, 0.0),
+        (4, 1, "4,1,5", False, 0.0),
+        (16, 1, None, False, 0.0),
+        (4, 1, "5,4,16", True, 0.0),
+        (4, 1, "4,1,5", False, 0.2),
+        (1, 1, "4,1,5", True, 0.2),
+    ],
+)
+def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, share_of_grammars):
     rng = random.Random(page_size)
     options = EngineOptions(
         max_running=8, max_context=60, kv_tokens=128, page_size=page_size, prefill_tokens=24, lag=lag
     )
-    engine = Engine(tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,)), None, options)
-    engine.draft = None
-    engine.runner = RandomRunner(page_size, page_size, lag)
+    ngram = NgramOptions(capacity=500) if with_ngram else None
+    target = tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,))
+    engine = Engine(target, None, options, ngram=ngram)
     shape = SpecShape.parse(shape)
-    engine.runner.use_shape(shape)
-    engine.scheduler.room = engine._room(shape)
+    engine.runner = RandomRunner(page_size, page_size, shape, with_ngram)
+    engine.runner.pending = engine._pending
+    engine.draft = SimpleNamespace(draft_vocab_size=6) if engine.runner.drafter is not None else None
+    engine.use_shape(shape)
+    assert engine.scheduler.needs_last is (shape.steps > 0 and not with_ngram)
     alive: list[Request] = []
     finished: list[Request] = []
     number, events = 0, 0
@@ -82,6 +128,8 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape):
         if event < 0.25 and engine.num_waiting < 20:
             params = SamplingParams(max_tokens=rng.choice((1, 2, 3, 10, 200)), ignore_eos=rng.random() < 0.3)
             request = Request(number, _prompt(rng), params, priority=rng.choice((0, 0, 0, 1)))
+            if rng.random() < share_of_grammars:
+                request.match = RandomMatch(rng)
             engine.add_request(request)
             alive.append(request)
             number += 1
@@ -106,10 +154,12 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape):
         elif request.finish_reason == "context":
             assert request.num_tokens == 60
         elif request.finish_reason == "stop":
-            assert tokens[-1] == STOP and not params.ignore_eos
+            assert request.match or (tokens[-1] == STOP and not params.ignore_eos)
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
     reasons = engine.totals.num_finished
     assert all(reasons[reason] > 50 for reason in ("stop", "length", "context", "abort")), reasons
     assert engine.totals.num_preemptions > 50 and engine.cache.num_evicted > 100
     assert engine.totals.num_cached_prompt_tokens > 1000
+    if with_ngram:
+        assert not engine._num_indexed and engine.totals.num_draft_tokens > 1000

@@ -2,8 +2,12 @@
 
 import json
 import re
+import threading
+import time
 
+import numpy as np
 import pytest
+import torch
 from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
@@ -11,6 +15,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.models.loader import load_target
 from eagle_kit.models.source import load_tokenizer
+from eagle_kit.serve import grammar as grammar_module
+from eagle_kit.serve.grammar import GrammarCompiler, GrammarMatch, _Aside
 from eagle_kit.serve.llm import LLM
 
 SCHEMA = {
@@ -109,3 +115,99 @@ def test_a_grammar_that_leads_nowhere_ends_its_reply_and_no_other(llm, shape):
     assert (answer.text, answer.finish_reason) == ("ab", "abort")
     answer = reply(llm, Grammar("regex", "[ab]{3}"), shape)
     assert re.fullmatch("[ab]{3}", answer.text) and answer.finish_reason == "stop"
+
+
+class SlowMatcher:
+    """Takes its time over masks; it notices when two threads use it."""
+
+    def __init__(self, cpu_s=0.0, wait=None):
+        self.cpu_s, self.wait, self.busy = cpu_s, wait, False
+
+    def traverse_draft_tree(self, child, sibling, tokens, bitmask, seconds):
+        self.busy = True
+        until = time.thread_time() + self.cpu_s
+        while time.thread_time() < until:
+            pass
+        bitmask[:] = 0
+        if self.wait is not None:
+            self.wait.wait(20)
+        self.busy = False
+
+    def accept_token(self, token):
+        assert not self.busy
+        return True
+
+    def is_terminated(self):
+        return False
+
+
+def fill(match):
+    bitmask = torch.full((1, 10), -1, dtype=torch.int32)
+    match.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), bitmask)
+    return bitmask
+
+
+def test_masks_that_take_too_long_are_given_up_and_hold_no_other_up():
+    aside, gate = _Aside(), threading.Event()
+    slow, quick = GrammarMatch(SlowMatcher(wait=gate), aside), GrammarMatch(SlowMatcher(), aside)
+    started = time.perf_counter()
+    bitmask = fill(slow)
+    assert slow.is_stuck and bitmask.eq(-1).all() and time.perf_counter() - started < 5
+    assert slow.advance([1, 2]) == 0 and fill(slow).eq(-1).all()
+    assert fill(quick).eq(0).all() and not quick.is_stuck
+    gate.set()
+    assert bitmask.eq(-1).all(), "it writes into memory of its own"
+
+
+def test_a_reply_has_a_budget_of_time(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", 0.1)
+    match = GrammarMatch(SlowMatcher(cpu_s=0.05), _Aside())
+    fill(match)
+    assert not match.is_stuck and match.advance([1]) == 1
+    for _ in range(3):
+        fill(match)
+    assert match.is_stuck
+
+
+def test_an_error_while_masks_are_filled_reaches_the_caller():
+    class Broken(SlowMatcher):
+        def traverse_draft_tree(self, *args):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fill(GrammarMatch(Broken(), _Aside()))
+
+
+def test_a_reply_whose_grammar_takes_too_long_is_ended_and_the_next_is_served(llm, monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", -1.0)
+    monkeypatch.setattr(GrammarCompiler, "start", _start_untried)
+    answer = reply(llm, Grammar("regex", "[ab]{50}"), "3,1,4")
+    assert answer.finish_reason == "abort" and not answer.text
+    monkeypatch.undo()
+    assert re.fullmatch("[ab]{3}", reply(llm, Grammar("regex", "[ab]{3}")).text)
+
+
+def _start_untried(self, grammar):
+    return GrammarMatch(self._new_matcher(self._compile(grammar)), self._aside)
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("regex", "((((a*)*)*)*)*b"), Grammar("json_schema", '{"not": {"type": "string"}}')]
+)
+def test_a_grammar_of_the_wrong_kind_is_refused_before_it_is_compiled(llm, grammar, monkeypatch):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    monkeypatch.setattr(compiler, "_compiler", None)
+    with pytest.raises(UserError, match="repeats a repetition|not is not supported"):
+        compiler.start(grammar)
+
+
+@pytest.mark.parametrize("grammar", [Grammar("json_object"), Grammar("json_schema", json.dumps(SCHEMA))])
+def test_whitespace_in_json_has_an_end(llm, grammar):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    assert compiler.start(grammar)._matcher.accept_string("{ \n")
+    assert not compiler.start(grammar)._matcher.accept_string("{ \n ")
+
+
+def test_the_memory_of_compiled_grammars_is_bounded(llm):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    assert 0 < compiler._compiler.cache_limit_bytes <= 2**28

@@ -122,12 +122,11 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, law):
         engine.step()
     runner = engine.runner
     inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling([request], 0))
-    settings = Settings(runner.shape, 128, None, runner.verifier)
+    shape = runner.shapes.at(1)
+    settings = Settings(shape, 128, None, runner.verifier(shape))
     runner._cycle(inputs, settings)
     with torch.inference_mode(), _HostTensors() as host:
         runner._cycle(inputs, settings)
     # The reference of attention looks at lengths on a CPU: once a window, never in a kernel.
-    windows = (
-        sum(level.depth > 0 for level in getattr(runner.drafter, "_levels", ())) or runner.shape.steps - 1
-    )
+    windows = sum(level.depth > 0 for level in getattr(runner.drafter, "_levels", ())) or shape.steps - 1
     assert host.found <= windows + 2

@@ -1,5 +1,43 @@
-"""Causal attention of prompt chunks over what is cached before them."""
+"""Causal attention of prompt chunks over what is cached before them, dense or in a paged store.
 
+Legend: B requests, T tokens, Hq / Hkv heads, D head size, R rows of the store.
+"""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.prefill_attention import reference
+from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.prefill_attention.reference import prefill_attention
 
-__all__ = ["prefill_attention"]
+__all__ = ["PrefillPlan", "paged_prefill_attention", "prefill_attention"]
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Every row attends to its request's slots up to its own.
+
+    Args:
+        q: ``[T, Hq, D]``, the requests' rows one after another.
+        k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, these rows' keys included, in the dtype of
+            ``q`` or fp8 e4m3.
+        plan: where the keys are.
+        k_scale, v_scale: what an fp8 store's values are multiplied by.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of ``q``.
+    """
+    if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
+        from eagle_kit.kernels.prefill_attention import triton
+
+        return triton.paged_prefill_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    return reference.paged_prefill_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)

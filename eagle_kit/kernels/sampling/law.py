@@ -11,6 +11,7 @@ import torch
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling.nearest import nearest
+from eagle_kit.kernels.transfer import to_device
 
 LARGEST = torch.finfo(torch.float32).max / 4
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -72,11 +73,11 @@ def make_sampling_batch(
         values = [getattr(p, name) for p in params]
         if all(value == neutral for value in values):
             return None
-        return torch.tensor([min(value, LARGEST) for value in values], dtype=kind, device=device)
+        return to_device([min(value, LARGEST) for value in values], device, kind)
 
     top_k = top_p = None
     if any(p.top_k for p in params):
-        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device)
+        top_k = to_device([min(p.top_k or vocab_size, vocab_size) for p in params], device)
     if (top_p := column("top_p", 1.0)) is not None:
         top_p = top_p.clamp(min=SMALLEST)
     repetition = column("repetition_penalty", 1.0)
@@ -98,10 +99,8 @@ def make_sampling_batch(
     if any(p.has_penalties for p in params):
         counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
     return SamplingBatch(
-        temperature=torch.tensor(
-            [min(p.temperature, LARGEST) for p in params], dtype=torch.float32, device=device
-        ),
-        seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+        temperature=to_device([min(p.temperature, LARGEST) for p in params], device, torch.float32),
+        seeds=to_device(list(seeds), device),
         top_k=top_k,
         top_p=top_p,
         min_p=column("min_p", 0.0),

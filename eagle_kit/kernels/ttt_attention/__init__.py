@@ -1,12 +1,15 @@
 """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): prefix of step 0 plus the row's own
 keys."""
 
+from typing import Literal
+
 import torch
 
+from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.ttt_attention import cpu, reference
-from eagle_kit.kernels.ttt_attention.plan import QueryBlock, plan_rows
+from eagle_kit.kernels.ttt_attention.plan import QueryPlan, plan_rows
 
-__all__ = ["QueryBlock", "plan_rows", "ttt_attention"]
+__all__ = ["QueryPlan", "plan_rows", "ttt_attention"]
 
 
 def ttt_attention(
@@ -15,21 +18,26 @@ def ttt_attention(
     v: torch.Tensor,
     own_k: torch.Tensor,
     own_v: torch.Tensor,
-    blocks: list[QueryBlock],
+    plan: QueryPlan,
     scale: float,
     *,
-    backend: str = "auto",
+    backend: Backend | Literal["cpu"] | None = None,
 ) -> torch.Tensor:
     """See :func:`eagle_kit.kernels.ttt_attention.reference.ttt_attention`.
 
     Args:
-        backend: ``"auto"`` takes flash attention on a CPU, in fp32 whatever the dtype of the inputs, and the
-            reference otherwise; ``"reference"`` or ``"cpu"`` force one.
+        plan: :func:`plan_rows` of the query rows.
+        backend: as everywhere, and ``"cpu"``: flash attention in fp32 whatever the dtype of the inputs, which
+            is what runs on a CPU where nothing is said.
     """
-    if backend == "cpu" or (backend == "auto" and q.device.type == "cpu" and q.shape[0] > 0):
+    if backend != "cpu" and uses_triton(q, backend):
+        from eagle_kit.kernels.ttt_attention import triton
+
+        return triton.ttt_attention(q, k, v, own_k, own_v, *plan.spans, scale)
+    if backend == "cpu" or (backend is None and q.device.type == "cpu" and q.shape[0] > 0):
         with torch.autocast("cpu", enabled=False):
             out = cpu.ttt_attention(
-                q.float(), k.float(), v.float(), own_k.float(), own_v.float(), blocks, scale
+                q.float(), k.float(), v.float(), own_k.float(), own_v.float(), plan.blocks, scale
             )
         return out.to(q.dtype)
-    return reference.ttt_attention(q, k, v, own_k, own_v, blocks, scale)
+    return reference.ttt_attention(q, k, v, own_k, own_v, plan.blocks, scale)

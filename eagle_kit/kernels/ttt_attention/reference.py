@@ -23,12 +23,12 @@ def ttt_attention(
         q: ``[R, Hq, D]``.
         k, v: ``[T, Hkv, D]``, step 0.
         own_k, own_v: ``[R, Hkv, J, D]``, steps 1..J of the same row; J = 0 at step 0.
-        blocks: :func:`plan_rows` of the query rows.
+        blocks: the query rows, from :func:`plan_rows`.
 
     Returns:
         ``[R, Hq, D]``; differentiable through autograd.
     """
-    out = []
+    out = [q[:0]]
     hkv = k.shape[1]
     for start, stop, key_start, key_stop, mask in blocks:
         n = stop - start

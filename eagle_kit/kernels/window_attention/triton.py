@@ -8,9 +8,9 @@ A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its
 and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
 
 The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
-so that a key is read once per window. Columns are taken in blocks. Blocks that lie wholly inside of the
-prefix know no mask; the rest is one block or two, the end of the prefix with the window right behind it under
-the ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
+so that a key is read once per window. Columns are taken in blocks. Blocks that lie inside of the prefix
+know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
+ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
 device: the grid depends on sizes known to the host alone, and a program without a share returns at once.
 
 Bytes: ``2 Hkv (prefix + M) D`` elements of the store a request, ``2 N Hq D`` of queries and results; with S
@@ -189,7 +189,7 @@ def _window(
         first = ((request * HKV + head) * tl.num_programs(1) + part) * num_rows
         mine = r[:, None] * D + d[None, :]
         tl.store(out + first * D + mine, acc / mass[:, None], live[:, None] & inside)
-        tl.store(lse + first + r, top + tl.log2(total), live)
+        tl.store(lse + first + r, top + tl.log2(mass), live)
     else:
         result = (acc * (v_scale / mass)[:, None]).to(out.dtype.element_ty)
         tl.store(out + first + mine, result, live[:, None] & inside)
@@ -243,27 +243,29 @@ def block_d(size: int) -> int:
     return triton.next_power_of_2(max(size, 16))
 
 
-def _blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True) -> Blocks:
+def choose_blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True) -> Blocks:
     """For ``rows`` query rows of a key head.
 
     A block of keys is 16 KB, and as much of values: two blocks on their way are 64 KB a program, twice what
     4.8 TB/s at 1 us of latency ask of each of 132 multiprocessors, so two programs fit and either may wait.
     From 64 rows on, Hopper's matrix instructions take 64 rows a warp group; elsewhere more warps share the
-    registers. fp32 is multiplied without tensor cores (TF32 would lose 13 bits): small tiles.
+    registers. Padded head sizes (80, 96) and fp8 take smaller blocks, one more on its way. fp32 is multiplied
+    without tensor cores (TF32 would lose 13 bits): small tiles.
     """
     if query_bytes == 4:
         return Blocks(16, 32 if size <= 64 else 16, 4, 2, 2)
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
+    if m < 64 and (store_bytes == 1 or size < block_d(size)):
+        return Blocks(m, n // 2, 4, 4, 2)
     if m < 64:
         return Blocks(m, n, 4, 3, 2)
-    n = min(n, 64 * store_bytes)
     if not hopper or size > 128:
-        return Blocks(64, n, 8, 3, 1)
-    return Blocks(m, n, 8, 3, 1) if m == 128 else Blocks(m, n, 4, 3, 2)
+        return Blocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+    return Blocks(m, 64, 8, 3, 1) if m == 128 else Blocks(m, 64, 4, 3, 2)
 
 
-def _pair(blocks: Blocks, query_bytes: int, store_bytes: int) -> int:
+def values_per_element(blocks: Blocks, query_bytes: int, store_bytes: int) -> int:
     """Values that are read as one element: fp8 pairs where tensor cores multiply out of registers."""
     return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
 
@@ -325,7 +327,7 @@ def window_attention_op(
         return out
     rows = nodes * (hq // hkv)
     sms, hopper = device_facts(q.device)
-    blocks = _blocks(rows, d, q.element_size(), k_rows.element_size(), hopper)
+    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), hopper)
     if splits is None:
         splits = num_splits(b, hkv, num_columns, rows, blocks, sms)
     partial, lse = out, out
@@ -336,7 +338,7 @@ def window_attention_op(
         **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
         **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d)},
     }
-    pair = _pair(blocks, q.element_size(), k_rows.element_size())
+    pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
     _window[(triton.cdiv(rows, blocks.m) * hkv, splits, b)](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
         *(page_table, prefix_lens, ancestors, partial, lse),
@@ -400,9 +402,9 @@ def _variant(
     kind: str, size: int, group: int, nodes: int, page: int, store: str, split: bool, archs: tuple[int, ...]
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
-    blocks = _blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
+    blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
     out = "fp32" if split else kind
-    pair = _pair(blocks, widths[kind], widths[store])
+    pair = values_per_element(blocks, widths[kind], widths[store])
     counts: tuple[str, ...] = ("num_rows", "store_rows", "table_stride", "bits_stride_b", "bits_stride_n")
     counts += ("scratch_start", "scratch_stride", "num_keys")
     return Variant(

@@ -1,37 +1,69 @@
 """Bodies of requests: bounded, JSON, and exactly what a model allows."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from eagle_kit.serve.api.errors import ApiError, from_validation
+from eagle_kit.serve.reply import Overloaded
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 DRAIN_FACTOR = 8
 """A body that is too large is still read, and thrown away, up to this many times the limit, since clients
 look for an answer only when they have sent it."""
 
+READ_S = 60.0
+"""Seconds in which a body has to arrive."""
+MAX_PARTS = {b"[": 2**17, b"{": 2**17, b":": 2**17, b",": 2**20}
+"""Signs in a body, in its texts too. Validation holds the interpreter, so what there is to validate is
+bounded before: a megabyte of empty lists would stop the event loop for seconds and take a gigabyte."""
 
-def body_of(model: type[ModelT], max_bytes: int) -> Callable[..., Awaitable[ModelT]]:
-    """A FastAPI dependency that reads a body and validates it as ``model``."""
+
+def body_of(model: type[ModelT], max_bytes: int, draining: asyncio.Event) -> Callable[..., Awaitable[ModelT]]:
+    """A FastAPI dependency that reads a body and validates it as ``model``. A body that is still on its way
+    when the server is ``draining`` is not waited for."""
     from fastapi import Request
 
     async def read(request: Request) -> ModelT:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"The content type is {kind or 'missing'}; send application/json.")
-        return parse(model, await _read(request, max_bytes))
+        return parse(model, await _in_time(_read(request, max_bytes), draining))
 
     return read
 
 
 def parse(model: type[ModelT], body: bytes) -> ModelT:
     """JSON in strict mode: no conversions, lone surrogates or numbers out of range. Raises ApiError 400."""
+    for sign, most in MAX_PARTS.items():
+        if (count := body.count(sign)) > most:
+            cause = f"The body has {count} times the sign {sign.decode()}, {most} are allowed."
+            raise ApiError(400, f"{cause} Send less at a time.", code="body_too_complex")
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+async def _in_time(body: Coroutine[Any, Any, bytes], draining: asyncio.Event) -> bytes:
+    reading, stop = asyncio.ensure_future(body), asyncio.ensure_future(draining.wait())
+    try:
+        await asyncio.wait({reading, stop}, timeout=READ_S, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        if stop.done():
+            raise Overloaded("The server is shutting down.")
+        raise ApiError(
+            408,
+            f"The body has not arrived in {READ_S:.0f} seconds; send it faster.",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
+    finally:
+        reading.cancel()
+        stop.cancel()
 
 
 async def _read(request: Any, max_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ MEANINGS = {
     400: "A parameter is unknown, unsupported or wrong; the prompt does not fit.",
     401: "The API key is missing or wrong.",
     404: "Another model than the one served.",
+    408: "The body does not arrive.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The client asks for too much at a time.",

@@ -16,12 +16,14 @@ TYPES = {
     401: "authentication_error",
     404: INVALID,
     405: INVALID,
+    408: INVALID,
     413: INVALID,
     415: INVALID,
     429: "rate_limit_error",
     500: "internal_error",
     503: "service_unavailable",
 }
+MAX_MISTAKES = 100
 TAG = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]|[A-Z]\w*")
 """Parts of pydantic's error locations that name a branch of a union instead of a field."""
 
@@ -73,6 +75,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The one of pydantic's complaints that went deepest, which is the branch the sender meant."""
+    if (count := error.error_count()) > MAX_MISTAKES:  # to list them would take long, and much memory
+        return ApiError(400, f"The body has {count} mistakes. Compare it with /docs.", code="many_mistakes")
     details = error.errors(include_url=False, include_input=False, include_context=False)
     detail = max(details, key=lambda item: len(item["loc"]))
     if detail["type"] == "json_invalid":

@@ -1,36 +1,70 @@
 """Log-probabilities in OpenAI's two shapes."""
 
+import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle_kit.core.request import TokenLogprobs
 from eagle_kit.serve.api.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from eagle_kit.serve.text_stream import REPLACEMENT
+from eagle_kit.serve.reply import Delta
+from eagle_kit.serve.text_stream import REPLACEMENT, Detokenizer
 
+T = TypeVar("T")
+FEW_TOKENS = 32
 LOWEST = -9999.0
 """What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """A token alone as text, special tokens included; a part of a character is U+FFFD."""
-    return tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
+class TokenNames:
+    """Tokens as texts and bytes, each found once; they are few, and every top token of a reply asks."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def of(self, token: int) -> tuple[str, bytes]:
+        """A token alone as text, special tokens included, where a part of a character is U+FFFD, and the
+        bytes that it stands for."""
+        found = self._known.get(token)
+        if found is None:
+            text = self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
+            found = self._known[token] = text, self._bytes(token, text)
+        return found
+
+    def written(self, token: int) -> str:
+        """Its text; a part of a character is written as ``bytes:\\xe2``, as OpenAI did."""
+        text, content = self.of(token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if REPLACEMENT in text else text
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        if REPLACEMENT not in text:
+            return text.encode()
+        name = self.tokenizer.convert_ids_to_tokens(token) or ""
+        if match := BYTE_TOKEN.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        table = _byte_of_letter()
+        known = all(letter in table for letter in name)
+        return bytes(table[letter] for letter in name) if known else text.encode()
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes a token stands for, which may be a part of a character."""
-    text = token_text(tokenizer, token)
-    if REPLACEMENT not in text:
-        return text.encode()
-    name = tokenizer.convert_ids_to_tokens(token) or ""
-    if match := BYTE_TOKEN.fullmatch(name):
-        return bytes([int(match[1], 16)])
-    table = _byte_of_letter()
-    return (
-        bytes(table[letter] for letter in name) if all(letter in table for letter in name) else text.encode()
-    )
+class TextOffsets:
+    """Where the tokens of one reply begin in its text: behind what was settled before them, so that the
+    second part of a character begins where the first does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._offset = 0
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """The offsets of further tokens, in characters."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push((token,)))
+        return offsets
 
 
 @lru_cache
@@ -42,15 +76,12 @@ def _byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def chat_logprobs(tokenizer: Any, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """The shape of `/v1/chat/completions`."""
 
     def top(token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": token_text(tokenizer, token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(token_bytes(tokenizer, token)),
-        }
+        text, content = names.of(token)
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(content)}
 
     return ChatLogprobs(
         content=[
@@ -63,31 +94,27 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[int], entries: Sequence[Token
 
 
 def completion_logprobs(
-    tokenizer: Any, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offset: int
+    names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """The shape of `/v1/completions`; ``offset`` is where the first token's text begins. The chosen token is
-    always among the top ones. Parts of characters are written as ``bytes:\\xe2``, as OpenAI did."""
-    names = [_name(tokenizer, token) for token in tokens]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token_text(tokenizer, token))
+    """The shape of `/v1/completions`; ``offsets`` has read the reply's tokens before these. The chosen token
+    is always among the top ones."""
     return CompletionLogprobs(
-        tokens=names,
+        tokens=[names.written(token) for token in tokens],
         token_logprobs=[max(entry.logprob, LOWEST) for entry in entries],
         top_logprobs=[
             {
-                _name(tokenizer, other): max(value, LOWEST)
+                names.written(other): max(value, LOWEST)
                 for other, value in ((token, entry.logprob), *entry.top)
             }
             for token, entry in zip(tokens, entries, strict=True)
         ],
-        text_offset=offsets,
+        text_offset=offsets.push(tokens),
     )
 
 
-def _name(tokenizer: Any, token: int) -> str:
-    text = token_text(tokenizer, token)
-    if REPLACEMENT not in text:
-        return text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes(tokenizer, token))
+async def off_loop_if_long(build: Callable[..., T], names: TokenNames, delta: Delta, *more: Any) -> T:
+    """``build(names, tokens, entries, *more)``, beside the event loop where it takes long."""
+    arguments = (names, delta.token_ids, delta.logprobs, *more)
+    if len(delta.token_ids) > FEW_TOKENS:
+        return await asyncio.to_thread(build, *arguments)
+    return build(*arguments)

@@ -38,7 +38,7 @@ class Metrics:
         )
         self._between = histogram(
             "inter_token_latency_seconds",
-            "Seconds between two emissions of a request, divided by the tokens of the later one.",
+            "Per token: seconds between two emissions of a request, divided by the tokens of the later.",
             BETWEEN_TOKENS_S,
         )
         self._whole = histogram(
@@ -50,7 +50,8 @@ class Metrics:
         if first:
             self._first.observe(seconds)
         else:
-            self._between.observe(seconds / num_tokens)
+            for _ in range(num_tokens):  # one value per token, or tokens that come together would count less
+                self._between.observe(seconds / num_tokens)
 
     def finished(self, request: "Request") -> None:
         """A request has ended; one that never emitted anything has no latency."""

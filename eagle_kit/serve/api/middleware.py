@@ -1,15 +1,17 @@
 """What surrounds every request: its id, the API key, uncaught errors, and cleaning up whatever happens."""
 
+import asyncio
 import hmac
 import json
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from eagle_kit.serve.api.errors import ApiError, as_api_error
-from eagle_kit.serve.reply import EngineFailed
+from eagle_kit.serve.reply import EngineFailed, Overloaded
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,8 +24,9 @@ OPEN_PATHS = ("/health", "/metrics")
 
 class RequestContext:
     """Outermost ASGI layer. Sets ``request.state.request_id`` (the client's ``X-Request-Id``, or a new one,
-    sent back as a header) and ``request.state.cleanup``, a list of functions that are called when the request
-    is over: answered, failed, or left by its client before a response even began.
+    sent back as a header), ``request.state.arrived_at`` (``time.perf_counter()``) and
+    ``request.state.cleanup``, a list of functions that are called when the request is over: answered, failed,
+    or left by its client before a response even began.
 
     Args:
         app: the rest.
@@ -43,6 +46,7 @@ class RequestContext:
         cleanup: list[Callable[[], None]] = []
         state = scope.setdefault("state", {})
         state["request_id"], state["cleanup"] = request_id.decode(), cleanup
+        state["arrived_at"] = time.perf_counter()
         started = False
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
@@ -61,6 +65,10 @@ class RequestContext:
                 logging.getLogger(__name__).error("Request %s failed.", request_id.decode(), exc_info=error)
             if not started:
                 await send_error(answer, send_with_id)
+        except asyncio.CancelledError:
+            # The server has waited long enough at its shutdown. A traceback would tell nobody anything.
+            if not started:
+                await send_error(as_api_error(Overloaded("The server is shutting down.")), send_with_id)
         finally:
             for function in reversed(cleanup):
                 function()

@@ -1,4 +1,5 @@
-"""Messages and texts to token ids."""
+"""Messages and texts to token ids. A text that cannot fit is refused before it is tokenised, which takes a
+second per megabyte in the one thread that tokenises for everybody."""
 
 import json
 from collections.abc import Sequence
@@ -11,12 +12,21 @@ if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
 
 
-def chat_prompt(llm: "LLM", messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int]:
+def max_chars(llm: "LLM") -> int:
+    """Characters that the context holds if every token is the longest one: no longer text can fit."""
+    return llm.max_context * max(map(len, llm.tokenizer.get_vocab()))
+
+
+def chat_prompt(
+    llm: "LLM", messages: Sequence[Message], tools: Sequence[Tool] | None, most: int
+) -> list[int]:
     """Messages through the model's chat template, with the generation prompt.
 
     Raises:
-        UserError: there is no template, it refuses these messages, or it has no place for tools.
+        UserError: there is no template, it refuses these messages, it has no place for tools, or there are
+            more than ``most`` characters.
     """
+    check_length(llm, sum(map(_num_chars, messages)), most)
     turns = [as_template_message(message) for message in messages]
     if not tools:
         # The same way that `generate`, `eval` and training take.
@@ -27,12 +37,29 @@ def chat_prompt(llm: "LLM", messages: Sequence[Message], tools: Sequence[Tool] |
         raise UserError(
             "The model's chat template has no place for tools.", "Leave tools out, or serve another model."
         )
+    check_length(llm, len(text), most)
     return llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def text_prompt(llm: "LLM", text: str, add_special_tokens: bool = True) -> list[int]:
-    """A text as it is, without a chat template."""
+def text_prompt(llm: "LLM", text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+    """A text as it is, without a chat template. Raises UserError for more than ``most`` characters."""
+    check_length(llm, len(text), most)
     return llm.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+
+def check_length(llm: "LLM", num_chars: int, most: int) -> None:
+    """Raises UserError for more than ``most`` characters."""
+    if num_chars > most:
+        raise UserError(
+            f"The prompt has {num_chars} characters, but a context of {llm.max_context} tokens holds at most "
+            f"{most}.",
+            "Shorten the prompt.",
+        )
+
+
+def _num_chars(message: Message) -> int:
+    content = message.content
+    return sum(len(part.text) for part in content) if isinstance(content, list) else len(content or "")
 
 
 def as_template_message(message: Message) -> dict[str, Any]:

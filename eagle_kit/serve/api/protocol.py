@@ -5,7 +5,7 @@ that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache
 `service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,8 +13,12 @@ from eagle_kit.core.request import MAX_LOGPROBS
 
 MAX_CHOICES = 128
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+ItemT = TypeVar("ItemT")
+Several = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that is not looked at behind its first wrong item, since a body can hold a million of them."""
 
 
 class Strict(BaseModel):
@@ -49,9 +53,9 @@ class Message(Strict):
     """One turn. The last four fields are ``null`` in replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Several[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -111,6 +115,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -130,16 +135,16 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=256)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=2**15)] | None = None
+    stop: StopText | Annotated[Several[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[Several[Token], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
     regex: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
     return_speculation: bool | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -166,11 +171,11 @@ class Sampling(Strict):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=512)] | None = None
+    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -190,12 +195,16 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """`POST /v1/completions`: a text, several, or their token ids."""
 
-    prompt: (
+    # From left to right each kind is given up at its first wrong item, and what was right is not read twice.
+    prompt: Annotated[
         str
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
-    )
+        | Annotated[Several[Token], Field(min_length=1, max_length=2**20)]
+        | Annotated[Several[str], Field(min_length=1, max_length=4096)]
+        | Annotated[
+            Several[Annotated[Several[Token], Field(min_length=1)]], Field(min_length=1, max_length=4096)
+        ],
+        Field(union_mode="left_to_right"),
+    ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -218,8 +227,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=512)] | None = None
+    messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -237,7 +246,7 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[Token], Field(max_length=2**20)]
+    tokens: Annotated[Several[Token], Field(max_length=2**20)]
     skip_special_tokens: bool | None = None
 
 

@@ -22,7 +22,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends, Request, Response
     from fastapi.responses import StreamingResponse
 
-    limit = service.settings.max_body_bytes
+    limit, draining = service.settings.max_body_bytes, service.engine.draining
 
     async def answer(module: Any, http: Request, body: Any) -> Response:
         generation = await module.start(service, http, body)
@@ -54,7 +54,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_chat_completion(
         http: Request,
-        body: ChatRequest = Depends(body_of(ChatRequest, limit)),  # noqa: B008
+        body: ChatRequest = Depends(body_of(ChatRequest, limit, draining)),  # noqa: B008
     ) -> Response:
         """Answer messages; see docs/serving.md for what differs from OpenAI."""
         return await answer(chat, http, body)
@@ -67,7 +67,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_completion(
         http: Request,
-        body: CompletionRequest = Depends(body_of(CompletionRequest, limit)),  # noqa: B008
+        body: CompletionRequest = Depends(body_of(CompletionRequest, limit, draining)),  # noqa: B008
     ) -> Response:
         """Continue texts or token ids."""
         return await answer(completions, http, body)

@@ -3,7 +3,6 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.core.request import SamplingParams
 from eagle_kit.serve.api.body import body_of
 from eagle_kit.serve.api.documented import body_schema, error_responses
 from eagle_kit.serve.api.protocol import AbortRequest
@@ -21,7 +20,7 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
     """`/v1/models`, `/health`, `/health_generate`, `/metrics`, `/abort`."""
     from fastapi import Depends, Request, Response
 
-    limit = service.settings.max_body_bytes
+    limit, draining = service.settings.max_body_bytes, service.engine.draining
     model = Model(
         id=service.settings.model_name, created=service.started_at, max_model_len=service.llm.max_context
     )
@@ -49,12 +48,10 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.get("/health_generate", responses={**ill, **error_responses(401)})
     async def health_generate(response: Response) -> HealthReport:
-        """The same, by generating one token."""
-        request = service.llm.make_request([0], SamplingParams(max_tokens=1, ignore_eos=True))
+        """The same, by generating one token, or seeing that one is generated for somebody."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                async for _ in service.engine.stream(request):
-                    pass
+                await service.probe()
             return HealthReport(status="ok")
         except (Overloaded, TimeoutError):
             response.status_code = 503
@@ -72,12 +69,12 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.post(
         "/abort",
-        responses=error_responses(400, 401, 413, 415),
+        responses=error_responses(400, 401, 408, 413, 415),
         openapi_extra=body_schema(app, AbortRequest),
     )
     async def abort(
         http: Request,
-        body: AbortRequest = Depends(body_of(AbortRequest, limit)),  # noqa: B008
+        body: AbortRequest = Depends(body_of(AbortRequest, limit, draining)),  # noqa: B008
     ) -> Aborted:
         """End replies early; their readers get what there is, with the finish reason `abort`."""
         return Aborted(num_aborted=service.abort(body.request_id))

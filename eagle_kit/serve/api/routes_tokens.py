@@ -18,25 +18,26 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     """`/tokenize` and `/detokenize`."""
     from fastapi import Depends
 
-    llm, limit = service.llm, service.settings.max_body_bytes
-    errors = error_responses(400, 401, 404, 413, 415)
+    llm, most = service.llm, service.max_chars
+    limit, draining = service.settings.max_body_bytes, service.engine.draining
+    errors = error_responses(400, 401, 404, 408, 413, 415)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
     async def tokenize(
-        body: TokenizeRequest = Depends(body_of(TokenizeRequest, limit)),  # noqa: B008
+        body: TokenizeRequest = Depends(body_of(TokenizeRequest, limit, draining)),  # noqa: B008
     ) -> Tokens:
         """Token ids of a text, or of messages with the generation prompt."""
         service.check_model(body.model)
         if body.messages is not None:
-            ids = await service.off_loop(chat_prompt, llm, body.messages, body.tools)
+            ids = await service.off_loop(chat_prompt, llm, body.messages, body.tools, most)
         else:
             special = body.add_special_tokens is not False
-            ids = await service.off_loop(text_prompt, llm, body.prompt, special)
+            ids = await service.off_loop(text_prompt, llm, body.prompt, most, special)
         return Tokens(tokens=ids, count=len(ids), max_model_len=llm.max_context)
 
     @app.post("/detokenize", responses=errors, openapi_extra=body_schema(app, DetokenizeRequest))
     async def detokenize(
-        body: DetokenizeRequest = Depends(body_of(DetokenizeRequest, limit)),  # noqa: B008
+        body: DetokenizeRequest = Depends(body_of(DetokenizeRequest, limit, draining)),  # noqa: B008
     ) -> Text:
         """The text of token ids, special tokens included unless they are to be skipped."""
         service.check_model(body.model)

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
@@ -13,6 +14,8 @@ from eagle_kit.core.errors import UserError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+FORCED_S = 2
+"""Seconds that a step gets to end after a second Ctrl-C."""
 SLACK_S = 5
 """Seconds that answers get to be sent after the engine has let go of the last reply."""
 
@@ -58,9 +61,24 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # uvicorn waits for open responses; meanwhile the engine drains, so that they end.
-            drain = asyncio.create_task(service.engine.shutdown(grace_s))
+            drain = asyncio.create_task(self._drain())
             await super().shutdown(sockets)
             await drain
+            if self.force_exit and service.engine.health != "ok":
+                # What uvicorn leaves out now: it would end as a cancelled task, with a traceback.
+                if self.server_state.tasks:
+                    await asyncio.wait(self.server_state.tasks, timeout=FORCED_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.lifespan.shutdown(), FORCED_S)
+
+        async def _drain(self) -> None:
+            patient = asyncio.create_task(service.engine.shutdown(grace_s))
+            while not (patient.done() or self.force_exit):
+                await asyncio.wait({patient}, timeout=0.05)
+            if not patient.done():
+                patient.cancel()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(service.engine.shutdown(), FORCED_S)
 
     config = uvicorn.Config(
         app,

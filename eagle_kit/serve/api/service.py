@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_kit import __version__
+from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
+from eagle_kit.serve.api.logprobs import TokenNames
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import sampling_params
+from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
 from eagle_kit.serve.api.settings import Settings
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FINGERPRINT = f"eagle_kit-{__version__}"
+TOP_PRIORITY = 2**31
+"""Above all that a request may ask for."""
+PROBE_EVERY_S = 0.02
 FINISH_REASONS = {"context": "length"}
 """Ours -> OpenAI's, where they differ. `abort` is an extension: the server stopped, or /abort was called."""
 
@@ -50,10 +56,11 @@ class Generation:
         """Every reply, whole."""
         return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
 
-    def usage(self) -> Usage:
-        """Tokens until now."""
+    def usage(self, num_sent: int | None = None) -> Usage:
+        """Tokens until now, or with the reply's first ``num_sent``; the engine may be ahead of a stream."""
         prompt = sum(map(len, self.prompts))
         completion = sum(len(reply.request.token_ids) for reply in self.replies)
+        completion = completion if num_sent is None else num_sent
         firsts = self.replies[:: len(self.replies) // len(self.prompts)]
         cached = sum(reply.request.num_cached_tokens for reply in firsts)
         return Usage(
@@ -87,6 +94,8 @@ class Service:
             engine, capacity=llm.max_batch_size + settings.max_queued, observer=self.metrics
         )
         self.limits = ClientLimits(settings.max_parallel_per_client, settings.max_requests_per_minute)
+        self.max_chars = max_chars(llm)
+        self.token_names = TokenNames(llm.tokenizer)
         self.started_at = int(time.time())
         self._live: dict[str, list[Reply]] = {}
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
@@ -125,15 +134,37 @@ class Service:
             prefix: of the response's id.
         """
         requests = await self.off_loop(self._requests, body, prompts)
+        for request in requests:
+            request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
         self._live.setdefault(request_id, []).extend(replies)
         http.state.cleanup.append(lambda: self._leave(request_id, replies))
         return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
 
+    async def probe(self) -> None:
+        """Return when the engine has emitted a token, for a request of its own that goes before all others,
+        or for anybody. Raises what :meth:`AsyncEngine.add` does."""
+        totals = self.engine.engine.totals
+        before = totals.num_generated_tokens
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        request = self.llm.make_request([0], params, TOP_PRIORITY)
+        (reply,) = await self.engine.add([request], is_probe=True)
+        end = asyncio.ensure_future(reply.collect())
+        try:
+            while not end.done() and totals.num_generated_tokens == before:
+                await asyncio.wait({end}, timeout=PROBE_EVERY_S)
+            if end.done():
+                end.result()
+        finally:
+            end.cancel()
+            reply.close()
+
     def abort(self, request_id: str | None) -> int:
         """Abort the replies of a request, named by its own or its response's id, or of all -> how many."""
-        ids = list(self._live) if request_id is None else [request_id, request_id.partition("-")[2]]
+        given = request_id or ""
+        named = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
+        ids = list(self._live) if request_id is None else sorted(named)
         replies = [reply for each in ids for reply in self._live.get(each, ()) if reply.finish_reason is None]
         for reply in replies:
             reply.close()

@@ -46,9 +46,6 @@ class ScriptedEngine:
             spec=SpecStats(),
         )
 
-    def prepare(self, request: Request) -> None:
-        """Grammars are of no interest here."""
-
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -73,6 +70,9 @@ class ScriptedEngine:
         self.seen.append(request)
         self.waiting.append(request)
 
+    def prepare(self, request: Request) -> None:
+        """Grammars are not followed."""
+
     def abort(self, request: Request) -> None:
         if request.finish_reason is None:
             self._finish(request, "abort")
@@ -85,6 +85,7 @@ class ScriptedEngine:
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.pop(0)
             self.running.append(request)
+            request.admitted_at = time.perf_counter()
             self.totals.num_prompt_tokens += len(request.prompt_ids)
         news = list(self.running)
         for request in news:

@@ -36,9 +36,11 @@ def serving(llm: Any, engine: Any, **settings: Any) -> Iterator[SimpleNamespace]
             url=url,
             port=port,
             http=http,
+            llm=llm,
             engine=engine,
             service=app.state.service,
             stop=stop,
+            server=server,
             thread=thread,
             openai=openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0),
         )

@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+import threading
 
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
 
@@ -129,6 +130,7 @@ def test_a_failure_reaches_readers_waiting_ones_and_late_ones(scripted):
 def test_a_shutdown_with_and_without_grace(scripted):
     async def check(llm, inner, engine):
         (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        await anext(reply)
         await engine.shutdown(grace_s=20)
         assert (await reply.collect()).finish_reason == "stop"
         with pytest.raises(Overloaded, match="shutting down"):
@@ -146,3 +148,42 @@ def test_a_shutdown_with_and_without_grace(scripted):
         assert whole.finish_reason == "abort" and whole.text == reply.request.stream.text != ""
 
     run(scripted, check_abort, step_s=0.05)
+
+
+def test_requests_with_a_grammar_count_while_it_is_compiled_and_hold_nothing_up(scripted):
+    async def check(llm, inner, engine):
+        gate = threading.Event()
+        inner.prepare = lambda request: gate.wait(20)
+        grammar = SamplingParams(max_tokens=200, grammar=Grammar("regex", "a"))
+        bound = [asyncio.create_task(engine.add([llm.make_request([5], grammar)])) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        (free,) = await engine.add([llm.make_request([5], GREEDY)])
+        assert (await free.collect()).finish_reason == "stop"
+        await engine.add([llm.make_request([5], GREEDY)])
+        with pytest.raises(Overloaded, match="holds 3 of at most 3"):
+            await engine.add([llm.make_request([5], GREEDY)])
+        assert threading.active_count() < 100
+        gate.set()
+        for (reply,) in await asyncio.gather(*bound):
+            assert (await reply.collect()).finish_reason == "stop"
+        assert engine._num_reserved == 0
+
+    run(scripted, check, capacity=3, step_s=0.005)
+
+
+def test_a_shutdown_does_not_wait_for_a_grammar(scripted):
+    gate = threading.Event()
+
+    async def check(llm, inner, engine):
+        inner.prepare = lambda request: gate.wait(20)
+        grammar = SamplingParams(max_tokens=200, grammar=Grammar("regex", "a"))
+        requests = [llm.make_request([5], grammar) for _ in range(2)]
+        adding = asyncio.ensure_future(engine.add(requests))
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            await engine.shutdown()
+        gate.set()
+        with pytest.raises(Overloaded):
+            await adding
+
+    run(scripted, check)

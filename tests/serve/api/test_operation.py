@@ -1,5 +1,8 @@
 """Keys, limits, aborts, clients that leave, engines that break, and shutting down."""
 
+import signal
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +41,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(scripted):
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "overloaded"
         assert server.http.get("/health").json() == {"status": "ok"}
-        assert server.http.get("/health_generate").json() == {"status": "busy"}
+        assert server.http.get("/health_generate").json() == {"status": "ok"}
         assert [one.result().status_code for one in both] == [200, 200]
         assert server.http.post(CHAT, json=body(n=2)).status_code == 200
         answer = server.http.post(CHAT, json=body(n=3))
@@ -68,10 +71,13 @@ def test_a_reply_can_be_aborted_by_its_id_or_with_all_others(scripted):
             headers = {"X-Request-Id": name}
             return pool.submit(httpx.post, server.url + CHAT, json=body(n=1), headers=headers, timeout=30)
 
-        one, two, three = (start(name) for name in ("one", "two", "three"))
+        one, two, three = (start(name) for name in ("one", "job-two", "three"))
         wait_until(lambda: len(engine.running) == 3 and all(r.token_ids for r in engine.running))
         assert server.http.post("/abort", json={"request_id": "nobody"}).json() == {"num_aborted": 0}
-        assert server.http.post("/abort", json={"request_id": "chatcmpl-two"}).json() == {"num_aborted": 1}
+        assert server.http.post("/abort", json={"request_id": "job-one"}).json() == {"num_aborted": 0}
+        assert server.http.post("/abort", json={"request_id": "chatcmpl-job-two"}).json() == {
+            "num_aborted": 1
+        }
         choice = two.result().json()["choices"][0]
         assert choice["finish_reason"] == "abort" and LONG.startswith(choice["message"]["content"]) and choice
         assert server.http.post("/abort", json={"abort_all": True}).json() == {"num_aborted": 2}
@@ -146,3 +152,91 @@ def test_shutting_down_returns_what_there_is_when_the_time_is_over(scripted):
         server.thread.join(20)
         assert not server.thread.is_alive()
         assert not server.service.engine._thread.is_alive()
+
+
+def test_a_probe_sees_an_engine_that_emits_nothing(scripted, monkeypatch):
+    llm, engine = scripted(LONG, slots=1, step_s=0.05)
+    monkeypatch.setattr("eagle_kit.serve.api.routes_operate.HEALTH_TIMEOUT_S", 0.5)
+    gate = threading.Event()
+    plain = engine.step
+    with serving(llm, engine, max_queued=0) as server:
+        assert server.http.get("/health_generate").json() == {"status": "ok"}
+        monkeypatch.setattr(engine, "step", lambda: gate.wait(20) and plain())
+        answer = server.http.get("/health_generate")
+        assert (answer.status_code, answer.json()) == (503, {"status": "busy"})
+        gate.set()
+        wait_until(lambda: server.service.engine.num_live == 0)
+        assert server.http.get("/health_generate").status_code == 200
+
+
+def test_what_never_ran_is_sent_elsewhere_at_once_when_the_server_stops(scripted):
+    llm, engine = scripted(LONG, slots=1, step_s=0.05)
+    with serving(llm, engine, grace_period_s=20.0) as server, ThreadPoolExecutor(4) as pool:
+        url = server.url + CHAT
+        running = pool.submit(httpx.post, url, json=body(), timeout=30)
+        wait_until(lambda: len(engine.running) == 1)
+        waiting = [pool.submit(httpx.post, url, json=body(stream=s, n=2), timeout=30) for s in (False, True)]
+        wait_until(lambda: server.service.engine.num_live == 5)
+        server.stop()
+        whole, stream = (each.result() for each in waiting)
+        assert not running.done() and engine.running
+        assert whole.status_code == 503 and whole.headers["retry-after"] == "1"
+        assert "shutting down" in whole.json()["error"]["message"]
+        assert "shutting down" in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert running.result().json()["choices"][0]["message"]["content"] == LONG
+
+
+def test_what_has_no_token_when_the_time_is_over_is_a_503(scripted):
+    llm, engine = scripted(LONG, slots=1)
+    gate = threading.Event()
+    plain = engine.step
+
+    def step():
+        if engine.running:
+            gate.wait(20)
+        return plain()
+
+    engine.step, engine.per_step = step, 0
+    with serving(llm, engine) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30)
+        wait_until(lambda: len(engine.running) == 1)
+        server.stop()
+        assert running.result().status_code == 503
+        gate.set()
+
+
+def test_a_second_ctrl_c_does_not_wait(scripted):
+    llm, engine = scripted(LONG * 4, slots=1, step_s=0.05, max_context=1000)
+    with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, server.url + CHAT, json=body(stream=True), timeout=30)
+        wait_until(lambda: bool(engine.running and engine.running[0].token_ids))
+        server.server.handle_exit(signal.SIGINT, None)
+        time.sleep(0.3)
+        assert server.thread.is_alive()
+        server.server.handle_exit(signal.SIGINT, None)
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+        assert '"finish_reason":"abort"' in running.result().text
+
+
+def half_a_request(server):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    connection.sendall(head.encode() + b'{"mess')
+    connection.settimeout(10)
+    return connection
+
+
+def test_a_body_that_never_arrives_holds_neither_memory_nor_the_shutdown(scripted, monkeypatch):
+    with serving(*scripted("abc"), grace_period_s=20.0) as server:
+        monkeypatch.setattr("eagle_kit.serve.api.body.READ_S", 0.2)
+        with half_a_request(server) as connection:
+            answer = b"".join(iter(lambda: connection.recv(2000), b""))
+            assert b" 408 " in answer and b"body_timeout" in answer
+        monkeypatch.setattr("eagle_kit.serve.api.body.READ_S", 60.0)
+        with half_a_request(server) as connection:
+            time.sleep(0.2)
+            server.stop()
+            assert b" 503 " in connection.recv(2000)
+            server.thread.join(5)
+            assert not server.thread.is_alive()

@@ -1,11 +1,16 @@
 """The protocol over HTTP, with an engine that says what the tests want it to say."""
 
+import asyncio
 import json
-from itertools import pairwise
+import threading
 
 import openai
 import pytest
 
+from eagle_kit.core.request import TokenLogprobs
+from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
+from eagle_kit.serve.load.reply import Recorder
+from eagle_kit.serve.reply import Delta
 from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
 from tests.serve.api.serving import serving
 
@@ -159,7 +164,7 @@ def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step)
     answer = complete(one_byte_a_step, max_tokens=4, logprobs=1).json()
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["G", "r", "bytes:\\xc3", "bytes:\\xbc"]
-    assert logprobs["token_logprobs"] == [-0.5] * 4 and logprobs["text_offset"] == [0, 1, 2, 3]
+    assert logprobs["token_logprobs"] == [-0.5] * 4 and logprobs["text_offset"] == [0, 1, 2, 2]
     assert logprobs["top_logprobs"][0] == {"G": -0.5, "<|endoftext|>": -1.5}
 
 
@@ -171,7 +176,51 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
     ):
         for name, values in data["choices"][0]["logprobs"].items():
             parts[name] += values
-    assert parts == whole and all(a < b for a, b in pairwise(whole["text_offset"]))
+    assert parts == whole
+    # Each of a character's bytes begins where the character does.
+    assert whole["text_offset"] == [i for i, letter in enumerate(TEXT) for _ in letter.encode()]
+
+
+def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_loop(tokenizer, monkeypatch):
+    names, threads = TokenNames(tokenizer), set()
+    find = names._bytes
+    calls = []
+    monkeypatch.setattr(names, "_bytes", lambda token, text: calls.append(token) or find(token, text))
+    plain = names.of
+    monkeypatch.setattr(names, "of", lambda token: threads.add(threading.get_ident()) or plain(token))
+
+    def written(num_tokens):
+        threads.clear()
+        entry = TokenLogprobs(-0.5, ((70, -0.5), (71, -1.5)))
+        delta = Delta("", [70] * num_tokens, [entry] * num_tokens)
+        built = asyncio.run(off_loop_if_long(chat_logprobs, names, delta))
+        return [item.token for item in built.content]
+
+    assert written(4) == [tokenizer.decode([70])] * 4 and threads == {threading.get_ident()}
+    assert written(1000) == [tokenizer.decode([70])] * 1000 and threading.get_ident() not in threads
+    assert calls == [70, 71]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_in_every_chunk_counts_the_tokens_of_the_chunks(scripted, path):
+    llm, engine = scripted(TEXT, per_step=3, step_s=0.005)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "ab", "max_tokens": 200}
+    with serving(llm, engine) as server:
+        streamed = events(server, path, {**body, "n": 2, "stream_options": options})
+        plain = events(server, path, {**body, "stream_options": {"include_usage": True}})
+    counts = [data["usage"]["completion_tokens"] for data in streamed]
+    assert counts == sorted(counts) and counts[-1] == 2 * len(TEXT.encode())
+    assert streamed[-1]["choices"] == [] and len(set(counts)) > 5
+    assert all(data["usage"] is None for data in plain[:-1])
+    recorder = Recorder(0, 0.0, 0.0)
+    for at, data in enumerate(plain):
+        recorder.take(data, at)
+    assert recorder.finish(True).counted_by != "usage"
+    recorder = Recorder(0, 0.0, 0.0)
+    for at, data in enumerate(streamed):
+        recorder.take(data, at)
+    assert recorder.finish(True).counted_by == "usage"
 
 
 def events(server, path, body):
@@ -296,5 +345,5 @@ def test_metrics_count_what_the_engine_did(scripted):
     assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 7
     assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
-    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 2), ("e2e_request_latency", 1)):
+    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 4), ("e2e_request_latency", 1)):
         assert value(f"{name}_seconds_count") == count

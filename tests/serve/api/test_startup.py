@@ -11,7 +11,7 @@ from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.server import bind
 from eagle_kit.serve.api.settings import Settings
@@ -52,7 +52,8 @@ def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
         f"--speculative-{name}" for name in ("num-steps", "eagle-topk", "num-draft-tokens")
     )
     assert shape_of(arguments()) is None
-    assert shape_of(arguments("--shape", "3,2,6")) == SpecShape(3, 2, 6)
+    assert shape_of(arguments("--shape", "3,2,6")) == ShapeTable.parse("3,2,6")
+    assert shape_of(arguments("--shape", "3,2,6 8:none")) == ShapeTable.parse("3,2,6 8:none")
     assert shape_of(arguments(steps, "3")) == SpecShape(3, 4, 8)
     assert shape_of(arguments(steps, "3", topk, "1")) == SpecShape(3, 1, 4)
     assert capsys.readouterr().err == ""
@@ -136,7 +137,7 @@ class TwoFacedLLM:
         ids = self.drafted if shape.steps else self.plain
         return [RequestOutput(prompt, list(ids), "", "length", stats) for prompt in prompts]
 
-    def engine(self, shape):
+    def engine(self):
         return self
 
 
@@ -159,6 +160,16 @@ def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
     assert len(good) == 1 and "2.50 tokens per verify" in good[0] and not asked
     low = report(SelfTest(1.02, 100, 1.0, 2.0, None), exact=True, low_causes=causes)
     assert "suspiciously" in low[1] and low[2:] == ["  1. another target", "  2. another template"]
+    for length, is_tree, is_low in (
+        (1.19, False, True),
+        (1.21, False, False),
+        (1.21, True, True),
+        (1.31, True, False),
+        (0.0, True, False),
+    ):
+        assert SelfTest(length, 100, 1.0, 2.0, None, is_tree).is_low is is_low
+    slow = report(SelfTest(2.5, 100, 2.5, 2.0, None), exact=True, low_causes=causes)
+    assert len(slow) == 2 and slow[1].startswith("note: these replies are slower with speculation")
     differing = SelfTest(2.5, 100, 1.0, 2.0, (3, 7))
     assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: reply 3 differs")
     assert report(differing, exact=False, low_causes=causes)[1].startswith("note: ")

@@ -165,9 +165,8 @@ def test_ctrl_c_prints_and_writes_what_there_is(server, prompts, tmp_path):
     ("words", "parts"),
     [
         ([], ["decode", "train"]),
-        (["engine"], ["decode", "train"]),
         (["decode"], ["decode"]),
-        (["engine", "train"], ["train"]),
+        (["train"], ["train"]),
         (["train", "decode"], ["decode", "train"]),
     ],
 )

@@ -1,8 +1,11 @@
-"""Triton's interpreter holds bfloat16 as uint16 and multiplies and rounds it wrongly; this puts it right.
+"""Triton's interpreter, which runs kernels without a GPU, put right.
 
-Conversions between floats go through torch (round to nearest even; fp8 saturates, as on a GPU), and operands
-of a dot are widened to fp32 first.
+It holds bfloat16 as uint16 and multiplies and rounds it wrongly: here conversions between floats go through
+torch (round to nearest even; fp8 saturates, as on a GPU), and operands of a dot are widened to fp32 first.
+That of Triton 3.6 takes an array of one element for an index, which NumPy refuses since 2.4.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "is_repaired", False):
         return
-    stored = {
+    stored: dict[Any, tuple[torch.dtype, Any]] = {
         tl.bfloat16: (torch.bfloat16, np.uint16),
         tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
         tl.float8e5: (torch.float8_e5m2, np.uint8),
@@ -37,7 +40,7 @@ def repair() -> None:
             value = value.clamp(-top, top)
         return value.to(dtype).view(torch.uint8 if held is np.uint8 else torch.uint16).numpy()
 
-    def cast(self, src, dst_type):
+    def cast(self: Any, src: Any, dst_type: Any) -> Any:
         kind, wanted = src.dtype.scalar, dst_type.scalar
         if kind not in stored and wanted not in stored:
             return plain_cast(self, src, dst_type)
@@ -48,14 +51,21 @@ def repair() -> None:
             data = data.astype(interpreter._get_np_dtype(wanted))
         return interpreter.TensorHandle(data.reshape(src.data.shape), wanted)
 
-    def convert(self, src, dst_type, rounding_mode):
+    def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return cast(self, src, dst_type)
 
-    def dot(self, a, b, d, *options):
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if a.dtype.scalar not in stored and b.dtype.scalar not in stored:
             return plain_dot(self, a, b, d, *options)
         product = np.matmul(widen(a.data, a.dtype.scalar), widen(b.data, b.dtype.scalar), dtype=np.float32)
         return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot
     builder.is_repaired = True

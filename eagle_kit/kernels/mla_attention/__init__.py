@@ -1,0 +1,43 @@
+"""Absorbed multi-head latent attention of a window of nodes (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+With W_UK folded into the query and W_UV into what follows, all heads attend to one key a token: a latent, and
+beside it a part that carries RoPE. The value is the latent again.
+
+Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store.
+"""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.mla_attention import reference
+from eagle_kit.kernels.window_attention.plan import WindowPlan
+
+
+def mla_window_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    *,
+    kv_scale: float = 1.0,
+    latent_dim: int = 512,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Every node attends to its request's prefix and to its ancestors in the window.
+
+    Args:
+        q: ``[B, N, H, D]``, the part that meets the latent first.
+        rows: ``[R, D]``, the store of one layer, this window's keys included, in the dtype of ``q`` or fp8;
+            its values are multiplied by ``kv_scale``.
+        plan: where the keys are, and who sees them.
+        scale: of the scores, that of the full heads: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
+        latent_dim: L. For Triton, L and D - L are powers of two, L at least 64 and D - L at least 16.
+
+    Returns:
+        ``[B, N, H, L]`` in the dtype of ``q``.
+    """
+    if uses_triton(q, backend):
+        from eagle_kit.kernels.mla_attention import triton
+
+        return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
+    return reference.mla_window_attention(q, rows, plan, scale, kv_scale, latent_dim)

@@ -1,0 +1,442 @@
+"""Attention of a window to the latent rows of its request: flash decoding with split keys.
+
+A request's N x H query rows share every key. A program takes a block of these rows and one of S runs of
+keys, and keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v of scores s = scale log2(e) q . k.
+Each row of the store is loaded once and is both key and value. With one run, acc / l is the answer; otherwise
+acc / l and m + log2(l) are stored, and a second launch adds the runs up with weights exp2(m + log2(l)).
+
+Keys are counted in columns: the prefix from ``first_slot`` on, and the window's keys right behind it, which
+lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
+without any key gets zeros.
+
+Two forms of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T = V^T
+P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's matrix
+instructions as well as 64 do.
+
+Bytes: 2 D a key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) a
+query row, and 8 (L + 1) a query row and run where S > 1. FLOPs: 2 (D + L) a key and query row, so that an
+H200 is bound by bytes up to about 97 query rows. After FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
+
+Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.mla_attention.plan import PagedWindowPlan
+from eagle_kit.kernels.window_attention.plan import WindowPlan
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 128
+PIECES = tl.constexpr(4)
+"""The latent is taken in quarters, 256 bytes of a row at a time, so that a thread has few rows to address."""
+
+
+@triton.jit
+def _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES: tl.constexpr):
+    """Columns of the prefix, the first column, columns of a run, and the column behind the last."""
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    end = prefix + num_keys
+    if IN_PAGES:
+        end = tl.load(kv_lens + request).to(tl.int32)
+    first = tl.minimum(prefix, first_slot)
+    return prefix, first, tl.cdiv(tl.cdiv(end - first, splits), 64) * 64, end
+
+
+@triton.jit
+def _load_keys(
+    rows, pages, start, end, paged, scratch, row_stride,
+    kind: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Columns ``start .. start + KEYS - 1``, as RoPE part and quarters of the latent; the first ``paged`` of
+    all columns lie in pages. Behind the end the last one repeats."""
+    PIECE: tl.constexpr = LATENT // PIECES
+    column = tl.minimum(start + tl.arange(0, KEYS), end - 1)
+    in_pages = column < paged
+    slot = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
+    slot = tl.where(in_pages, slot, scratch + column)
+    key = rows + slot.to(tl.int64)[:, None] * row_stride
+    rope = tl.load(key + LATENT + tl.arange(0, ROPE)[None, :]).to(kind)
+    latents = ()
+    for piece in tl.static_range(PIECES):
+        latent = tl.load(key + piece * PIECE + tl.arange(0, PIECE)[None, :]).to(kind)
+        latents = latents + (latent,)  # type: ignore[assignment]
+    return rope, latents
+
+
+@triton.jit
+def _attend(
+    q, rows, page_table, prefix_lens, kv_lens, ancestors, out, lse, scale, out_scale,
+    num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
+    splits,
+    PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of query rows and a run of keys. Along AXIS of the scores lie the keys.
+
+    fp8 keys are loaded and widened a tile ahead: the compiler lays values that a loop carries out in shared
+    memory as it does 16-bit keys, and would otherwise move single bytes.
+    """
+    AHEAD: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 8
+    AXIS: tl.constexpr = 0 if SWAPPED else 1
+    OTHER: tl.constexpr = 1 - AXIS
+    PIECE: tl.constexpr = LATENT // PIECES
+    kind: tl.constexpr = q.dtype.element_ty
+    block, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    begin = first + split * columns
+    if begin >= end:
+        return
+    paged = end if IN_PAGES else prefix
+    end = tl.minimum(begin + columns, end)
+
+    row = block * QUERIES + tl.arange(0, QUERIES)
+    inside = row < num_rows
+    row_at = request * num_rows + row
+    d, r = tl.arange(0, PIECE), tl.arange(0, ROPE)
+    at = q + row_at[:, None] * (LATENT + ROPE)
+    rope_queries = tl.load(at + LATENT + r[None, :], inside[:, None], 0.0)
+    queries, accs = (), ()
+    for piece in tl.static_range(PIECES):
+        part = tl.load(at + piece * PIECE + d[None, :], inside[:, None], 0.0)
+        zeros = tl.zeros((PIECE, QUERIES) if SWAPPED else (QUERIES, PIECE), tl.float32)
+        queries = queries + (part,)  # type: ignore[assignment]
+        accs = accs + (zeros,)  # type: ignore[assignment]
+
+    bits = tl.load(ancestors + request * num_nodes + row // heads, inside, 0)
+    pages = page_table + request * table_stride
+    scratch = (scratch_start + request * scratch_stride - prefix).to(tl.int32)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    if AHEAD:
+        rope, latents = _load_keys(
+            rows, pages, begin, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
+        )
+    for start in tl.range(begin, end, KEYS):
+        load_at = start
+        if AHEAD:
+            load_at += KEYS
+        new_rope, new_latents = _load_keys(
+            rows, pages, load_at, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
+        )
+        if not AHEAD:
+            rope, latents = new_rope, new_latents
+        if SWAPPED:
+            scores = tl.dot(rope, tl.trans(rope_queries), input_precision=PRECISION)
+        else:
+            scores = tl.dot(rope_queries, tl.trans(rope), input_precision=PRECISION)
+        for piece in tl.static_range(PIECES):
+            if SWAPPED:
+                scores = tl.dot(latents[piece], tl.trans(queries[piece]), scores, input_precision=PRECISION)
+            else:
+                scores = tl.dot(queries[piece], tl.trans(latents[piece]), scores, input_precision=PRECISION)
+        scores *= scale
+        if start + KEYS > prefix:
+            column = start + tl.arange(0, KEYS)
+            node = tl.minimum(tl.maximum(column - prefix, 0), 63).to(tl.int64)
+            seen = ((tl.expand_dims(bits, AXIS) >> tl.expand_dims(node, OTHER)) & 1) == 1
+            seen = tl.expand_dims(column < prefix, OTHER) | (seen & tl.expand_dims(column < end, OTHER))
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, AXIS))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - tl.expand_dims(base, AXIS))
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.sum(p, AXIS)
+        top = higher
+        p = p.to(kind)
+        grown = ()
+        for piece in tl.static_range(PIECES):
+            acc = accs[piece] * tl.expand_dims(kept, AXIS)
+            if SWAPPED:
+                acc = tl.dot(tl.trans(latents[piece]), p, acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(p, latents[piece], acc, input_precision=PRECISION)
+            grown = grown + (acc,)  # type: ignore[assignment]
+        accs = grown
+        if AHEAD:
+            rope, latents = new_rope, new_latents
+
+    if SPLIT:
+        row_at = row_at * splits + split
+        tl.store(lse + row_at, top + tl.log2(total), inside)
+    factor = tl.expand_dims(out_scale / tl.where(total > 0.0, total, 1.0), AXIS)
+    to = out + tl.expand_dims(row_at, AXIS) * LATENT + tl.expand_dims(d, OTHER)
+    for piece in tl.static_range(PIECES):
+        value = (accs[piece] * factor).to(out.dtype.element_ty)
+        tl.store(to + piece * PIECE, value, tl.expand_dims(inside, AXIS))
+
+
+@triton.jit
+def _merge(
+    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
+    LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
+):  # fmt: skip
+    """One query row: its runs, weighted by their sums of exponentials."""
+    request = tl.program_id(1).to(tl.int64)
+    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    used = tl.cdiv(end - first, columns)
+    row = request * num_rows + tl.program_id(0)
+    at = row * splits
+    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
+    sums = tl.load(lse + at + i, i < used, float("-inf"))
+    top = tl.max(sums, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(sums - base), 0)
+    acc = tl.zeros((LATENT,), tl.float32)
+    for start in range(0, used, BLOCK):
+        run = start + tl.arange(0, BLOCK)
+        weight = tl.exp2(tl.load(lse + at + run, run < used, float("-inf")) - base)
+        part = tl.load(partial + (at + run)[:, None] * LATENT + d[None, :], (run < used)[:, None], 0.0)
+        acc += tl.sum(weight[:, None] * part, 0)
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + row * LATENT + d, acc.to(out.dtype.element_ty))
+
+
+class Blocks(NamedTuple):
+    """Query rows and keys of a tile, the form of the dots, and launch options."""
+
+    queries: int
+    keys: int
+    swapped: bool
+    num_warps: int
+    num_stages: int
+
+
+HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""Whether the compiler keeps the copy of the queries in shared memory out of the loop. Triton 3.6 does; 3.9
+does not, and 64 query rows of 576 then take so many registers that they spill."""
+
+
+def choose_blocks(num_rows: int, itemsize: int, capability: int) -> Blocks:
+    """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
+
+    On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
+    latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
+    at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
+    through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
+    plain one and 32 keys. fp32, which no MLA model is served in, spills at their sizes.
+    """
+    if itemsize == 4:
+        return Blocks(16, 16, False, 4, 1)
+    most = 64 if itemsize == 2 and HOISTS_QUERIES else 32
+    queries = min(most, max(16, triton.next_power_of_2(num_rows)))
+    if itemsize == 1:
+        return Blocks(queries, 32, False, 8, 2)
+    num_warps = 4 if queries == 16 else 8
+    if capability >= 90:
+        return Blocks(queries, 64, True, num_warps, 2)
+    return Blocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
+
+
+@cache
+def choose_splits(programs: int, columns: int, processors: int) -> int:
+    """How many runs ``columns`` keys are cut into, for ``programs`` blocks of query rows in the batch.
+
+    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times what a
+    program does: its tiles, and about three tiles' time to begin and to hand over.
+    """
+    tiles = triton.cdiv(columns, 64)
+    splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
+    return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))
+
+
+def _machine(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability and multiprocessors; those of an H200 where the kernel is interpreted."""
+    if not tensor.is_cuda:
+        return 90, 132
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+@torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=())
+def mla_window_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    ancestors: torch.Tensor,
+    page_size: int,
+    first_slot: int,
+    scratch_start: int,
+    scratch_stride: int,
+    num_keys: int,
+    num_columns: int,
+    scale: float,
+    kv_scale: float,
+    latent_dim: int,
+) -> torch.Tensor:
+    """:func:`attend` with the parts of its plan, all contiguous but ``rows``, whose rows are. ``kv_lens`` is
+    given where the window's keys lie in pages."""
+    b, n, h, dim = q.shape
+    out = q.new_empty(b, n, h, latent_dim)
+    if out.numel() == 0:
+        return out
+    capability, processors = _machine(q)
+    blocks = choose_blocks(n * h, rows.element_size(), capability)
+    programs = triton.cdiv(n * h, blocks.queries)
+    splits = choose_splits(b * programs, num_columns, processors)
+    in_pages = kv_lens is not None
+    lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(b, n * h, splits, latent_dim, dtype=torch.float32)
+        lse = q.new_empty(b, n * h, splits, dtype=torch.float32)
+    _attend[(programs, splits, b)](
+        q,
+        rows,
+        page_table,
+        *lens,
+        ancestors,
+        partial,
+        lse,
+        scale * kv_scale * LOG2_E,
+        kv_scale,
+        n * h,
+        h,
+        n,
+        num_keys,
+        first_slot,
+        scratch_start,
+        scratch_stride,
+        rows.stride(0),
+        page_table.stride(0),
+        splits,
+        PAGE=page_size,
+        LATENT=latent_dim,
+        ROPE=dim - latent_dim,
+        QUERIES=blocks.queries,
+        KEYS=blocks.keys,
+        SWAPPED=blocks.swapped,
+        SPLIT=splits > 1,
+        IN_PAGES=in_pages,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if splits > 1:
+        _merge[(n * h, b)](
+            partial,
+            lse,
+            *lens,
+            out,
+            n * h,
+            num_keys,
+            first_slot,
+            splits,
+            LATENT=latent_dim,
+            MAX_SPLITS=MAX_SPLITS,
+            BLOCK=8,
+            IN_PAGES=in_pages,
+            num_warps=4,
+        )
+    return out
+
+
+@mla_window_attention.register_fake
+def _(q, rows, *plan):
+    return q.new_empty(*q.shape[:3], plan[-1])
+
+
+def attend(
+    q: torch.Tensor, rows: torch.Tensor, plan: WindowPlan, scale: float, kv_scale: float, latent_dim: int
+) -> torch.Tensor:
+    """``q [B, N, H, D]``, ``rows [R, D]`` of the same dtype or fp8 -> ``[B, N, H, L]``."""
+    assert rows.dtype == q.dtype or rows.element_size() == 1
+    return mla_window_attention(
+        q.contiguous(),
+        rows if rows.stride(1) == 1 else rows.contiguous(),
+        plan.page_table.contiguous(),
+        plan.prefix_lens.contiguous(),
+        plan.kv_lens.contiguous() if isinstance(plan, PagedWindowPlan) else None,
+        plan.ancestors.contiguous(),
+        plan.page_size,
+        plan.first_slot,
+        plan.scratch_start,
+        plan.scratch_stride,
+        plan.num_keys,
+        plan.num_columns,
+        scale,
+        kv_scale,
+        latent_dim,
+    )
+
+
+_INTEGERS = (
+    "num_rows",
+    "heads",
+    "num_nodes",
+    "num_keys",
+    "first_slot",
+    "scratch_start",
+    "scratch_stride",
+    "row_stride",
+    "table_stride",
+    "splits",
+)
+
+
+def variants() -> list[Variant]:
+    """DeepSeek's sizes: few, some and many query rows, with runs and without, for every kind of row."""
+    pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "lse")
+    made = []
+    for kind, stored, itemsize, num_rows, split, arch, *in_pages in (
+        ("bf16", "bf16", 2, 16, True, 90),
+        ("bf16", "bf16", 2, 32, True, 90),
+        ("bf16", "bf16", 2, 128, True, 90),
+        ("bf16", "bf16", 2, 128, False, 90),
+        ("bf16", "bf16", 2, 128, True, 90, "in pages"),
+        ("fp16", "fp16", 2, 128, True, 90),
+        ("bf16", "fp8e4nv", 1, 16, True, 90),
+        ("bf16", "fp8e4nv", 1, 128, True, 90),
+        ("bf16", "bf16", 2, 16, True, 80),
+        ("bf16", "bf16", 2, 128, True, 80),
+    ):
+        blocks = choose_blocks(num_rows, itemsize, arch)
+        output = "*fp32" if split else f"*{kind}"
+        of_pointers = (f"*{kind}", f"*{stored}", "*i64", "*i64", "*i64", "*i64", output, output)
+        types = dict(zip(pointers, of_pointers, strict=True))
+        constants = {
+            "PAGE": 16,
+            "LATENT": 512,
+            "ROPE": 64,
+            "QUERIES": blocks.queries,
+            "KEYS": blocks.keys,
+            "SWAPPED": blocks.swapped,
+            "SPLIT": split,
+            "IN_PAGES": bool(in_pages),
+            "PRECISION": "ieee",
+        }
+        made.append(
+            Variant(
+                f"mla_attention {kind} keys {stored} rows {num_rows}{' split' if split else ''}"
+                + "".join(f" {word}" for word in in_pages),
+                _attend,
+                types | {"scale": "fp32", "out_scale": "fp32"} | dict.fromkeys(_INTEGERS, "i32"),
+                constants,
+                aligned=("row_stride",),
+                num_warps=blocks.num_warps,
+                num_stages=blocks.num_stages,
+                wgmma=blocks.swapped,
+                archs=(arch,),
+            )
+        )
+    made.append(
+        Variant(
+            "mla_attention merge",
+            _merge,
+            {
+                **dict.fromkeys(("partial", "lse"), "*fp32"),
+                **dict.fromkeys(("prefix_lens", "kv_lens"), "*i64"),
+                "out": "*bf16",
+                **dict.fromkeys(("num_rows", "num_keys", "first_slot", "splits"), "i32"),
+            },
+            {"LATENT": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": 8, "IN_PAGES": False},
+        )
+    )
+    return made

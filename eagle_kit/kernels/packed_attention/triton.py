@@ -1,0 +1,46 @@
+"""Packed attention by the flash kernels of TTT attention: every token is a query row, and none has own keys.
+
+Row t of a document that begins at s sees keys ``s .. t``; blocks of keys that all rows of a block see are
+taken without a mask. Forward and backward; the maths, the bytes and the memory (e Hq D + 4 Hq bytes kept a
+token) are those of :mod:`eagle_kit.kernels.ttt_attention.triton` with R = T and J = 0.
+
+Legend: T packed tokens, Hq / Hkv heads, D head size.
+"""
+
+import torch
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.ttt_attention import triton as flash
+
+
+def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """(start, stop) of each document -> where each token's document begins, int32 ``[T]``; the host knows the
+    sizes, so nothing is read back."""
+    starts, stops = torch.tensor(spans, dtype=torch.int32).view(-1, 2).unbind(1)
+    counts = (stops - starts).to(device, non_blocking=True)
+    total = spans[-1][1] if spans else 0
+    return torch.repeat_interleave(starts.to(device, non_blocking=True), counts, output_size=total)
+
+
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, ``doc_start`` int32 ``[T]``, where the document of each
+    token begins -> ``[T, Hq, D]``; differentiable."""
+    tokens, kv_heads, size = k.shape
+    none = k.new_empty(tokens, kv_heads, 0, size)
+    stops = torch.arange(1, tokens + 1, dtype=torch.int32, device=k.device)
+    return flash.ttt_attention(q, k, v, none, none, doc_start, stops, scale)
+
+
+def variants() -> list[Variant]:
+    """The forward at the head sizes of captured targets."""
+    shipped = (
+        ("bf16", 64, 90),
+        ("bf16", 128, 90),
+        ("bf16", 128, 80),
+        ("fp16", 128, 90),
+        ("bf16", 256, 90),
+        ("fp32", 64, 90),
+    )
+    return [flash.forward_variant("packed_attention", *at, own=False) for at in shipped]

@@ -1,0 +1,213 @@
+"""Paged prefill attention by flash attention over pages: one launch for the chunks of all requests.
+
+Row j of a chunk is position ``p = start + j``. With ``c = scale k_scale log2(e)``, running values over blocks
+of keys k and values v at slots ``first_slot .. p`` are
+
+    S = c q k^T,    m' = max(m, max S),    P = exp2(S - m'),    l' = l exp2(m - m') + sum P,
+    o' = o exp2(m - m') + P v;    out = v_scale o / l.
+
+The G query heads that share a key head are rows of one tile: 128 rows are 128 / G positions. So a block of
+keys is read once for all of them, and little of a tile lies across the diagonal. Blocks before the first
+position of a tile know no mask. Late tiles, which see most, are taken first; tiles past the end of a chunk
+return at once: the grid depends on the bound on rows that the host knows.
+
+Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store a request and
+tile, out of the L2 cache but for the first tile. FLOPs: ``4 Hq D`` a pair of query and key seen.
+
+After FlashAttention-2 (arXiv 2307.08691) and paged attention (arXiv 2309.06180).
+
+Legend: B requests, T tokens, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the store.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
+from eagle_kit.kernels.window_attention.triton import (
+    LOG2_E,
+    block_d,
+    choose_blocks,
+    device_facts,
+    fold,
+    fold_blocks,
+    values_per_element,
+)
+
+
+@triton.jit
+def _prefill(
+    q, k_rows, v_rows, page_tables, cu_rows, starts, out, factor, v_scale, store_rows, table_stride,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one request and key head."""
+    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin = tl.load(cu_rows + request).to(tl.int64)
+    num_rows = (tl.load(cu_rows + request + 1) - begin).to(tl.int32) * G
+    tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
+    live, inside = r < num_rows, (d < D)[None, :]
+    start = tl.load(starts + request).to(tl.int32)
+    token = tile * BLOCK_M // G
+    lowest = start + token
+    position = start + tl.minimum(r, num_rows - 1) // G
+    highest = start + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, num_rows - 1) // G
+
+    first = (begin + token) * (HKV * G * D)
+    mine = ((r // G - token) * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
+    queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
+    table = page_tables + request * table_stride
+    plane = head.to(tl.int64) * store_rows
+    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # every row sees all of the blocks from gap to resume
+    count = highest // BLOCK_N + 1
+    gap = tl.minimum((FIRST + BLOCK_N - 1) // BLOCK_N, count)
+    resume = tl.maximum(gap, (lowest + 1) // BLOCK_N)
+    acc, odd, top, total = fold_blocks(
+        acc, odd, top, total, queries, k, v, table, gap, resume, factor, D, PAIR, PAGE, BLOCK_N, BLOCK_D
+    )
+    for step in tl.range(0, count - (resume - gap), num_stages=1):
+        column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
+        held = (column <= highest) & (column >= tl.minimum(FIRST, start))
+        page = tl.load(table + column // PAGE, held, 0)
+        row = (page * PAGE + column % PAGE).to(tl.int64)[:, None]
+        keys = tl.load(k + (row * D + d[None, :]), held[:, None] & inside, 0.0)
+        there = held[:, None] & (e < D // PAIR)[None, :]
+        values = tl.load(v + (row * (D // PAIR) + e[None, :]), there, 0.0)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        column = column[None, :]
+        seen = (column <= position[:, None]) & ((column >= FIRST) | (column == position[:, None]))
+        scores = tl.where(seen, scores, float("-inf"))
+        acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
+
+    if PAIR == 2:
+        acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
+    result = (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + first + mine, result, live[:, None] & inside)
+
+
+@torch.library.custom_op("eagle_kit::paged_prefill_attention", mutates_args=())
+def paged_prefill_attention_op(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    page_tables: torch.Tensor,
+    page_size: int,
+    cu_rows: torch.Tensor,
+    starts: torch.Tensor,
+    first_slot: int,
+    max_rows: int,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    """``q [T, Hq, D]``, the store, ``cu_rows`` and ``starts`` contiguous."""
+    (_, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    out = torch.empty_like(q)
+    rows = max_rows * (hq // hkv)
+    if q.numel() == 0 or rows == 0:
+        return out
+    widths = q.element_size(), k_rows.element_size()
+    blocks = choose_blocks(rows, d, *widths, device_facts(q.device)[1])
+    pair = values_per_element(blocks, *widths)
+    _prefill[(triton.cdiv(rows, blocks.m), hkv, starts.shape[0])](
+        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts, out),
+        *(scale * k_scale * LOG2_E, v_scale, store_rows, page_tables.stride(0)),
+        G=hq // hkv,
+        HKV=hkv,
+        D=d,
+        PAIR=pair,
+        PAGE=page_size,
+        FIRST=first_slot,
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_D=block_d(d),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    return out
+
+
+@paged_prefill_attention_op.register_fake
+def _(q, *args):
+    return torch.empty_like(q)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """The reference's contract; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
+    assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
+    return paged_prefill_attention_op(
+        q.contiguous(),
+        k_rows,
+        v_rows,
+        plan.page_tables if plan.page_tables.stride(1) == 1 else plan.page_tables.contiguous(),
+        plan.page_size,
+        plan.cu_rows.contiguous(),
+        plan.starts.contiguous(),
+        plan.first_slot,
+        plan.max_rows,
+        scale,
+        k_scale,
+        v_scale,
+    )
+
+
+def _variant(
+    kind: str, size: int, group: int, rows: int, page: int, store: str, archs: tuple[int, ...]
+) -> Variant:
+    widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+    blocks = choose_blocks(rows * group, size, widths[kind], widths[store], archs[-1] >= 90)
+    pair = values_per_element(blocks, widths[kind], widths[store])
+    return Variant(
+        f"prefill_attention {kind} D{size} G{group} rows {rows} page {page}"
+        + (" fp8" if store == "fp8e4nv" else ""),
+        _prefill,
+        {
+            **{"q": f"*{kind}", "k_rows": f"*{store}", "v_rows": "*i16" if pair == 2 else f"*{store}"},
+            **dict.fromkeys(("page_tables", "cu_rows", "starts"), "*i64"),
+            **{"out": f"*{kind}", "factor": "fp32", "v_scale": "fp32"},
+            **dict.fromkeys(("store_rows", "table_stride"), "i32"),
+        },
+        {
+            **{"G": group, "HKV": 8, "D": size, "PAIR": pair, "PAGE": page, "FIRST": 0},
+            **{"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": block_d(size)},
+        },
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        wgmma=blocks.m >= 64,
+        archs=archs,
+    )
+
+
+def variants() -> list[Variant]:
+    """Chunks of Llama 3 8B and of other head sizes, pages and stores; short chunks."""
+    both = (80, 90)
+    return [
+        _variant("bf16", 128, 4, 2048, 16, "bf16", (90,)),
+        _variant("bf16", 128, 4, 2048, 16, "bf16", (80,)),
+        _variant("bf16", 128, 4, 2048, 64, "fp8e4nv", (90,)),
+        _variant("bf16", 128, 8, 2, 16, "bf16", both),
+        _variant("bf16", 128, 4, 2, 16, "fp8e4nv", (90,)),
+        _variant("fp16", 64, 3, 2048, 1, "fp16", (90,)),
+        _variant("bf16", 80, 1, 2048, 16, "bf16", (90,)),
+        _variant("bf16", 96, 5, 2048, 64, "bf16", (90,)),
+        _variant("bf16", 256, 4, 2048, 64, "bf16", (90,)),
+        _variant("fp32", 64, 3, 2048, 16, "fp32", both),
+    ]

@@ -1,0 +1,74 @@
+"""Linear layers of at most 64 rows: the weight is read once, and how fast that goes is all that counts.
+
+Models call :func:`eagle_kit.kernels.linear.linear`, which takes the Triton form where it has been measured to
+be faster than cuBLAS. For fp8 weights cuBLAS has no form.
+
+Legend: M rows, N output features, K input features.
+"""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.small_linear import reference
+from eagle_kit.kernels.small_linear.reference import quantize_fp8
+
+__all__ = ["MAX_ROWS", "fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
+
+MAX_ROWS = 64
+"""Largest M of the Triton forms."""
+
+
+def row_bucket(m: int) -> int:
+    """Number of rows that the Triton form computes for M: 16, 32 or 64."""
+    return max(16, 1 << max(0, m - 1).bit_length())
+
+
+def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether the Triton form computes what torch does: it takes at most 64 rows of one half type, and has no
+    backward pass."""
+    return (
+        x.ndim == 2
+        and x.shape[0] <= MAX_ROWS
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.stride(1) == 1
+        and not torch.is_autocast_enabled(x.device.type)
+        and not is_differentiated(x, weight, *(() if bias is None else (bias,)))
+    )
+
+
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: Backend | None = None
+) -> torch.Tensor:
+    """``x [M, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[M, N]``; all of one dtype.
+
+    Args:
+        backend: None takes Triton on a GPU where it fits (:func:`fits_triton`); ``"triton"`` needs that.
+    """
+    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+        from eagle_kit.kernels.small_linear import triton
+
+        return triton.small_linear(x.contiguous(), weight, None, bias)
+    return reference.small_linear(x, weight, bias)
+
+
+def small_linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """:func:`small_linear` with the fp8 ``weight [N, K]`` and fp32 ``scales [N]`` of :func:`quantize_fp8`, in
+    the dtype of ``x``.
+
+    Args:
+        backend: None takes Triton on a GPU where M <= 64; the reference unpacks the whole weight every time.
+            e4m3 needs compute capability 8.9.
+    """
+    if uses_triton(x, backend) and (backend is not None or x.shape[0] <= MAX_ROWS):
+        from eagle_kit.kernels.small_linear import triton
+
+        return triton.small_linear(x.contiguous(), weight, scales, bias)
+    return reference.small_linear_fp8(x, weight, scales, bias)

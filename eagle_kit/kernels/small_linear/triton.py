@@ -1,0 +1,220 @@
+"""Linear layers of at most 64 rows with the operands swapped, the sum split over K, and no atomics.
+
+``y^T = W x^T``: 64 rows of the weight are the M side of the dot and the few rows of x its N side, so that
+matrix instructions multiply little padding. A program sums one run of K for one block of outputs; with S > 1
+runs it stores fp32 partial sums, and a second launch adds them in their order. fp8 weights are widened in
+registers on their way into the dot, and ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum.
+
+Bytes: the weight once, x once a block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
+and K only, so that K is summed in the same runs whatever M is.
+
+Legend: M rows, N outputs, K inputs, S runs.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.small_linear import MAX_ROWS, row_bucket
+
+
+@triton.jit
+def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.constexpr):
+    if SCALED:
+        value *= tl.load(scales + n, inside, 0.0)
+    if BIASED:
+        value += tl.load(bias + n, inside, 0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _multiply(
+    x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A block of outputs and a run of K, for all rows. EVEN where K is a multiple of BLOCK."""
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
+    begin = tl.program_id(1) * run
+    w_at = weight + tl.minimum(n, num_outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
+    x_at = x + m[:, None] * size + k[None, :]
+    present = (m < num_rows)[:, None]
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(begin, tl.minimum(begin + run, size), BLOCK):
+        if EVEN:
+            w = tl.load(w_at + start)
+            rows = tl.load(x_at + start, present, 0.0)
+        else:
+            inside = (start + k < size)[None, :]
+            w = tl.load(w_at + start, inside, 0.0)
+            rows = tl.load(x_at + start, present & inside, 0.0)
+        acc = tl.dot(w.to(rows.dtype), tl.trans(rows), acc)
+    row_at = m.to(tl.int64)
+    if SPLIT:
+        row_at += tl.program_id(1) * num_rows
+    else:
+        acc = _finish(acc, scales, bias, n[:, None], (n < num_outputs)[:, None], SCALED, BIASED)
+    to = out + row_at[None, :] * num_outputs + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_outputs)[:, None])
+
+
+@triton.jit
+def _add_up(
+    partial, scales, bias, out, num_rows, num_outputs, splits,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of one row: their partial sums in the order of K."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < num_outputs
+    at = tl.program_id(1).to(tl.int64) * num_outputs + n
+    step = num_rows.to(tl.int64) * num_outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in range(splits):
+        total += tl.load(partial + split * step + at, inside, 0.0)
+    total = _finish(total, scales, bias, n, inside, SCALED, BIASED)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
+class Blocks(NamedTuple):
+    """Outputs and inputs of a tile, and launch options."""
+
+    outputs: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_blocks(rows: int, itemsize: int) -> Blocks:
+    """Tiles for a bucket of M. A tile is 16 KB of bf16 weights or 8 of fp8, and 4, 8 or 16 of x; as many deep
+    as fit twice on a multiprocessor of an H200. Its latency asks for 23 KB in flight, these are over 70."""
+    if itemsize == 1:
+        return Blocks(64, 128, 4, 6 if rows < 64 else 4)
+    return Blocks(64, 128, 4, 4 if rows < 64 else 3)
+
+
+@cache
+def choose_splits(programs: int, tiles: int, slots: int) -> int:
+    """Runs of K for ``programs`` blocks of outputs of ``tiles`` tiles each, where ``slots`` fit on the GPU.
+
+    The cost in tiles (1 microsecond on an H200): the number of waves times what a program does, its tiles and
+    one to begin with; and three for the second launch.
+    """
+    choices = range(1, max(1, min(tiles, 32)) + 1)
+    return min(
+        choices,
+        key=lambda s: (triton.cdiv(programs * s, slots) * (triton.cdiv(tiles, s) + 1) + 3 * (s > 1), s),
+    )
+
+
+def _slots(tensor: torch.Tensor) -> int:
+    """Programs at a time, two a multiprocessor; as on an H200 where kernels are interpreted."""
+    if not tensor.is_cuda:
+        return 264
+    return 2 * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+@torch.library.custom_op("eagle_kit::small_linear", mutates_args=())
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``x [M, K]`` contiguous, ``weight [N, K]`` with contiguous rows, in the dtype of ``x`` or in fp8 with
+    ``scales [N]``; ``bias [N]`` -> ``[M, N]``."""
+    (m, k), n = x.shape, weight.shape[0]
+    assert m <= MAX_ROWS and x.element_size() == 2 and weight.stride(1) == 1
+    assert (weight.dtype == x.dtype) == (scales is None)
+    out = x.new_empty(m, n)
+    if m == 0:
+        return out
+    rows = row_bucket(m)
+    blocks = choose_blocks(rows, weight.element_size())
+    programs, tiles = triton.cdiv(n, blocks.outputs), triton.cdiv(k, blocks.block)
+    splits = choose_splits(programs, tiles, _slots(x))
+    to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
+    operands = (x if scales is None else scales, x if bias is None else bias)
+    finish = {"SCALED": scales is not None, "BIASED": bias is not None}
+    _multiply[(programs, splits)](
+        x,
+        weight,
+        *operands,
+        to,
+        m,
+        n,
+        k,
+        weight.stride(0),
+        splits,
+        ROWS=rows,
+        OUTPUTS=blocks.outputs,
+        BLOCK=blocks.block,
+        EVEN=k % blocks.block == 0,
+        SPLIT=splits > 1,
+        **finish,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if splits > 1:
+        _add_up[(triton.cdiv(n, 512), m)](to, *operands, out, m, n, splits, **finish, BLOCK=512, num_warps=4)
+    return out
+
+
+@small_linear.register_fake
+def _(x, weight, scales, bias):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def variants() -> list[Variant]:
+    """Every bucket of M in both kinds of weight, with runs of K and without."""
+    made = []
+    pointers = ("x", "weight", "scales", "bias", "out")
+    integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits")
+    for kind, stored, rows, split, even, archs in (
+        ("bf16", "bf16", 16, True, True, (80, 90)),
+        ("bf16", "bf16", 32, True, True, (90,)),
+        ("bf16", "bf16", 64, True, True, (80, 90)),
+        ("bf16", "bf16", 16, False, False, (90,)),
+        ("fp16", "fp16", 64, False, True, (90,)),
+        ("bf16", "fp8e4nv", 16, True, True, (90,)),
+        ("bf16", "fp8e4nv", 64, False, True, (90,)),
+        ("fp16", "fp8e4nv", 32, True, True, (90,)),
+    ):
+        scaled = stored != kind
+        blocks = choose_blocks(rows, 1 if scaled else 2)
+        finish = {"SCALED": scaled, "BIASED": not scaled}
+        types = (
+            dict.fromkeys(pointers, f"*{kind}") | dict.fromkeys(integers, "i32") | {"weight": f"*{stored}"}
+        )
+        types |= ({"out": "*fp32"} if split else {}) | ({"scales": "*fp32"} if scaled else {})
+        constants = {"ROWS": rows, "OUTPUTS": blocks.outputs, "BLOCK": blocks.block, "EVEN": even}
+        special = (" split" if split else "") + ("" if even else " odd")
+        made.append(
+            Variant(
+                f"small_linear {kind} weight {stored} M{rows}{special}",
+                _multiply,
+                {name: types[name] for name in _multiply.arg_names if name in types},
+                {**constants, **finish, "SPLIT": split},
+                aligned=("size", "weight_stride", "num_outputs"),
+                num_warps=blocks.num_warps,
+                num_stages=blocks.num_stages,
+                wgmma=True,
+                archs=archs,
+            )
+        )
+    for scaled in (False, True):
+        types = dict.fromkeys(("bias", "out"), "*bf16") | {"partial": "*fp32"}
+        types |= {"scales": "*fp32" if scaled else "*bf16"}
+        types |= dict.fromkeys(("num_rows", "num_outputs", "splits"), "i32")
+        made.append(
+            Variant(
+                f"small_linear add up{' scaled' if scaled else ''}",
+                _add_up,
+                types,
+                {"SCALED": scaled, "BIASED": not scaled, "BLOCK": 512},
+                aligned=("num_outputs",),
+            )
+        )
+    return made

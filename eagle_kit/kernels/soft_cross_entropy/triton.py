@@ -1,0 +1,164 @@
+"""Linear layer and soft cross-entropy: matmuls by torch, all between them in one launch a chunk of rows.
+
+For a row with logits z, teacher p (sum 1) and weight c,
+
+    loss = log sum exp z - p . z,       dz = c (softmax(z) - p).
+
+A program has a row and goes over it twice, in blocks. In the first pass each lane keeps a running maximum t,
+its place, the sum s of exp(z - t) and the dot p . z,
+
+    z > t:  s <- s exp(t - z) + 1, t <- z;          else:  s <- s + exp(z - t),
+
+so one exponential is taken an element and lanes meet once, at the end; the second pass writes dz over z. A
+block is 2,048 logits of 128 threads, 16 a thread, whatever Vd is: no row is ever held in registers. Ties go
+to the lowest id. The chunks are after Liger (arXiv 2410.10989), the running sum after Milakov and Gimelshein
+(arXiv 1805.02867).
+
+Bytes a row, e those of a logit: (3 e + 8) Vd, of which (e + 4) Vd are read a second time, out of L2.
+
+Memory: e Vd bytes for each row of one chunk; for every row 12 bytes, its gradient of h, and h once more where
+autocast changes its type; the gradient of the weight once, and the product that is added to it.
+
+Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+
+BLOCK = 2048
+NUM_WARPS = 4
+CHUNK_ROWS = 4096
+"""So that adding to the weight's gradient costs about a tenth of the matmuls (Vd 32,000, H 4,096, H200); the
+logits of a chunk then take 262 MB."""
+
+
+@triton.jit
+def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, BLOCK: tl.constexpr):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    z_row = logits + row.to(tl.int64) * vocab
+    p_row = probs + tl.load(index + row).to(tl.int64) * vocab
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        i = first + lane
+        inside = i < vocab
+        z = tl.load(z_row + i, inside, float("-inf")).to(tl.float32)
+        dot += tl.load(p_row + i, inside, 0.0) * tl.where(inside, z, 0.0)
+        rise = (z - top) * LOG2_E
+        e = tl.exp2(-tl.abs(rise))
+        total = tl.where(rise > 0, total * e + 1.0, total + e)
+        place = tl.where(rise > 0, i, place)
+        top = tl.where(rise > 0, z, top)
+    highest = tl.max(top, 0)
+    mass = tl.sum(total * tl.exp2((top - highest) * LOG2_E), 0)
+    tl.store(losses + row, highest + tl.log(mass) - tl.sum(dot, 0))
+    tl.store(best + row, tl.min(tl.where(top == highest, place, vocab - 1), 0).to(tl.int64))
+    c = tl.load(row_weights + row)
+    for first in range(0, vocab, BLOCK):
+        i = first + lane
+        inside = i < vocab
+        z = tl.load(z_row + i, inside, float("-inf")).to(tl.float32)
+        dz = c * (tl.exp2((z - highest) * LOG2_E) / mass - tl.load(p_row + i, inside, 0.0))
+        tl.store(z_row + i, dz.to(logits.dtype.element_ty), inside)
+
+
+@torch.library.custom_op("eagle_kit::soft_cross_entropy_", mutates_args=("logits",))
+def soft_cross_entropy_(
+    logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits [M, Vd]`` become the gradient of the weighted sum of losses.
+
+    ``probs`` fp32 ``[P, Vd]``, ``index`` int64 ``[M]`` and ``row_weights`` fp32 ``[M]``; all contiguous.
+
+    Returns:
+        The losses, unweighted, fp32 ``[M]``, and the most likely draft ids, int64 ``[M]``.
+    """
+    rows, vocab = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    best = logits.new_empty(rows, dtype=torch.int64)
+    if rows:
+        _soft_cross_entropy[(rows,)](
+            logits, probs, index, row_weights, losses, best, vocab, BLOCK=BLOCK, num_warps=NUM_WARPS
+        )
+    return losses, best
+
+
+@soft_cross_entropy_.register_fake
+def _(logits, probs, index, row_weights):
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
+
+
+@torch.library.custom_op("eagle_kit::linear_soft_cross_entropy", mutates_args=())
+def linear_soft_cross_entropy(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    row_weights: torch.Tensor,
+    dtype: torch.dtype,
+    chunk_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reference's loss with matmuls in ``dtype`` and logits of ``chunk_rows`` rows at a time.
+
+    Returns:
+        The weighted loss, differentiable in ``h`` and ``weight``; the losses of rows; the most likely ids;
+        and the gradients of ``h`` and ``weight``, which the backward pass only scales.
+    """
+    rows, vocab = h.shape[0], weight.shape[0]
+    dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+    losses = h.new_empty(rows, dtype=torch.float32)
+    best = h.new_empty(rows, dtype=torch.int64)
+    h, weight = h.to(dtype), weight.to(dtype)
+    logits = h.new_empty(min(chunk_rows, rows), vocab)
+    for start in range(0, rows, chunk_rows):
+        chunk = slice(start, min(start + chunk_rows, rows))
+        z = torch.mm(h[chunk], weight.t(), out=logits[: chunk.stop - start])
+        losses[chunk], best[chunk] = soft_cross_entropy_(z, probs, index[chunk], row_weights[chunk])
+        dh[chunk] = z @ weight
+        dw += z.t() @ h[chunk]
+    return (losses * row_weights).sum(), losses, best, dh, dw
+
+
+@linear_soft_cross_entropy.register_fake
+def _(h, weight, probs, index, row_weights, dtype, chunk_rows):
+    losses = h.new_empty(h.shape[0], dtype=torch.float32)
+    best = h.new_empty(h.shape[0], dtype=torch.int64)
+    return losses.new_empty(()), losses, best, torch.empty_like(h), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[3:])
+
+
+def _gradients(ctx: Any, dloss: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dh, dw = ctx.saved_tensors
+    return dh * dloss, dw * dloss, None, None, None, None, None
+
+
+linear_soft_cross_entropy.register_autograd(_gradients, setup_context=_keep)
+
+
+def variants() -> list[Variant]:
+    """Draft vocabularies that divide by 16, whose rows are loaded 16 bytes at a time, and others."""
+    types = {"probs": "*fp32", "index": "*i64", "row_weights": "*fp32", "losses": "*fp32", "best": "*i64"}
+    return [
+        Variant(
+            f"soft_cross_entropy {kind}{'' if aligned else ' odd Vd'}",
+            _soft_cross_entropy,
+            {"logits": f"*{kind}", **types, "vocab": "i32"},
+            {"BLOCK": BLOCK},
+            aligned=("vocab",) if aligned else (),
+            num_warps=NUM_WARPS,
+        )
+        for kind, aligned in (("bf16", True), ("bf16", False), ("fp16", True), ("fp32", True))
+    ]

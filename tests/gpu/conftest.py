@@ -1,0 +1,73 @@
+"""Skips what needs a GPU where there is none; new memory holds NaN, so that an unwritten output is seen."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, and asked for by deterministic modes
+
+import pytest
+import torch
+
+from tests.gpu import place
+
+HERE = Path(__file__).parent
+
+
+def pytest_report_header() -> str:
+    where = torch.cuda.get_device_name() if place.ON_GPU else "no CUDA device"
+    return f"gpu tests: {where}, EAGLE_KIT_GPU_SEED={place.SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = f"no CUDA device: run `pytest {HERE.parent.name}/{HERE.name}` on a machine with one"
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic"))
+        if item.get_closest_marker("anywhere"):
+            continue
+        if place.ON_GPU:
+            item.add_marker(pytest.mark.gpu)
+        elif not place.REHEARSED:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "anywhere: of the GPU suite, but needs no GPU")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> None:
+    """Kernels of a rehearsal run under the repaired interpreter."""
+    if place.REHEARSED:
+        pytest.importorskip("triton")
+        from eagle_kit.kernels.interpreter import repair
+
+        repair()
+
+
+@pytest.fixture
+def poisoned_memory():
+    """What is allocated and not written is NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device=place.DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def after_each():
+    """An error of an asynchronous launch belongs to the test that made it; its memory to nobody."""
+    yield
+    place.synchronize()
+    if place.ON_GPU:
+        torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed and item.path.is_relative_to(HERE):
+        report.sections.append(("inputs", f"repeat them with EAGLE_KIT_GPU_SEED={place.SEED}"))
+    return report

@@ -1,0 +1,143 @@
+"""Norms, RoPE with its store, SwiGLU and small linear layers at the sizes of real models, against fp64."""
+
+import pytest
+import torch
+
+from eagle_kit.kernels.norm import add_rms_norm, rms_norm
+from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.models.layers import Rope
+from tests.gpu.near import NORM, assert_near
+from tests.gpu.place import DEVICE, DTYPES, FP8, HALVES, generator, pick, randn
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def norm_of(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", pick([576, 2048, 4096, 8192], [24]))
+@pytest.mark.parametrize("rows", pick([1, 64, 8192], [3]))
+def test_norms(rows, size, dtype):
+    by = generator(10)
+    x, residual = (randn(rows, size, dtype=dtype, by=by) for _ in range(2))
+    weight = randn(size, dtype=dtype, by=by)
+    assert_near("norm", rms_norm(x, weight, 1e-5, backend="triton"), norm_of(x, weight))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, backend="triton")
+    assert_near("sum", total, x.double() + residual.double())
+    assert_near("norm of the sum", normed, norm_of(total, weight))
+
+
+# Query heads, key heads, head size, rotated elements.
+HEADS = pick(
+    {
+        "Llama-3.1-8B": (32, 8, 128, 128),
+        "Qwen3-8B": (32, 8, 128, 128),
+        "Qwen3-30B": (32, 4, 128, 128),
+        "SmolLM2": (9, 3, 64, 64),
+        "size 80": (32, 32, 80, 80),
+        "partly rotated": (32, 8, 96, 48),
+        "size 256": (16, 8, 256, 256),
+    },
+    {"whole": (4, 2, 16, 16), "partly rotated": (3, 1, 24, 16)},
+)
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor, size: int, interleaved: bool) -> torch.Tensor:
+    """The first ``size`` elements of heads ``[T, H, D]`` turned, in fp64. Frequencies are fp32, and so is
+    their product with the position, which is part of what the angle is."""
+    angle = (positions.float()[:, None] * Rope(size, 1e4, None).inv_freq.to(DEVICE)).double()[:, None]
+    head, rest = x[..., :size].double(), x[..., size:].double()
+    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    a, b = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    out = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((out, rest), -1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((d, d) for d in DTYPES), *((d, FP8) for d in DTYPES)], ids=str
+)
+@pytest.mark.parametrize("tokens", pick([1, 96, 8192], [3]))
+@pytest.mark.parametrize("name", HEADS)
+def test_rope_and_store(name, tokens, dtype, stored):
+    (hq, hkv, size, rotated), by = HEADS[name], generator(11)
+    with_norm, interleaved = name.startswith(("Qwen", "partly")), name == "Llama-3.1-8B" and tokens == 96
+    qkv = randn(tokens, hq + 2 * hkv, size, dtype=dtype, by=by)
+    positions = torch.randint(0, 32768, (tokens,), generator=by, device=DEVICE)
+    table = Rope(rotated, 1e4, None).to(DEVICE).table(positions)
+    q, k, v = qkv.split((hq, hkv, hkv), 1)
+    norms = {}
+    if with_norm:
+        weights = randn(2, size, dtype=dtype, by=by)
+        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-5}
+        q, k = norm_of(q, weights[0]), norm_of(k, weights[1])
+    right = [turned(part, positions, rotated, interleaved) for part in (q, k)]
+    space = 2 * tokens + 5
+    rows = torch.randperm(space, generator=by, device=DEVICE)[:tokens]
+    k_rows, v_rows = torch.full((2, hkv, space, size), float("nan"), device=DEVICE).to(stored)
+    scales = {"k_scale": 0.2, "v_scale": 0.02} if stored == FP8 else {}
+    stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": rows}
+    options = {"num_heads": hq, "interleaved": interleaved, "backend": "triton", **norms}
+    out = rope_store(qkv, table, **options, **stores, **scales, returns_kv=False)
+    assert_near("q", out[0], right[0], dtype)
+    assert len(out[1]) == len(out[2]) == 0
+    for what, store, values, scale in (
+        ("k", k_rows, right[1], scales.get("k_scale", 1.0)),
+        ("v", v_rows, v.double(), scales.get("v_scale", 1.0)),
+    ):
+        wide = store.float()
+        assert_near(what, wide[:, rows].transpose(0, 1) * scale, values, stored)
+        wide[:, rows] = float("nan")
+        assert wide.isnan().all(), f"{what}: a row that is nobody's was written"
+    if stored == dtype:
+        for what, ours, values in zip("qkv", rope_store(qkv, table, **options), (*right, v), strict=True):
+            assert_near(what, ours, values.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", pick([1536, 12288, 14336], [40]))
+@pytest.mark.parametrize("rows", pick([1, 96, 4096], [3]))
+def test_swiglu_forward_and_backward(rows, size, dtype):
+    by = generator(12)
+    x, upstream = randn(rows, 2 * size, dtype=dtype, by=by), randn(rows, size, dtype=dtype, by=by)
+    ours, right = x.clone().requires_grad_(), x.double().requires_grad_()
+    out = swiglu(ours, backend="triton")
+    gate, up = right.chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) * up
+    assert_near("out", out, wanted.detach())
+    (gradient,) = torch.autograd.grad(out, ours, upstream)
+    (expected,) = torch.autograd.grad(wanted, right, upstream.double())
+    assert_near("gradient", gradient, expected)
+
+
+# Outputs and inputs: qkv, output, gate and up, down.
+LINEARS = pick(
+    {
+        "Llama-3.1-8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+        "Qwen3-8B": [(6144, 4096), (24576, 4096), (4096, 12288)],
+        "SmolLM2": [(960, 576), (576, 576), (3072, 576), (576, 1536)],
+    },
+    {"tiny": [(33, 48)]},
+)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", pick([1, 5, 16, 33, 64], [5]))
+@pytest.mark.parametrize("model", LINEARS)
+def test_small_linears(model, rows, dtype):
+    by = generator(13)
+    for n, k in LINEARS[model]:
+        x, weight = randn(rows, k, dtype=dtype, by=by), randn(n, k, dtype=dtype, by=by, scale=k**-0.5)
+        bias = randn(n, dtype=dtype, by=by)
+        right = x.double() @ weight.double().T
+        assert_near("plain", small_linear(x, weight, backend="triton"), right)
+        assert_near("biased", small_linear(x, weight, bias, backend="triton"), right + bias.double())
+        packed, scales = quantize_fp8(weight)
+        exact = x.double() @ (packed.float().double() * scales.double()[:, None]).T
+        assert_near("fp8", small_linear_fp8(x, packed, scales, backend="triton"), exact)
+        off = (exact - right).norm() / right.norm()
+        assert off < NORM[FP8], "fp8 weights are what they stand for"

@@ -1,0 +1,331 @@
+"""MLA attention by plan and run: the arrays of EAGLE's phases, and what comes out against fp64."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.mla_attention.paged_wrapper import (
+    BatchMLAPagedAttention,
+    draft_arrays,
+    draft_extend_arrays,
+    flashinfer_wrapper,
+    verify_arrays,
+)
+
+LATENT, ROPE = 64, 16
+
+
+def tensors(*lists):
+    return [torch.tensor(values) for values in lists]
+
+
+def table(batch, pages=64):
+    """Page table in which request b has pages 64 b and following."""
+    return torch.arange(batch * pages).view(batch, pages)
+
+
+def pages_of(lens, pages=64):
+    return [b * pages + i for b, length in enumerate(lens) for i in range(length)]
+
+
+# What the plan of a phase takes: queries and keys of each request, for pages of one token.
+EXTEND = [
+    pytest.param([1, 1], [10, 8], [0, 1, 2], [0, 10, 18], id="one token a request"),
+    pytest.param([1, 1], [11, 9], [0, 1, 2], [0, 11, 20], id="accept_length + 1"),
+    pytest.param([4, 2], [14, 10], [0, 4, 6], [0, 14, 24], id="accepted runs of unequal length"),
+    pytest.param([10, 8], [10, 8], [0, 10, 18], [0, 10, 18], id="whole prompts"),
+]
+
+
+@pytest.mark.parametrize(("accepted", "lens", "qo", "kv"), EXTEND)
+def test_draft_extend(accepted, lens, qo, kv):
+    arrays = draft_extend_arrays(*tensors(accepted, lens), table(2), 1)
+    assert arrays.qo_indptr.tolist() == qo and arrays.kv_indptr.tolist() == kv
+    assert arrays.kv_indices.tolist() == pages_of(lens) and arrays.kv_len_arr.tolist() == lens
+    assert arrays.causal and all(part.dtype == torch.int32 for part in arrays[:4])
+
+
+@pytest.mark.parametrize(("steps", "topk"), [(4, 1), (3, 4), (5, 4), (3, 1)])
+def test_draft_steps(steps, topk):
+    """num_steps - 1 decodes: batch * topk queries each, and one key more from one to the next."""
+    seq_lens = torch.tensor([10, 8])
+    for step in range(steps - 1):
+        arrays = draft_arrays(seq_lens, step, table(2 * topk), 1, topk)
+        lens = [length + step + 1 for length in (10, 8) for _ in range(topk)]
+        assert arrays.qo_indptr.tolist() == list(range(2 * topk + 1))
+        assert arrays.kv_len_arr.tolist() == lens
+        assert arrays.kv_indptr.tolist() == list(itertools.accumulate(lens, initial=0))
+        assert arrays.kv_indices.tolist() == pages_of(lens) and not arrays.causal
+
+
+VERIFY = [
+    pytest.param(4, [10, 8], [0, 4, 8], [0, 14, 26], id="steps 3, topk 1"),
+    pytest.param(8, [10, 8], [0, 8, 16], [0, 18, 34], id="Llama: 5, 4, 8"),
+    pytest.param(5, [10, 8, 3], [0, 5, 10, 15], [0, 15, 28, 36], id="manual: 4, 1, 5, three requests"),
+    pytest.param(12, [0, 8], [0, 12, 24], [0, 12, 32], id="3, 4, 12 and an empty prefix"),
+]
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "seq_lens", "qo", "kv"), VERIFY)
+def test_verify(num_draft_tokens, seq_lens, qo, kv):
+    arrays = verify_arrays(num_draft_tokens, torch.tensor(seq_lens), table(len(seq_lens)), 1)
+    batch = len(seq_lens)
+    assert arrays.qo_indptr.tolist() == qo == list(range(0, (1 + batch) * num_draft_tokens, num_draft_tokens))
+    assert arrays.kv_len_arr.tolist() == [length + num_draft_tokens for length in seq_lens]
+    assert arrays.kv_indptr.tolist() == kv and arrays.causal
+    assert len(arrays.kv_indices) == kv[-1]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_pages_are_counted_not_keys(page_size):
+    arrays = verify_arrays(4, torch.tensor([28, 60, 13]), table(3), page_size)
+    assert arrays.kv_len_arr.tolist() == [32, 64, 17]
+    counts = [-(-length // page_size) for length in (32, 64, 17)]
+    assert arrays.kv_indptr.diff().tolist() == counts
+    assert arrays.kv_indices.tolist() == pages_of(counts)
+
+
+class Case:
+    """Random queries and caches; rows that nobody may read are NaN."""
+
+    def __init__(
+        self, counts, lens, page_size=1, heads=2, dtype=torch.float32, stored=None, device="cpu", seed=0
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        self.counts, self.lens, self.page_size, self.heads, self.dtype = counts, lens, page_size, heads, dtype
+        held = [-(-length // page_size) for length in lens]
+        pages = torch.randperm(sum(held) + 3, generator=generator)
+        rows = torch.full((len(pages) * page_size, LATENT + ROPE), float("nan"))
+        self.slots = []
+        indices = pages[: sum(held)].split(held)
+        for owned, length in zip(indices, lens, strict=True):
+            at = torch.arange(length)
+            slots = owned[at // page_size] * page_size + at % page_size
+            rows[slots] = torch.randn(length, LATENT + ROPE, generator=generator)
+            self.slots.append(slots)
+        self.cache = rows.to(stored or dtype).view(len(pages), page_size, -1).to(device)
+        q = torch.randn(sum(counts), heads, LATENT + ROPE, generator=generator)
+        self.q = q.to(dtype).to(device)
+        qo, kv = (torch.tensor([0, *parts]).cumsum(0).int() for parts in (counts, held))
+        parts = (qo, kv, pages[: sum(held)].int(), torch.tensor(lens, dtype=torch.int32))
+        self.arrays = [part.to(device) for part in parts]
+
+    def plan(self, causal=True, backend="reference", **options):
+        wrapper = BatchMLAPagedAttention(backend)
+        sizes = (self.heads, LATENT, ROPE, self.page_size)
+        wrapper.plan(*self.arrays, *sizes, causal, 0.2, self.dtype, self.cache.dtype, **options)
+        return wrapper
+
+    @property
+    def operands(self):
+        return self.q[..., :LATENT], self.q[..., LATENT:], self.cache[..., :LATENT], self.cache[..., LATENT:]
+
+    def expected(self, causal=True, ancestors=None):
+        """One query at a time over the keys that it sees."""
+        rows, out = self.cache.flatten(0, 1).double().cpu(), []
+        for b, (count, length) in enumerate(zip(self.counts, self.lens, strict=True)):
+            for i in range(count):
+                before = length - count
+                seen = list(range(before + i + 1 if causal else length))
+                if ancestors is not None:
+                    bits = int(ancestors[len(out)])
+                    seen = list(range(before)) + [before + j for j in range(count) if bits >> j & 1]
+                keys = rows[self.slots[b][seen]]
+                p = (self.q[len(out)].double().cpu() @ keys.T * 0.2).softmax(-1)
+                out.append(p @ keys[:, :LATENT])
+        return torch.stack(out)
+
+
+CASES = [
+    pytest.param(([1, 1], [10, 8]), False, id="draft"),
+    pytest.param(([4, 4], [14, 12]), True, id="verify"),
+    pytest.param(([4, 3], [14, 7]), True, id="verify, a window that is not full"),
+    pytest.param(([3, 1, 2], [20, 1, 9]), True, id="draft-extend"),
+    pytest.param(([5, 2], [5, 40]), True, id="a prompt beside a window"),
+    pytest.param(([0, 2, 0], [4, 6, 0]), True, id="requests without queries"),
+    pytest.param(([3, 1], [3, 2]), False, id="not causal, no prefix"),
+    pytest.param(([64], [64]), True, id="the sign bit"),
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("sizes", "causal"), [*CASES, pytest.param(([150, 65], [170, 65]), True, id="long")])
+def test_equals_a_dense_softmax(sizes, causal, page_size):
+    case = Case(*sizes, page_size)
+    wrapper = case.plan(causal)
+    expected = case.expected(causal)
+    out = wrapper.run(*case.operands)
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=3e-6)
+    apart = wrapper.run(*[part.clone() for part in case.operands])
+    torch.testing.assert_close(apart.double(), expected, atol=3e-6, rtol=3e-6)
+    given = torch.full_like(out, float("nan"))
+    assert wrapper.run(*case.operands, out=given) is given and torch.equal(given, out)
+
+
+@pytest.mark.parametrize(("sizes", "causal"), CASES)
+def test_the_kernel_equals_a_dense_softmax(triton_device, sizes, causal):
+    case = Case(*sizes, 3, device=triton_device)
+    wrapper = case.plan(causal, "triton")
+    out = wrapper.run(*case.operands)
+    torch.testing.assert_close(out.double().cpu(), case.expected(causal), atol=3e-6, rtol=3e-6)
+    apart = wrapper.run(*[part.clone() for part in case.operands])
+    assert torch.equal(apart, out)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_runs_of_keys_in_pages(triton_device, monkeypatch, splits):
+    from eagle_kit.kernels.mla_attention import triton
+
+    monkeypatch.setattr(triton, "choose_splits", lambda *_: splits)
+    case = Case([4, 1, 2], [150, 1, 70], 16, device=triton_device)
+    out = case.plan(True, "triton").run(*case.operands)
+    torch.testing.assert_close(out.double().cpu(), case.expected(), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_half_types_and_fp8_caches(triton_device, backend, stored):
+    case = Case([4, 2], [33, 12], 16, 5, torch.bfloat16, stored, triton_device)
+    out = case.plan(True, backend).run(*case.operands)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double().cpu(), case.expected(), atol=3e-2, rtol=2e-2)
+    apart = case.plan(True, backend).run(*[part.clone() for part in case.operands])
+    assert torch.equal(apart, out)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_trees_beyond_what_flashinfer_offers(triton_device, backend):
+    """A window of five and one of three, the shorter one with a column of its prefix in the window."""
+    ancestors = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101, 0b1, 0b11, 0b101], device=triton_device)
+    case = Case([5, 3], [17, 9], 3, device=triton_device)
+    out = case.plan(True, backend, ancestors=ancestors).run(*case.operands)
+    torch.testing.assert_close(out.double().cpu(), case.expected(True, ancestors), atol=3e-6, rtol=3e-6)
+    assert torch.equal(case.plan(False, backend, ancestors=ancestors).run(*case.operands), out)
+
+
+def test_requests_may_share_pages():
+    case = Case([1, 2], [20, 20], 4)
+    qo, kv, indices, lens = case.arrays
+    indices = torch.cat((indices[:5], indices[:4], indices[9:]))
+    case.arrays = [qo, kv, indices, lens]
+    case.slots[1] = torch.cat((case.slots[0][:16], case.slots[1][16:]))
+    wrapper = case.plan()
+    torch.testing.assert_close(wrapper.run(*case.operands).double(), case.expected(), atol=3e-6, rtol=3e-6)
+    apart = wrapper.run(*[part.clone() for part in case.operands])
+    torch.testing.assert_close(apart.double(), case.expected(), atol=3e-6, rtol=3e-6)
+
+
+class Counter(TorchDispatchMode):
+    """Elements of the largest tensor put together, and whether the host read anything. (The interpreter of
+    kernels clones its arguments, so clones are not counted.)"""
+
+    largest, reads = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        self.reads += func in (aten._local_scalar_dense.default, aten.nonzero.default)
+        if func in (aten.cat.default, aten.index.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_a_run_neither_reads_on_the_host_nor_copies_caches_that_are_one(triton_device):
+    case = Case([4, 2], [33, 12], 16, device=triton_device)
+    wrapper = case.plan(True, "triton")
+    wrapper.run(*case.operands)
+    windows, pages = 2 * 4 * case.heads * (LATENT + ROPE), 4 * 16 * (LATENT + ROPE)
+    for operands, largest in ((case.operands, windows), ([part.clone() for part in case.operands], pages)):
+        with Counter() as counter:
+            wrapper.run(*operands)
+        assert counter.reads == 0 and counter.largest == largest
+
+
+def test_no_request_and_no_query():
+    for counts, lens in (([], []), ([0, 0], [0, 5])):
+        case = Case(counts, lens)
+        assert case.plan().run(*case.operands).shape == (0, 2, LATENT)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({0: [1, 3]}, "begins with 1"),
+        ({0: [0, 2]}, "1, 2 and 2 requests"),
+        ({0: [0, 6, 7]}, "6 queries and 5 keys"),
+        ({3: [5, 12]}, "12 keys"),
+        ({0: [0, 3, 2]}, "-1 queries"),
+        ({1: [0, 5, 20]}, "ends at 20"),
+    ],
+)
+def test_arrays_that_contradict_each_other_are_refused(change, words):
+    case = Case([1, 2], [5, 6])
+    for place, values in change.items():
+        case.arrays[place] = torch.tensor(values, dtype=torch.int32)
+    with pytest.raises(UserError, match=words):
+        case.plan()
+
+
+def test_what_was_not_planned_is_refused():
+    case = Case([1, 2], [5, 6])
+    wrapper = case.plan()
+    q_nope, q_pe, ckv, kpe = case.operands
+    for operands in (
+        (q_nope[:2], q_pe, ckv, kpe),
+        (q_nope, q_pe.half(), ckv, kpe),
+        (q_nope, q_pe, ckv, kpe[:-1]),
+        (q_nope, q_pe, ckv.half(), kpe),
+    ):
+        with pytest.raises(UserError, match="was planned"):
+            wrapper.run(*operands)
+    with pytest.raises(UserError, match="65 nodes"):
+        Case([65], [70]).plan(ancestors=torch.ones(65, dtype=torch.int64))
+
+
+def test_flashinfer_missing_is_said(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
+    with pytest.raises(UserError, match="FlashInfer is not installed"):
+        flashinfer_wrapper(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("sizes", "causal"), CASES[:5])
+def test_a_run_can_be_captured(sizes, causal):
+    case = Case(*sizes, 16, 16, torch.bfloat16, device="cuda")
+    wrapper = case.plan(causal, "triton")
+    expected = wrapper.run(*case.operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = wrapper.run(*case.operands)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("counts", "lens", "causal"),
+    [
+        ([1, 1], [1000, 8], False),
+        ([4, 4], [1400, 12], True),
+        ([3, 1, 2], [20, 300, 9], True),
+    ],
+)
+def test_flashinfer_stands_in_and_says_the_same(counts, lens, causal, page_size):
+    pytest.importorskip("flashinfer")
+    device, heads = torch.device("cuda"), 16
+    pages = [-(-length // page_size) for length in lens]
+    arrays = [torch.tensor([0, *parts]).cumsum(0).int().cuda() for parts in (counts, pages)]
+    arrays += [torch.randperm(sum(pages)).int().cuda(), torch.tensor(lens).int().cuda()]
+    cache = torch.randn(sum(pages), page_size, 576, device=device, dtype=torch.bfloat16)
+    q = torch.randn(sum(counts), heads, 576, device=device, dtype=torch.bfloat16)
+    outs = []
+    for wrapper in (BatchMLAPagedAttention(), flashinfer_wrapper(device)):
+        wrapper.plan(*arrays, heads, 512, 64, page_size, causal, 192**-0.5, torch.bfloat16, torch.bfloat16)
+        outs.append(wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:]))
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-2, rtol=2e-2)

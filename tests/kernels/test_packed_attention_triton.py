@@ -1,0 +1,80 @@
+"""Packed attention by the flash kernel against fp64, document by document."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from eagle_kit.kernels.packed_attention import packed_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def dense(q, k, v, spans, scale):
+    """Each document's softmax, written out."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    for a, b in spans:
+        for head in range(q.shape[1]):
+            scores = q[a:b, head] @ k[a:b, head // group].t() * scale
+            scores = scores + torch.full_like(scores, float("-inf")).triu(1)
+            out[a:b, head] = scores.softmax(-1) @ v[a:b, head // group]
+    return out
+
+
+def make(tokens, hq, hkv, d, dtype, device):
+    generator = torch.Generator().manual_seed(tokens + d)
+    shapes = [(tokens, hq, d), (tokens, hkv, d), (tokens, hkv, d)]
+    return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("stops", "hq", "hkv", "d"),
+    [
+        pytest.param((1,), 1, 1, 64, id="one token"),
+        pytest.param((1, 2, 3, 5), 3, 1, 16, id="documents of one token"),
+        pytest.param((64, 128, 129), 2, 2, 24, id="borders at blocks, odd head size"),
+        pytest.param((61, 62, 211), 4, 2, 80, id="borders inside of blocks"),
+        pytest.param((193,), 5, 1, 128, id="one long document, group of 5"),
+        pytest.param((30, 70), 1, 1, 256, id="head size 256"),
+    ],
+)
+def test_out_equals_the_softmax_of_each_document(triton_device, dtype, stops, hq, hkv, d):
+    spans = list(zip((0, *stops), stops, strict=False))
+    q, k, v = make(stops[-1], hq, hkv, d, dtype, triton_device)
+    out = packed_attention(q, k, v, spans, d**-0.5, backend="triton")
+    exact = dense(q.double(), k.double(), v.double(), spans, d**-0.5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_it_is_differentiable(triton_device):
+    spans = [(0, 21), (21, 22), (22, 40)]
+    inputs = [x.requires_grad_() for x in make(40, 4, 2, 16, torch.float32, triton_device)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dout = torch.randn(40, 4, 16, generator=torch.Generator().manual_seed(1)).to(triton_device)
+    ours = torch.autograd.grad(packed_attention(*inputs, spans, 0.3, backend="triton"), inputs, dout)
+    wanted = torch.autograd.grad(dense(*exact, spans, 0.3), exact, dout.double())
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_large_scores_and_strided_inputs(triton_device):
+    q, k, v = (
+        x.transpose(0, 1).contiguous().transpose(0, 1)
+        for x in make(50, 4, 2, 16, torch.float32, triton_device)
+    )
+    q = q * 300
+    spans = [(0, 20), (20, 50)]
+    out = packed_attention(q, k, v, spans, 1.0, backend="triton")
+    exact = dense(q.double(), k.double(), v.double(), spans, 1.0)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_no_token_and_fake_tensors(triton_device):
+    q, k, v = make(0, 4, 2, 16, torch.float32, triton_device)
+    assert packed_attention(q, k, v, [], 1.0, backend="triton").shape == (0, 4, 16)
+    with FakeTensorMode():
+        q, k = torch.ones(7, 4, 16, dtype=torch.bfloat16), torch.ones(7, 2, 16, dtype=torch.bfloat16)
+        out = packed_attention(q, k, k, [(0, 3), (3, 7)], 1.0, backend="triton")
+        assert out.shape == q.shape and out.dtype == torch.bfloat16

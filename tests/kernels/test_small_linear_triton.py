@@ -1,0 +1,152 @@
+"""The kernels of small linear layers against fp64, and their fake form."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+
+EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half the distance of neighbours, relative: the result is rounded once."""
+
+
+@pytest.fixture
+def kernels(triton_device):
+    """The module, and uninitialized memory that is poisoned."""
+    from eagle_kit.kernels.small_linear import triton
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield triton
+    torch.use_deterministic_algorithms(False)
+
+
+def make(m, n, k, dtype, device):
+    generator = torch.Generator().manual_seed(m * n + k)
+    tensors = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+    return [x.to(dtype).to(device) for x in (*tensors, torch.randn(n, generator=generator))]
+
+
+def check(out, x, weight, bias, dtype):
+    """Rounded once, and fp32 sums before that; ``weight`` is in fp64."""
+    x, bias = x.double(), 0 if bias is None else bias.double()
+    expected = x @ weight.T + bias
+    summed = x.abs() @ weight.abs().T
+    assert out.dtype == dtype and out.shape == expected.shape
+    assert ((out.double() - expected).abs() <= expected.abs() * EPSILON[dtype] + summed * 2e-6 + 1e-7).all()
+
+
+SHAPES = [
+    pytest.param(1, 1, 1, id="one number"),
+    pytest.param(1, 64, 128, id="one block"),
+    pytest.param(16, 65, 129, id="one beyond"),
+    pytest.param(17, 127, 500, id="primes and two rows too many"),
+    pytest.param(33, 20, 1152, id="few outputs, many inputs"),
+    pytest.param(64, 70, 640, id="64 rows"),
+]
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_the_product_and_the_bias(triton_device, kernels, m, n, k, dtype):
+    x, weight, bias = make(m, n, k, dtype, triton_device)
+    for b in (None, bias):
+        check(small_linear(x, weight, b, backend="triton"), x, weight.double(), b, dtype)
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_fp8_weights(triton_device, kernels, m, n, k, dtype):
+    x, weight, bias = make(m, n, k, dtype, triton_device)
+    quantized, scales = quantize_fp8(weight * torch.logspace(-3, 2, n, device=triton_device)[:, None])
+    exact = quantized.double() * scales.double()[:, None]
+    for b in (None, bias):
+        check(small_linear_fp8(x, quantized, scales, b, backend="triton"), x, exact, b, dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, monkeypatch, splits, fp8):
+    """Five tiles: runs of unequal length, and with S = 3 runs of 2, 2 and 1."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    x, weight, bias = make(3, 70, 600, torch.bfloat16, triton_device)
+    quantized, scales = quantize_fp8(weight)
+    exact = quantized.double() * scales.double()[:, None] if fp8 else weight.double()
+    form, operands = (small_linear_fp8, (quantized, scales)) if fp8 else (small_linear, (weight,))
+    out = form(x, *operands, bias, backend="triton")
+    check(out, x, exact, bias, torch.bfloat16)
+    assert torch.equal(out, form(x, *operands, bias, backend="triton"))
+
+
+def test_runs_without_tiles_add_nothing(triton_device, kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: 4)
+    x, weight, _ = make(2, 5, 130, torch.float16, triton_device)  # two tiles
+    check(small_linear(x, weight, backend="triton"), x, weight.double(), None, torch.float16)
+
+
+def test_nothing_beyond_the_operands_is_read(triton_device, kernels):
+    """Rows of a wider matrix, with NaN behind each and below the last."""
+    around = torch.full((75, 200), float("nan"), dtype=torch.bfloat16, device=triton_device)
+    x, weight, _ = make(5, 70, 150, torch.bfloat16, triton_device)
+    around[:70, :150] = weight
+    check(small_linear(x, around[:70, :150], backend="triton"), x, weight.double(), None, torch.bfloat16)
+    around[:5, :150] = x
+    strided = around[:5, :150]
+    assert not strided.is_contiguous()
+    check(small_linear(strided, weight, backend="triton"), x, weight.double(), None, torch.bfloat16)
+
+
+def test_no_row_and_extreme_values(triton_device, kernels):
+    x, weight, _ = make(2, 9, 40, torch.bfloat16, triton_device)
+    assert small_linear(x[:0], weight, backend="triton").shape == (0, 9)
+    x[0] = float("inf")
+    out = small_linear(x, weight.abs(), backend="triton")
+    assert (out[0] == float("inf")).all() and out[1].isfinite().all()
+    big = torch.full((1, 64), 60000.0, dtype=torch.float16, device=triton_device)
+    ones = torch.ones(1, 64, dtype=torch.float16, device=triton_device)
+    ones[:, ::2] = -1
+    assert small_linear(big, ones, backend="triton").item() == 0  # the sum passes 65504 on its way
+
+
+def test_too_many_rows_are_refused_when_asked_for(triton_device, kernels):
+    x, weight, _ = make(65, 4, 16, torch.bfloat16, triton_device)
+    with pytest.raises(AssertionError):
+        small_linear(x, weight, backend="triton")
+    quantized, scales = quantize_fp8(weight)
+    assert small_linear_fp8(x, quantized, scales).shape == (65, 4)
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_equals_the_reference(triton_device, kernels, dtype):
+    x, weight, bias = make(7, 48, 320, dtype, triton_device)
+    ours, theirs = (small_linear(x, weight, bias, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(ours, theirs, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype])
+    operands = (x, *quantize_fp8(weight), bias)
+    ours, theirs = (small_linear_fp8(*operands, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(ours, theirs, rtol=4 * EPSILON[dtype], atol=16 * EPSILON[dtype])
+
+
+def test_the_operator_is_registered_as_it_behaves(triton_device, kernels):
+    x, weight, bias = make(3, 10, 20, torch.bfloat16, triton_device)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernels.small_linear, (x, weight, None, bias), test_utils=checks)
+    arguments = (x, *quantize_fp8(weight), None)  # the check of schemas cannot compare fp8
+    torch.library.opcheck(kernels.small_linear, arguments, test_utils=checks[1:])
+
+
+def test_fake_tensors_pass():
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        x, weight = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(8, 32, dtype=torch.bfloat16)
+        for backend in ("triton", "reference"):
+            assert small_linear(x, weight, backend=backend).shape == (3, 8)
+            out = small_linear_fp8(x, *quantize_fp8(weight), weight[:, 0], backend=backend)
+            assert out.shape == (3, 8) and out.dtype == torch.bfloat16
+
+
+def test_runs_fill_the_gpu():
+    from eagle_kit.kernels.small_linear.triton import choose_splits
+
+    assert choose_splits(64, 32, 264) == 4  # 4096 x 4096: 256 of 264 programs
+    assert choose_splits(448, 32, 264) == 1  # 28672 x 4096
+    assert choose_splits(1, 1, 264) == 1 and choose_splits(1, 1000, 264) == 32

@@ -1,0 +1,86 @@
+"""What is cheap to send and was dear to answer: each is refused quickly, and holds nobody else up."""
+
+import json
+import time
+
+import pytest
+
+from eagle_kit.serve.api.body import parse
+from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
+from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.serving import serving
+
+N = 700_000
+BOMBS = {
+    "empty lists": b'{"prompt":[' + b"[]," * N + b"[]]}",
+    "fewer empty lists": b'{"prompt":[' + b"[]," * 100_000 + b"[]]}",
+    "numbers and a text": b'{"prompt":[' + b"1," * N + b'"a"]}',
+    "texts and a number": b'{"prompt":[' + b'"",' * N + b"1]}",
+    "many numbers": b'{"prompt":[' + b"1," * (2 * N) + b"1]}",
+    "unknown keys": json.dumps({f"k{i}": 1 for i in range(N)}).encode(),
+    "fewer unknown keys": json.dumps({f"k{i}": 1 for i in range(100_000)}).encode(),
+    "biases": json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(100_000)}}).encode(),
+    "wrong biases": json.dumps({"prompt": "a", "logit_bias": {str(i): "1" for i in range(100_000)}}).encode(),
+    "messages": b'{"messages":[' + b"{}," * 100_000 + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_of_a_million_mistakes_is_refused_at_once(name):
+    started = time.thread_time()
+    with pytest.raises(ApiError) as refusal:
+        parse(ChatRequest if name == "messages" else CompletionRequest, BOMBS[name])
+    assert refusal.value.status == 400 and len(refusal.value.message) < 300
+    assert time.thread_time() - started < 0.8, "it was 5 s"
+
+
+def test_large_bodies_that_are_right_pass():
+    tokens = list(range(200_000))
+    assert parse(CompletionRequest, json.dumps({"prompt": tokens}).encode()).prompts == [tokens]
+    text = "[{:" * 40_000
+    assert parse(CompletionRequest, json.dumps({"prompt": [text] * 3}).encode()).prompts == [text] * 3
+
+
+@pytest.fixture
+def server(tokenizer):
+    engine = ScriptedEngine(lambda request: [70, 71, 72])
+    with serving(ScriptedLLM(tokenizer), engine) as running:
+        yield running
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, monkeypatch):
+    def tokenise(*args, **options):
+        raise AssertionError("it was tokenised")
+
+    longest = max(map(len, server.llm.tokenizer.get_vocab()))
+    text = "a" * (400 * longest + 1)
+    monkeypatch.setattr(type(server.llm.tokenizer), "__call__", tokenise)
+    messages = [{"role": "user", "content": text}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": ["a" * 400, text]}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/chat/completions", {"messages": parts}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        if isinstance(body.get("prompt"), list):
+            monkeypatch.undo()
+        answer = server.http.post(path, json=body)
+        assert answer.status_code == 400 and "a context of 400 tokens holds" in answer.text, answer.text
+        monkeypatch.setattr(type(server.llm.tokenizer), "__call__", tokenise)
+
+
+def test_a_request_arrives_when_it_enters_not_when_it_is_tokenised(server, monkeypatch):
+    plain = server.service._requests
+
+    def slowly(*args):
+        time.sleep(0.3)
+        return plain(*args)
+
+    monkeypatch.setattr(server.service, "_requests", slowly)
+    assert server.http.post("/v1/completions", json={"prompt": "ab"}).status_code == 200
+    (request,) = server.engine.seen
+    assert request.first_token_at - request.arrived_at > 0.29

@@ -1,0 +1,93 @@
+"""The whole way of docs/mla.md in small: a DeepSeek from nothing, its own replies, a head of every kind, an
+export, an evaluation."""
+
+import json
+
+import pytest
+import yaml
+
+from eagle_kit.cli import main
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.serve.llm import LLM
+
+ANIMALS = ("cat", "dog", "hen", "fox", "owl", "bee")
+MODEL = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory):
+    """A target that tells of animals, and its replies."""
+    root = tmp_path_factory.mktemp("mla")
+    chats = []
+    for i in range(120):
+        one, other = ANIMALS[i % 6], ANIMALS[i * 7 % 5]
+        told = f"The {one} sees the {other}. " * 3 + f"Then the {one} sleeps."
+        turns = [{"role": "user", "content": f"Tell me of a {one} and a {other}."}]
+        chats.append({"messages": [*turns, {"role": "assistant", "content": told}]})
+    (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    config = {
+        "model": MODEL,
+        "output_dir": str(root / "target"),
+        "text": {"source": str(root / "chats.jsonl"), "vocab_size": 320},
+        "training": {"length": 64, "rows": 8, "steps": 120, "learning_rate": 5e-3, "warmup_steps": 10},
+    }
+    (root / "target.yaml").write_text(yaml.safe_dump(config))
+    assert main(["pretrain", str(root / "target.yaml")]) == 0
+    words = ["--target", str(root / "target"), "--source", str(root / "chats.jsonl")]
+    words += ["--out", str(root / "replies.jsonl"), "--limit", "30", "--max-turns", "1", "--max-tokens", "48"]
+    assert main(["data", "regenerate", *words]) == 0
+    return root
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-mla", "mtp"])
+def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
+    head = {"kind": kind} if kind == "mtp" else {"kind": kind, "draft_vocab_size": 128}
+    config = {
+        "target": str(target / "target"),
+        "output_dir": str(tmp_path / "run"),
+        "data": {"source": str(target / "replies.jsonl"), "max_length": 128, "eval_conversations": 4},
+        "head": head,
+        "training": {"ttt_length": 3, "learning_rate": 5e-3, "warmup_steps": 5, "max_steps": 50, "epochs": 99},
+        "judge": {"every": 0},
+        "tracking": {"wandb": "off"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    try:
+        assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "draft")]) == 0
+    assert main(["validate", str(tmp_path / "draft"), "--target", str(target / "target")]) == 0
+    llm = LLM(target / "target", tmp_path / "draft", max_batch_size=3)
+    prompts = [f"Tell me of a {name} and a cat." for name in ANIMALS]
+    params = SamplingParams(max_tokens=40)
+    plain = llm.generate(prompts, params, shape="none")
+    assert any("sees the" in reply.text for reply in plain), "the target has learned nothing"
+    for shape in ("3,1,4", "4,2,8"):
+        drafted = llm.generate(prompts, params, shape=shape)
+        assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
+        emitted = sum(reply.stats.num_emitted_tokens for reply in drafted)
+        assert emitted / sum(reply.stats.num_verifies for reply in drafted) > 2
