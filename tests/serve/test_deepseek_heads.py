@@ -4,7 +4,8 @@ definitions, pools of the right size."""
 import pytest
 import torch
 from tiny import randomise, tiny_head
-from tiny_engine import PROMPTS, serve
+from tiny_engine import PROMPTS as FIVE
+from tiny_engine import serve
 from tiny_mixtures import YARN, run
 from tiny_mtp import save_target
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,6 +25,7 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
 
+PROMPTS = FIVE[:4]
 KINDS = ("eagle3", "eagle3-mla", "mtp", "mtp x 3")
 ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -50,15 +52,16 @@ class Models:
         return load_draft_model(self.folders[3 if "3" in kind else 1], self.target, algorithm="NEXTN")
 
     def decode(
-        self, kind, shape, batch=1, page_size=16, max_tokens=24, prompts=PROMPTS, record=None, **options
+        self, kind, shape, batch=1, page_size=16, max_tokens=10, prompts=PROMPTS, record=None, **options
     ):
         draft = None if kind is None else self.draft(kind)
-        sizes = EngineOptions(batch, 256, kv_tokens=batch * 450, page_size=page_size, **options)
+        sizes = EngineOptions(batch, 256, **{"kv_tokens": batch * 450, "page_size": page_size, **options})
         engine = Engine(self.target, draft, sizes)
         engine.use_shape(SpecShape.parse(shape))
         if record is not None:
             record(engine)
-        requests = [Request(i, list(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=max_tokens > 30)
+        requests = [Request(i, list(p), params) for i, p in enumerate(prompts)]
         serve(engine, requests)
         return requests
 
@@ -80,13 +83,14 @@ def accept_length(requests) -> float:
     return stats.accept_length
 
 
+CHAINS = [(kind, "3,1,4") for kind in KINDS]
+TREES = [(kind, "4,4,16") for kind in KINDS[:-1]]
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("shape", ["3,1,4", "4,4,16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), CHAINS + TREES)
 def test_no_head_changes_greedy_output(models, plain, kind, shape, page_size, batch):
-    if kind == "mtp x 3" and shape != "3,1,4":
-        pytest.skip("several modules draft chains")
     requests = models.decode(kind, shape, batch, page_size)
     assert [r.token_ids for r in requests] == plain
     assert accept_length(requests) > 1.02, "nothing was accepted, so nothing was tested"
@@ -112,6 +116,51 @@ def test_a_cached_beginning_drafts_as_if_it_were_computed(models, kind, page_siz
     shared = models.decode(kind, "3,1,4", prompts=prompts, page_size=page_size, record=engines.append)
     assert engines[0].totals.num_cached_prompt_tokens >= 32 + 48
     assert [r.stats for r in shared] == [r.stats for r in apart]
+
+
+def entered(models, kind, prompts, **options) -> torch.Tensor:
+    """What the draft's stores hold of the last prompt when its first draft is proposed, slot by slot."""
+    found = {}
+
+    def record(engine):
+        drafter = engine.runner.drafter
+        propose = drafter.propose
+
+        def recorded(state, roots, seq_lens, page_table, *rest):
+            slots = torch.arange(int(seq_lens[0]) + 1)[None]
+            for store in getattr(drafter, "stores", [drafter.kv]):
+                rows = store.slots(page_table[:1], slots)[0, store.first_slot :]
+                found.setdefault(len(slots[0]), []).append(store.tensors[0][:, ..., rows, :].clone())
+            return propose(state, roots, seq_lens, page_table, *rest)
+
+        drafter.propose = recorded
+
+    models.decode(kind, "3,1,4", prompts=prompts, max_tokens=2, record=record, **options)
+    count = 3 if "x 3" in kind else 1
+    return torch.cat([rows.flatten() for rows in found[len(prompts[-1]) + 1][-count:]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_slot_holds_the_same_whatever_was_cached_or_cut(models, kind):
+    prompt = [(i * i) % 11 for i in range(41)]
+    whole = entered(models, kind, [prompt], page_size=4, prefix_cache=False)
+    assert whole.abs().amin() > 0, "a slot that nothing was entered in"
+    for chunk in (1, 7, 20):
+        cut = entered(models, kind, [prompt], page_size=4, prefill_tokens=chunk, prefix_cache=False)
+        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
+    for length in (1, 2, 9, 40):
+        before = [*prompt[:length], 5, 5, 5, 5, 5]
+        cached = entered(models, kind, [before, prompt], page_size=1)
+        torch.testing.assert_close(cached, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_requests_draft_on_as_if_nothing_had_been(models, kind):
+    prompts = [[(i * i + k) % 11 for i in range(20 + 5 * k)] for k in range(4)]
+    apart = models.decode(kind, "3,1,4", prompts=prompts, max_tokens=40)
+    tight = models.decode(kind, "3,1,4", 4, 4, 40, prompts, kv_tokens=190, prefill_tokens=16)
+    assert sum(r.num_preemptions for r in tight) > 0
+    assert [r.token_ids for r in tight] == [r.token_ids for r in apart]
 
 
 @pytest.mark.parametrize("prompt", [[3], [1, 2], PROMPTS[1]])
@@ -173,7 +222,7 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind)
     for batch in (1, 4):
         engine = Engine(target, draft, EngineOptions(batch, 128, kv_tokens=batch * 300, page_size=16))
         engine.use_shape(SpecShape(3, 1, 4))
-        requests = [Request(i, list(p), SamplingParams(max_tokens=33)) for i, p in enumerate(PROMPTS[:4])]
+        requests = [Request(i, list(p), SamplingParams(max_tokens=33)) for i, p in enumerate(PROMPTS)]
         serve(engine, requests)
         assert all(r.stats.num_verifies == 8 for r in requests), "32 tokens after the first, 4 a verify"
 
@@ -218,8 +267,8 @@ def facade(folder, algorithm="NEXTN", **options) -> LLM:
 def test_the_targets_own_modules_need_no_draft(models, plain, count):
     llm = facade(models.folders[count], "nextn")
     assert llm.default_shape == SpecShape(3, 1, 4)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
-    expected = facade(models.folders[count], "auto").generate(PROMPTS, SamplingParams(max_tokens=24))
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=10))
+    expected = facade(models.folders[count], "auto").generate(PROMPTS, SamplingParams(max_tokens=10))
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert accept_length(outputs) > 1.02
 
@@ -241,7 +290,7 @@ def test_a_token_map_limits_what_a_module_proposes(models, plain):
     limited = type(draft)(draft.head, models.target, hot)
     engine = Engine(models.target, limited, EngineOptions(2, 256, kv_tokens=900, page_size=16))
     engine.use_shape(SpecShape(3, 4, 8))
-    requests = [Request(i, list(p), SamplingParams(max_tokens=24)) for i, p in enumerate(PROMPTS)]
+    requests = [Request(i, list(p), SamplingParams(max_tokens=10)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert [r.token_ids for r in requests] == plain and limited.draft_vocab_size == 5
     assert accept_length(requests) > 1.02
