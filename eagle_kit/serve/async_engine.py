@@ -11,9 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, Reply
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
     from eagle_kit.serve.request import Request
 
+MAX_COMPILE_S = 10.0
+"""What takes longer to compile is refused. Estimates (`schema_rules`) refuse most of it before."""
+MAX_COMPILING = 4
+"""Threads that compile, those included that nobody waits for any more: they cannot be stopped."""
 Health = Literal["ok", "draining", "unhealthy"]
 
 
@@ -63,8 +66,8 @@ class AsyncEngine:
         self._observer = observer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
-        # One thread of its own: compiling may take seconds, and nothing else may have to wait for it.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eagle-kit grammars")
+        self._compiling = asyncio.Lock()
+        self._num_compiling = 0
         self._num_reserved = 0
         self._live: set[Reply] = set()
         self._idle = asyncio.Event()
@@ -111,8 +114,7 @@ class AsyncEngine:
         with self._reserved(num_needed):
             for request in requests:
                 if request.params.grammar is not None and request.match is None:
-                    self.check_room(0)
-                    await loop.run_in_executor(self._compiler, self.engine.prepare, request)
+                    await self._prepare(request)
         self.check_room(num_needed)
         arrivals = [_Arrival(Reply(request, self._abort), loop.create_future()) for request in requests]
         replies = [arrival.reply for arrival in arrivals]
@@ -147,7 +149,6 @@ class AsyncEngine:
         :class:`Overloaded`.
         """
         self.draining.set()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._refuse(lambda request: request.admitted_at == 0.0)
         if grace_s > 0 and not self._idle.is_set():
             with suppress(TimeoutError):
@@ -176,6 +177,47 @@ class AsyncEngine:
         num_held = len(self._live) + self._num_reserved
         if count and num_held + count > self.capacity:
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
+
+    async def _prepare(self, request: "Request") -> None:
+        """Compile a grammar, one at a time, in a thread that is left behind when it takes too long, when its
+        client goes, and at shutdown; the process ends without it."""
+        async with self._compiling:
+            self.check_room(0)
+            if self._num_compiling >= MAX_COMPILING:
+                raise Overloaded("The server still compiles grammars that have taken too long.")
+            done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+            thread = threading.Thread(target=self._compile, args=(request, done), daemon=True)
+            thread.name = "eagle-kit grammar"
+            self._num_compiling += 1
+            thread.start()
+            stop = asyncio.ensure_future(self.draining.wait())
+            try:
+                either: set[asyncio.Future[Any]] = {done, stop}
+                await asyncio.wait(either, timeout=MAX_COMPILE_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stop.cancel()
+        if not done.done():
+            self.check_room(0)
+            raise UserError(
+                f"The grammar of the request takes longer than {MAX_COMPILE_S:.0f} seconds to compile.",
+                "Use fewer and shorter patterns, lengths and constants.",
+            )
+        if (error := done.result()) is not None:
+            raise error
+
+    def _compile(self, request: "Request", done: "asyncio.Future[BaseException | None]") -> None:
+        """In a thread of its own."""
+        error: BaseException | None = None
+        try:
+            self.engine.prepare(request)
+        except BaseException as raised:  # it belongs to the one who waits
+            error = raised
+        self._call(self._compiled, done, error)
+
+    def _compiled(self, done: "asyncio.Future[BaseException | None]", error: BaseException | None) -> None:
+        self._num_compiling -= 1
+        if not done.done():
+            done.set_result(error)
 
     @contextmanager
     def _reserved(self, count: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ import json
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -29,7 +30,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.serve.regex_rules import check_regex
 from eagle_kit.serve.schema_rules import check_schema
 
-_WHERE = re.compile(r"^\[[\d:]+\] \S+: ")
+_WHERE = re.compile(r"\[[\d:]+\] \S+: |Failed to build the automaton for rule root with regex .*: (?=Regex )")
 """Time and source line in front of xgrammar's messages."""
 
 CACHE_BYTES = 256 * 1024 * 1024
@@ -87,6 +88,36 @@ def _work_off(queue: _Queue) -> None:
         else:
             future.set_result(time.thread_time() - started)
         del item, future, function
+
+
+class _Cache:
+    """Compiled grammars by what they were made of. xgrammar's own cache takes quadratic time over long
+    constants, and fails on patterns with counts above 128."""
+
+    def __init__(self) -> None:
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, grammar: Grammar) -> Any | None:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
+
+    def put(self, grammar: Grammar, compiled: Any) -> None:
+        """Remember it, and forget the least recently used ones beyond ``CACHE_BYTES``."""
+        with self._lock:
+            if grammar in self._compiled:
+                return
+            self._compiled[grammar] = compiled
+            self._num_bytes += _num_bytes(grammar, compiled)
+            while self._num_bytes > CACHE_BYTES:
+                self._num_bytes -= _num_bytes(*self._compiled.popitem(last=False))
+
+
+def _num_bytes(grammar: Grammar, compiled: Any) -> int:
+    return len(grammar.text) * 4 + compiled.memory_size_bytes
 
 
 class GrammarMatch:
@@ -177,7 +208,8 @@ class GrammarCompiler:
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
         self._vocab_size = vocab_size
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._cache = _Cache()
         self._aside = _Aside()
         self._new_matcher = xgrammar.GrammarMatcher
 
@@ -189,7 +221,10 @@ class GrammarCompiler:
         """
         name = grammar.kind.replace("_", " ")
         try:
-            compiled = self._compile(grammar)
+            compiled = self._cache.get(grammar)
+            if compiled is None:
+                compiled = self._compile(grammar)
+                self._cache.put(grammar, compiled)
         except UserError:
             raise
         except (RuntimeError, ValueError, RecursionError) as error:
@@ -210,14 +245,13 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Any:
         if grammar.kind == "regex":
-            check_regex(grammar.text)
-            return self._compiler.compile_regex(grammar.text)
-        schema = grammar.text
-        if grammar.kind == "json_object":
-            schema = '{"type": "object"}'  # not any JSON value
-        else:
-            check_schema(json.loads(schema))
-        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            # One automaton, which takes seconds less than the rules that compile_regex makes of some.
+            text = json.dumps(check_regex(grammar.text).text, ensure_ascii=False)
+            return self._compiler.compile_grammar(f"root ::= Regex({text})\n")
+        schema: Any = {"type": "object"}  # not any JSON value
+        if grammar.kind == "json_schema":
+            schema = check_schema(json.loads(grammar.text))
+        return self._compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
 
 
 def allowed_tokens(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_size: int) -> torch.Tensor:

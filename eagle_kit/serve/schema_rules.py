@@ -1,29 +1,43 @@
 """JSON schemas that a grammar may have. xgrammar ignores some of their keywords without a word, alone or
 beside others; what it does not follow is refused here, before anything is compiled. What is ill-formed is
 left to it.
+
+What is left is written as xgrammar can follow it: patterns match whole strings, annotations go. Compiling
+is estimated in milliseconds of one core with 49,152 tokens, and rather too high.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.regex_rules import check_regex
+from eagle_kit.serve.regex_rules import Checked, check_pattern
 
 MAX_SUBSCHEMAS = 1000
 MAX_ENUM_VALUES = 4096
 MAX_BRANCHES = 64
 """Of oneOf, which are compared pair by pair."""
+MAX_SCHEMA_MS = 3000.0
+"""Estimated time to compile one schema."""
+SCHEMA_MS, COUNT_MS, BOUND_MS, MULTIPLE_MS, BYTE_MS = 0.2, 2.0, 2.0, 0.2, 0.008
+"""Of a subschema, a count of items or properties, an end of a range, a one of ``multipleOf``, and a byte of
+names and constants."""
+MAX_MULTIPLE = 1024
+"""xgrammar ignores larger ones."""
 MAX_COUNT = 100_000
 """Largest sum of all lengths and counts (``maxLength``, ``minItems``, ...) that a schema names."""
 
 ANNOTATIONS = {
-    *("title", "description", "default", "examples", "discriminator", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions"),
+    *("title", "description", "default", "example", "examples", "discriminator"),
+    *("deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"),
 }
+DEFINITIONS = ("$defs", "definitions")
 CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Keywords that xgrammar reads alone, the first it finds."""
+TEXT = ("pattern", "format", "minLength", "maxLength")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 KEYWORDS = {
     *CHOICES,
@@ -34,51 +48,125 @@ KEYWORDS = {
     *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
     "unevaluatedProperties",
 }
-FORMATS = {
-    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
-    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+FORMAT_MS = {
+    **{"date": 2, "time": 2, "date-time": 2, "duration": 3, "email": 20, "hostname": 8, "ipv4": 2, "ipv6": 4},
+    **{"uuid": 2, "uri": 20, "uri-reference": 20, "uri-template": 60},
 }
+"""Formats, and what each takes to compile."""
+FREE_FORMATS = {"path", "binary", "password"}
+"""Say what a text is for, and nothing about its characters."""
+NEVER_EMPTY = FORMAT_MS.keys() - {"uri-reference", "uri-template"}
+_PATH = r"[A-Za-z0-9._~!$&'()*+,;=:@/\-]{0,120}"
+URL = (
+    r"^[a-z][a-z0-9+.\-]{0,15}://[A-Za-z0-9]([A-Za-z0-9.\-]{0,60}[A-Za-z0-9])?" + rf"(/{_PATH})?(\?{_PATH})?$"
+)
+"""A uri with ``maxLength``, of at most ``MIN_URL_LENGTH`` characters."""
+MIN_URL_LENGTH = 330
+URL_MS = 700.0
+LENGTH_MS, MAX_LENGTH_MS = 9.0, 600.0
+"""Of a string's length, per character and at most. Those beyond 128 take up to 2 s, which is more: otherwise
+few schemas with lengths would be left, and the server has a deadline too."""
 
 
-def check_schema(schema: Any) -> None:
-    """Raises UserError for a JSON schema with something in it that would be ignored, or that is too large."""
-    _Schema(schema).check(schema, "")
+def check_schema(schema: Any) -> Any:
+    """A JSON schema as xgrammar is to read it. Raises UserError for one with something in it that would be
+    ignored, or that is too large."""
+    return _Schema(schema).checked()
 
 
 class _Schema:
-    """Walks a schema and counts what is in it."""
+    """Walks a schema, counts what is in it, and writes it again."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_schemas = self._num_values = self._sum_counts = 0
+        self._ms = 0.0
+        self._seen: set[int] = set()
+        self._references: list[tuple[str, str]] = []
+        self._lengths: set[str] = set()
 
-    def check(self, schema: Any, path: str) -> None:
+    def checked(self) -> Any:
+        schema = self.check(self._root, "")
+        for reference, path in self._references:
+            if id(self._target(reference)) not in self._seen:
+                raise _refusal(f"{path}/$ref", "points to no schema in it")
+        return schema
+
+    def _target(self, reference: str) -> Any:
+        at = self._root
+        for part in reference.split("/")[1:]:
+            at = at.get(part) if isinstance(at, dict) else None
+        return at
+
+    def check(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, dict):
-            return  # true, false, or ill-formed, which xgrammar says
-        given = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+            return schema  # true, false, or ill-formed, which xgrammar says
+        self._seen.add(id(schema))
+        given = {
+            name: value
+            for name, value in schema.items()
+            if name not in ANNOTATIONS and name not in DEFINITIONS
+        }
         for name in given:
             if name not in KEYWORDS:
-                raise _refusal(f"{path}/{name}"[:200], "is not supported")
+                raise _refusal(_at(path, name), "is not supported")
         self._count(given)
         choice = next((name for name in CHOICES if name in given), None)
         if choice is not None:
             _check_choice(choice, given, path)
+            if choice == "$ref":
+                self._references.append((str(given["$ref"]), path))
             self._check_branches(given.get("oneOf"), path)
         else:
+            given = _plain(given)
             _check_type(given, path)
             _check_text(given, path)
             _check_object(given, path)
-        for name in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
-            self.check(given.get(name), f"{path}/{name}")
-        self.check(given.get("propertyNames"), f"{path}/propertyNames")
+            given = self._written(given)
+        return self._children(schema, given, path)
+
+    def _children(self, schema: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
+        nested = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
+        for name in (*nested, "propertyNames"):
+            if name in given:
+                given[name] = self.check(given[name], _at(path, name))
         for name in ("prefixItems", "anyOf", "oneOf", "allOf"):
             each = given.get(name)
-            for i, one in enumerate(each if isinstance(each, list) else ()):
-                self.check(one, f"{path}/{name}/{i}")
-        for name in ("properties", "patternProperties", "$defs", "definitions"):
+            if isinstance(each, list):
+                given[name] = [self.check(one, _at(path, f"{name}/{i}")) for i, one in enumerate(each)]
+        for name in ("properties", "patternProperties", *DEFINITIONS):
             named = schema.get(name)
-            for key, one in named.items() if isinstance(named, dict) else ():
-                self.check(one, f"{path}/{name}/{key}")
+            if isinstance(named, dict):
+                self._charge(BYTE_MS * _num_bytes(list(named)))
+                given[name] = {
+                    self._key(key, name): self.check(one, _at(path, f"{name}/{key}"))
+                    for key, one in named.items()
+                }
+        return given
+
+    def _key(self, key: str, name: str) -> str:
+        if name == "patternProperties":
+            pattern = check_pattern(key)
+            self._charge(pattern.ms + COUNT_MS)
+            return pattern.text
+        return key
+
+    def _written(self, given: dict[str, Any]) -> dict[str, Any]:
+        """``given`` with what it says of texts as a pattern, if that can be."""
+        self._charge(FORMAT_MS.get(str(given.get("format")), 0) + self._length_ms(given))
+        if not (pattern := _text_pattern(given)):
+            return given
+        self._charge(pattern.ms + COUNT_MS)
+        return {**{name: value for name, value in given.items() if name not in TEXT}, "pattern": pattern.text}
+
+    def _length_ms(self, given: dict[str, Any]) -> float:
+        """Equal lengths are compiled once."""
+        lengths = given.get("minLength"), given.get("maxLength")
+        longest = max((one for one in lengths if isinstance(one, int)), default=0)
+        if longest < 2 or "format" in given or str(lengths) in self._lengths:
+            return COUNT_MS if longest else 0.0
+        self._lengths.add(str(lengths))
+        return min(LENGTH_MS * longest, MAX_LENGTH_MS)
 
     def _check_branches(self, branches: Any, path: str) -> None:
         """xgrammar takes oneOf as anyOf, so no value may match two branches."""
@@ -111,6 +199,28 @@ class _Schema:
                 raise UserError(
                     f"The json schema has more than {most} {what}.", "Ask for less, or for a json_object."
                 )
+        constants = [given[name] for name in ("const", "enum", "required") if name in given]
+        ms = SCHEMA_MS + BYTE_MS * (_num_bytes(constants) if constants else 0)
+        ms += COUNT_MS * sum(name in given for name in COUNTS if not name.endswith("Length"))
+        ms += BOUND_MS * sum(name in given for name in BOUNDS)
+        multiple = given.get("multipleOf")
+        self._charge(ms + MULTIPLE_MS * (min(multiple, MAX_MULTIPLE) if isinstance(multiple, int) else 0))
+
+    def _charge(self, ms: float) -> None:
+        self._ms += ms
+        if self._ms > MAX_SCHEMA_MS:
+            raise UserError(
+                f"The json schema would take more than {MAX_SCHEMA_MS / 1000:.0f} seconds to compile.",
+                "Use fewer and shorter patterns, lengths, names and constants, or ask for a json_object.",
+            )
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}/{name}"[:200]
+
+
+def _num_bytes(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _refusal(where: str, why: str) -> UserError:
@@ -151,6 +261,28 @@ def _types_of(value: Any) -> set[str]:
     return {names.get(type(value), "null")}
 
 
+def _plain(given: dict[str, Any]) -> dict[str, Any]:
+    """Without what says nothing."""
+    form, low = given.get("format"), given.get("minLength")
+    result = dict(given)
+    if isinstance(form, str) and form in FREE_FORMATS:
+        del result["format"]
+    elif type(low) is int and low == 1 and isinstance(form, str) and form in NEVER_EMPTY:
+        del result["minLength"]
+    if type(low) is int and low <= 0:
+        del result["minLength"]
+    return result
+
+
+def _text_pattern(given: dict[str, Any]) -> Checked | None:
+    """What the whole text matches, for xgrammar; None when no pattern says it."""
+    if isinstance(given.get("pattern"), str):
+        return check_pattern(given["pattern"])
+    if "format" in given:
+        return Checked(URL, URL_MS) if "maxLength" in given else None
+    return None
+
+
 def _check_type(given: dict[str, Any], path: str) -> None:
     """Without a type xgrammar takes anything, unless properties or items show what is meant."""
     shown = ("properties", "additionalProperties", "items", "prefixItems")
@@ -159,8 +291,11 @@ def _check_type(given: dict[str, Any], path: str) -> None:
             f"The json schema's {path.lstrip('/') or 'root'} has {next(iter(given))} without a type.",
             "Add the type.",
         )
-    if "number" in _as_list(given.get("type")) and "multipleOf" in given:
-        raise _refusal(f"{path}/multipleOf", "belongs to a number; it is supported for integers")
+    if "multipleOf" in given:
+        if given.get("type") != "integer":
+            raise _refusal(f"{path}/multipleOf", "is supported for the type integer alone")
+        if type(given["multipleOf"]) is not int or not 1 <= given["multipleOf"] <= MAX_MULTIPLE:
+            raise _refusal(f"{path}/multipleOf", f"is not an integer from 1 to {MAX_MULTIPLE}")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -171,12 +306,13 @@ def _check_text(given: dict[str, Any], path: str) -> None:
     """Of a string's pattern, format and lengths xgrammar reads one."""
     kinds: list[str] = [name for name in ("pattern", "format") if name in given]
     kinds += ["minLength or maxLength"] if "minLength" in given or "maxLength" in given else []
+    is_long_uri = given.get("format") == "uri" and set(given) & set(TEXT) == {"format", "maxLength"}
+    if is_long_uri and type(given["maxLength"]) is int and given["maxLength"] >= MIN_URL_LENGTH:
+        return
     if len(kinds) > 1:
         raise _refusal(f"{path}/{kinds[0]}", f"stands beside {kinds[1]}, of which one is supported")
-    if "format" in given and str(given["format"]) not in FORMATS:
+    if "format" in given and str(given["format"]) not in FORMAT_MS:
         raise _refusal(f"{path}/format", f"is {str(given['format'])[:100]!r}, which is not supported")
-    if isinstance(given.get("pattern"), str):
-        check_regex(given["pattern"])
 
 
 def _check_object(given: dict[str, Any], path: str) -> None:
@@ -197,8 +333,18 @@ def _check_object(given: dict[str, Any], path: str) -> None:
         raise _refusal(f"{path}/patternProperties", "stands beside additionalProperties")
     if names is not None and properties:
         raise _refusal(f"{path}/propertyNames", "stands beside properties")
-    for pattern in patterns if isinstance(patterns, dict) else ():
-        check_regex(pattern)
+    others = patterns is not None or names is not None or not properties
+    others |= any(
+        given.get(name, False) is not False for name in ("additionalProperties", "unevaluatedProperties")
+    )
+    least, num_sure = (
+        given.get("minProperties"),
+        len(set(map(str, required))) if isinstance(required, list) else 0,
+    )
+    if others and isinstance(least, int) and least > max(1, num_sure):
+        raise _refusal(
+            f"{path}/minProperties", "is above 1 beside names that are not listed, which may come twice"
+        )
 
 
 def _are_disjoint(one: Any, other: Any) -> bool:

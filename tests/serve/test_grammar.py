@@ -16,7 +16,7 @@ from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.models.loader import load_target
 from eagle_kit.models.source import load_tokenizer
 from eagle_kit.serve import grammar as grammar_module
-from eagle_kit.serve.grammar import GrammarCompiler, GrammarMatch, _Aside
+from eagle_kit.serve.grammar import MAX_FILL_S, GrammarCompiler, GrammarMatch, _Aside
 from eagle_kit.serve.llm import LLM
 
 SCHEMA = {
@@ -141,9 +141,9 @@ class SlowMatcher:
         return False
 
 
-def fill(match):
+def fill(match, seconds=MAX_FILL_S):
     bitmask = torch.full((1, 10), -1, dtype=torch.int32)
-    match.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), bitmask)
+    match.fill(np.zeros(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64), bitmask, seconds)
     return bitmask
 
 
@@ -162,10 +162,10 @@ def test_masks_that_take_too_long_are_given_up_and_hold_no_other_up():
 def test_a_reply_has_a_budget_of_time(monkeypatch):
     monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", 0.1)
     match = GrammarMatch(SlowMatcher(cpu_s=0.05), _Aside())
-    fill(match)
+    fill(match, 20)
     assert not match.is_stuck and match.advance([1]) == 1
     for _ in range(3):
-        fill(match)
+        fill(match, 20)
     assert match.is_stuck
 
 
@@ -208,6 +208,57 @@ def test_whitespace_in_json_has_an_end(llm, grammar):
     assert not compiler.start(grammar)._matcher.accept_string("{ \n ")
 
 
-def test_the_memory_of_compiled_grammars_is_bounded(llm):
+def test_the_memory_of_compiled_grammars_is_bounded(llm, monkeypatch):
     compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
-    assert 0 < compiler._compiler.cache_limit_bytes <= 2**28
+    texts = [f"[ab]{{3}}{i}" for i in range(20)]
+    monkeypatch.setattr(grammar_module, "CACHE_BYTES", 10_000)
+    for text in texts:
+        compiler.start(Grammar("regex", text))
+    assert 0 < len(compiler._cache._compiled) < 20 and 0 < compiler._cache._num_bytes <= 10_000
+    monkeypatch.setattr(compiler, "_compiler", None)
+    compiler.start(Grammar("regex", texts[-1]))
+
+
+def accepts(compiler, schema, text):
+    matcher = compiler.start(Grammar("json_schema", json.dumps(schema)))._matcher
+    return matcher.accept_string(text) and matcher.accept_token(2)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": "^[0-9]{3}"}, ["123b", "123"], ["b123", "12"]),
+        ({"pattern": "[0-9]{3}$"}, ["b123"], ["123b"]),
+        ({"pattern": "a|^b"}, ["xay", "by"], ["xb"]),
+        ({"pattern": "^.[^,]$"}, ["ab"], ["a,", 'a"', "a\\", "a\n", "\x01b"]),
+        ({"format": "uri", "minLength": 1, "maxLength": 2083}, ["https://a.org/x?y=1"], ["x", ""]),
+        ({"format": "path"}, ["/a/b", ""], []),
+    ],
+)
+def test_strings_of_json_follow_their_patterns(llm, schema, good, bad):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    for each in (
+        {"type": "array", "items": {"type": "string", **schema}, "minItems": 1},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"type": "string", **schema}}}},
+    ):
+        assert all(accepts(compiler, each, f'["{text}"]') for text in good)
+        assert not any(accepts(compiler, each, f'["{text}"]') for text in bad)
+
+
+def test_names_of_json_follow_their_patterns(llm):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    schema = {"type": "object", "patternProperties": {"^x": {"type": "integer"}}}
+    assert accepts(compiler, schema, '{"xy": 1}') and not accepts(compiler, schema, '{"yx": 1}')
+
+
+def test_a_dot_of_a_regex_is_no_line_end(llm):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    assert compiler.start(Grammar("regex", ".*"))._matcher.accept_string('a"')
+    assert not compiler.start(Grammar("regex", ".*"))._matcher.accept_string("a\n")
+
+
+@pytest.mark.parametrize("kind", ["regex", "json_schema"])
+def test_large_counts_compile(llm, kind):
+    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    schema = {"type": "string", "pattern": "^[a-z]{1,300}$"}
+    compiler.start(Grammar(kind, "[a-z]{1,300}" if kind == "regex" else json.dumps(schema)))

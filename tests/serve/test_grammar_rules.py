@@ -1,9 +1,11 @@
 """What xgrammar would ignore or choke on is refused before it is compiled."""
 
+import time
+
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.regex_rules import check_regex
+from eagle_kit.serve.regex_rules import check_pattern, check_regex
 from eagle_kit.serve.schema_rules import check_schema
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
@@ -28,7 +30,8 @@ def branch(kind):
         "[$^]",
         "a?",
     ]
-    + [r"(?:a+b)?c*", r"(?<n>a|b)+", r"\u{1F600}+", "a*?b", "(a?){50}", "(((a+,)+;)+\n)+", "(ab|cd){20}"],
+    + [r"(?:a+b)?c*", r"(?<n>a|b)+", r"\u{1F600}+", "a*?b", "(a?){50}", "(((a+,)+;)+\n)+", "(ab|cd){20}"]
+    + [r"(\d{1,3}){2}", r"(?P<n>a)"],
 )
 def test_ordinary_regexes_pass(regex):
     check_regex(regex)
@@ -54,6 +57,17 @@ def test_ordinary_regexes_pass(regex):
         ("(a$|b)c", r"has \$ at position 2"),
         (r"\Aa\Z", r"has \\A"),
         ("[[:alpha:]]+", "alpha"),
+        ("(?=a)b", "look-around"),
+        ("(?i)a", "look-around"),
+        ("a)b", "closes nothing"),
+        ("a++", "second quantifier"),
+        ("(ab){2}+", "second quantifier"),
+        (r"[\d-z]", "range with a class"),
+        ("[]a]", "empty class"),
+        (r"\ud83d", "no character"),
+        ("a?" * 1000, "seconds to compile"),
+        (".?" * 300, "seconds to compile"),
+        (".{0,120}" * 30, "seconds to compile"),
     ],
 )
 def test_regexes_that_cost_too_much_or_say_something_else_are_refused(regex, words):
@@ -88,6 +102,13 @@ def test_regexes_that_cost_too_much_or_say_something_else_are_refused(regex, wor
         {"type": "array", "prefixItems": [INT, TEXT], "items": False},
         {"type": "string", "format": "date-time"},
         {"type": "integer", "multipleOf": 7},
+        {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083},
+        {"type": "string", "format": "uri", "minLength": 1},
+        {"type": "string", "format": "path"},
+        {"type": "string", "format": "binary", "minLength": 3},
+        {"type": "string", "example": "x"},
+        {"type": "object", "additionalProperties": INT, "minProperties": 1},
+        {**THING, "required": ["a"], "minProperties": 1},
     ],
 )
 def test_ordinary_schemas_pass(schema):
@@ -131,6 +152,22 @@ def test_ordinary_schemas_pass(schema):
         {"type": "object", "patternProperties": {"(a+)+": INT}},
         {"type": "number", "multipleOf": 0.5},
         {"$dynamicRef": "#x"},
+        {**INT, "multipleOf": 2.5},
+        {**INT, "multipleOf": 0},
+        {**INT, "multipleOf": 1025},
+        {**INT, "multipleOf": True},
+        {"type": ["integer", "number"], "multipleOf": 2},
+        {"type": "object", "additionalProperties": INT, "minProperties": 2},
+        {"type": "object", "patternProperties": {"^a": INT}, "minProperties": 2},
+        {**THING, "additionalProperties": True, "minProperties": 2},
+        {"type": "array", "items": {"$ref": "#/default"}, "default": {"not": {}}},
+        {**TEXT, "format": "json-pointer"},
+        {**TEXT, "format": "relative-json-pointer"},
+        {**TEXT, "format": "uri", "maxLength": 20},
+        {**TEXT, "pattern": '^"hi"$'},
+        {**TEXT, "pattern": r"^C:\\Users\\[a-z]{3}$"},
+        {"type": "object", "patternProperties": {r"\t": INT}},
+        {"type": "object", "propertyNames": {**TEXT, "pattern": "\n"}},
         {**INT, "nullable": True},
         {"enum": list(range(5000))},
         {**TEXT, "minLength": 10**6},
@@ -170,3 +207,52 @@ def test_ill_formed_schemas_are_left_to_the_compiler_or_refused(value):
             check_schema({name: value})
         except UserError:
             pass
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ['"', r"\\", "\n", r"\n", r"\x22", r"\u005c", r"\u{22}", r"\cA", r"\0", r'["\\]', "[\\x00-\\x1f]"],
+)
+def test_patterns_that_need_escapes_in_json_are_refused(pattern):
+    check_regex(pattern)
+    with pytest.raises(UserError, match="escape"):
+        check_pattern(f"^a?{pattern}$")
+
+
+def test_classes_and_dots_stay_and_the_dot_is_no_line_end():
+    for pattern in ("[^,]+", r"\S+", r"\W", "[!-~]", r"[\s\S]", '["a]'):
+        assert check_pattern(f"^{pattern}$").text == pattern
+    assert check_regex(r".\.[.]").text == r"[^\n]\.[.]"
+
+
+def test_patterns_are_searched_for():
+    anything = r"[^\n]*"
+    for pattern, whole in (
+        ("^a$", "a"),
+        ("^a", f"a{anything}"),
+        ("a$", f"{anything}a"),
+        (r"^a\$", rf"a\${anything}"),
+        ("^a|b$|c", f"a{anything}|{anything}b|{anything}c{anything}"),
+        ("^(a|b)$", "(a|b)"),
+    ):
+        assert check_pattern(pattern).text == whole
+    assert check_regex("^(?P<n>a)|b$").text == "(?<n>a)|b"
+
+
+def test_schemas_that_take_long_to_compile_are_refused_at_once():
+    many = [{**TEXT, "pattern": "^[a-z]{1,4000}$"}, {**TEXT, "pattern": "^.{1,100}$"}]
+    many += [{**TEXT, "format": "uri-template"}, {**INT, "multipleOf": 1021}]
+    schemas = [{"type": "object", "properties": {f"p{i}": one for i in range(300)}} for one in many]
+    different = {f"p{i}": {**TEXT, "maxLength": 1000 + i} for i in range(9)}
+    schemas += [{"type": "object", "properties": different}, {"const": "x" * 7_000_000}]
+    schemas += [{"type": "object", "properties": {"x" * 10**6: INT}}]
+    schemas += [{"enum": [f"{i}" + "x" * 900 for i in range(4096)]}]
+    for schema in schemas:
+        started = time.thread_time()
+        with pytest.raises(UserError, match="seconds to compile"):
+            check_schema(schema)
+        assert time.thread_time() - started < 1
+
+
+def test_annotations_do_not_reach_the_compiler():
+    assert check_schema({**TEXT, "title": "x" * 10**6, "example": 3}) == TEXT

@@ -79,7 +79,17 @@ class FunctionDefinition(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "FunctionDefinition":
+        if self.strict:
+            raise ValueError(
+                "strict: true is not supported, since tools are only shown to the model and calls are "
+                "not held to their schema; leave strict out (pydantic_function_tool sets it), or use "
+                "response_format"
+            )
+        return self
 
 
 class Tool(Strict):

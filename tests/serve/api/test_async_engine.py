@@ -2,12 +2,15 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.serve import async_engine
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
 
@@ -187,3 +190,65 @@ def test_a_shutdown_does_not_wait_for_a_grammar(scripted):
             await adding
 
     run(scripted, check)
+
+
+def test_grammars_that_compile_too_long_are_refused_and_hold_no_other_up(scripted, monkeypatch):
+    monkeypatch.setattr(async_engine, "MAX_COMPILE_S", 0.1)
+    gate = threading.Event()
+
+    async def check(llm, inner, engine):
+        slow = SamplingParams(max_tokens=200, grammar=Grammar("regex", "slow"))
+        quick = SamplingParams(max_tokens=200, grammar=Grammar("regex", "quick"))
+        inner.prepare = lambda request: request.params.grammar.text == "slow" and gate.wait(20)
+        for _ in range(async_engine.MAX_COMPILING):
+            (reply,) = await engine.add([llm.make_request([5], quick)])
+            assert (await reply.collect()).finish_reason == "stop"
+            with pytest.raises(UserError, match="seconds to compile"):
+                await engine.add([llm.make_request([5], slow)])
+        with pytest.raises(Overloaded, match="still compiles"):
+            await engine.add([llm.make_request([5], quick)])
+        gate.set()
+        while engine._num_compiling:
+            await asyncio.sleep(0.01)
+        (reply,) = await engine.add([llm.make_request([5], quick)])
+        assert (await reply.collect()).finish_reason == "stop" and engine._num_reserved == 0
+
+    run(scripted, check)
+
+
+def test_a_client_that_goes_while_its_grammar_is_compiled_holds_no_other_up(scripted):
+    gate = threading.Event()
+
+    async def check(llm, inner, engine):
+        slow = SamplingParams(max_tokens=200, grammar=Grammar("regex", "slow"))
+        quick = SamplingParams(max_tokens=200, grammar=Grammar("regex", "quick"))
+        inner.prepare = lambda request: request.params.grammar.text == "slow" and gate.wait(20)
+        adding = asyncio.ensure_future(engine.add([llm.make_request([5], slow)]))
+        await asyncio.sleep(0.05)
+        adding.cancel()
+        async with asyncio.timeout(5):
+            (reply,) = await engine.add([llm.make_request([5], quick)])
+            assert (await reply.collect()).finish_reason == "stop"
+        gate.set()
+
+    run(scripted, check)
+
+
+def test_the_process_ends_while_a_grammar_is_compiled():
+    """The thread is a daemon."""
+    code = """
+import asyncio, time
+from types import SimpleNamespace as Any
+from eagle_kit.serve.async_engine import AsyncEngine
+async def main():
+    inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
+    engine = AsyncEngine(inner, capacity=4)
+    engine.start()
+    adding = asyncio.ensure_future(engine.add([Any(params=Any(grammar=1), match=None)]))
+    await asyncio.sleep(0.1)
+    await engine.shutdown(1)
+    print(type((await asyncio.gather(adding, return_exceptions=True))[0]).__name__)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout) == (0, "Overloaded\n"), done.stderr

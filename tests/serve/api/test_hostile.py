@@ -84,3 +84,16 @@ def test_a_request_arrives_when_it_enters_not_when_it_is_tokenised(server, monke
     assert server.http.post("/v1/completions", json={"prompt": "ab"}).status_code == 200
     (request,) = server.engine.seen
     assert request.first_token_at - request.arrived_at > 0.29
+
+
+def test_a_schema_that_takes_long_to_compile_is_refused_at_once(real_server):
+    text = {"type": "string", "pattern": "^[a-z]{1,4000}$"}
+    schema = {"type": "object", "properties": {f"p{i}": text for i in range(300)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "response_format": wanted}
+    started = time.perf_counter()
+    answer = real_server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "seconds to compile" in answer.text
+    body["response_format"] = {"type": "json_object"}
+    assert real_server.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert time.perf_counter() - started < 10, "it was more than a minute"

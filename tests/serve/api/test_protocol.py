@@ -347,3 +347,9 @@ def test_metrics_count_what_the_engine_did(scripted):
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     for name, count in (("time_to_first_token", 1), ("inter_token_latency", 4), ("e2e_request_latency", 1)):
         assert value(f"{name}_seconds_count") == count
+
+
+def test_strict_tools_are_refused_with_the_reason(one_byte_a_step):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+    answer = chat(one_byte_a_step, tools=[tool])
+    assert answer.status_code == 400 and "calls are not held to their schema; leave strict out" in answer.text

@@ -6,6 +6,7 @@ import socket
 import warnings
 
 import pytest
+from tiny_run import make_target
 
 from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
@@ -69,10 +70,16 @@ def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
             shape_of(arguments(*words))
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "STANDALONE"])
 def test_an_algorithm_without_the_draft_it_needs_is_refused(name, capsys):
     assert main(["serve", "no-such-target", "--speculative-algorithm", name]) == 2
     assert f"The algorithm {name} needs a draft." in capsys.readouterr().err
+
+
+def test_a_target_without_modules_of_its_own_is_refused(tmp_path, capsys):
+    target = str(make_target(tmp_path / "target"))
+    assert main(["serve", target, "--speculative-algorithm", "NEXTN", "--port", "0"]) == 2
+    assert "has no MTP module" in capsys.readouterr().err
 
 
 def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
