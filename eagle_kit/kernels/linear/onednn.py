@@ -5,7 +5,8 @@ once per row at small T. oneDNN also adds up K in the same order whatever T is, 
 caller pads a lone row). So a token's logits do not depend on how many others share its window.
 
 The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
-``x^T``); oneDNN takes the transposed views as they are.
+``x^T``); oneDNN takes the transposed views as they are, if they are dense: for x^T of columns cut out of a
+matrix it falls back to loops that take 500 times as long.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy, (x, weight) = grads[0], ctx.saved_tensors
         dx = matmul(dy, weight.t()) if ctx.needs_input_grad[0] else None
-        dw = matmul(dy.t(), x.t()) if ctx.needs_input_grad[1] else None
+        dw = matmul(dy.t(), x.contiguous().t()) if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dx, dw, db
 
