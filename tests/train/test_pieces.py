@@ -72,12 +72,17 @@ def test_truncate_drops_later_steps_and_a_line_cut_off(tmp_path: Path) -> None:
 
 
 def test_first_signal_asks_and_the_second_interrupts() -> None:
-    with Interrupt(announce=False) as interrupt:
-        assert not interrupt.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
+    # A shell that starts us with & has the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interrupt(announce=False) as interrupt:
+            assert not interrupt.requested
             os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt.requested
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_sigterm_asks_too_and_handlers_are_put_back() -> None:
