@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -56,3 +56,19 @@ def use(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+class DeviceFacts(NamedTuple):
+    """What sizes of tiles and grids depend on: multiprocessors, and the compute capability, 90 for 9.0."""
+
+    multiprocessors: int
+    capability: int
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Those of ``device``; an H200's where kernels are interpreted."""
+    if device.type != "cuda":
+        return DeviceFacts(132, 90)
+    facts = torch.cuda.get_device_properties(device)
+    return DeviceFacts(facts.multi_processor_count, 10 * facts.major + facts.minor)

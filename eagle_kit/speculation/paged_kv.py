@@ -4,6 +4,7 @@ Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,35 +17,12 @@ from eagle_kit.speculation.paged_store import PagedStore, Segment
 
 
 class PagedKV(PagedStore):
-    """Keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows."""
+    """Keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows and for ``sizes``."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_batch_size: int,
-        window: int,
-        first_slot: int = 0,
-        dtype: torch.dtype = torch.float32,
-        store_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_batch_size=max_batch_size,
-            window=window,
-            first_slot=first_slot,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, num_layers: int, num_heads: int, head_dim: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
         shape = (num_layers, num_heads, self.num_rows, head_dim)
-        self.k = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
-        self.v = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
+        self.k, self.v = self._empty(*shape), self._empty(*shape)
         self.scale = head_dim**-0.5
 
     @property

@@ -24,40 +24,19 @@ from eagle_kit.speculation.paged_store import PagedStore, Segment
 
 
 def open_store(spec: CacheSpec, **sizes: Any) -> PagedStore:
-    """The store of a model that keeps ``spec`` of a token; ``sizes`` as :class:`PagedKV` takes them."""
+    """The store of a model that keeps ``spec`` of a token; ``sizes`` as :class:`PagedStore` takes them."""
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, **sizes)
     return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, **sizes)
 
 
 class PagedLatents(PagedStore):
-    """Rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for which is which."""
+    """Rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for which is which and for ``sizes``."""
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_batch_size: int,
-        window: int,
-        first_slot: int = 0,
-        dtype: torch.dtype = torch.float32,
-        store_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_batch_size=max_batch_size,
-            window=window,
-            first_slot=first_slot,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, spec: LatentSpec, **sizes: Any) -> None:
+        super().__init__(**sizes)
         self.spec = spec
-        shape = (spec.num_layers, self.num_rows, spec.latent_dim + spec.rope_dim)
-        self.rows = torch.zeros(shape, dtype=store_dtype or dtype, device=device)
+        self.rows = self._empty(spec.num_layers, self.num_rows, spec.latent_dim + spec.rope_dim)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, None]:

@@ -38,7 +38,8 @@ class PagedStore(ABC):
 
     Args:
         first_slot: how many slots at the front of a request hold nothing and are not attended to.
-        dtype: of queries, keys and values. A store may be of another one: fp8 e4m3, which saturates.
+        dtype: of queries, keys and values.
+        store_dtype: of the store when it is another one: fp8 e4m3, which saturates.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class PagedStore(ABC):
         page_size: int,
         max_batch_size: int,
         window: int,
-        first_slot: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        first_slot: int = 0,
+        dtype: torch.dtype = torch.float32,
+        store_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.page_size, self.window, self.first_slot = page_size, window, first_slot
         self.dtype, self.device = dtype, torch.device(device)
@@ -59,6 +61,11 @@ class PagedStore(ABC):
         self.dummy_row = self.num_slots + max_batch_size * window
         self.trash_row = self.dummy_row + 1
         self.num_rows = self.trash_row + 1
+        self._store_dtype = store_dtype or dtype
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        """Rows that nothing has been written to."""
+        return torch.zeros(shape, dtype=self._store_dtype, device=self.device)
 
     @property
     @abstractmethod

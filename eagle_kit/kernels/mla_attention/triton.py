@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.backend import device_facts
 from eagle_kit.kernels.mla_attention.plan import PagedWindowPlan
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
@@ -245,14 +246,6 @@ def choose_splits(programs: int, columns: int, processors: int) -> int:
     return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))
 
 
-def _machine(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability and multiprocessors; those of an H200 where the kernel is interpreted."""
-    if not tensor.is_cuda:
-        return 90, 132
-    properties = torch.cuda.get_device_properties(tensor.device)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
 @torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=())
 def mla_window_attention(
     q: torch.Tensor,
@@ -277,7 +270,7 @@ def mla_window_attention(
     out = q.new_empty(b, n, h, latent_dim)
     if out.numel() == 0:
         return out
-    capability, processors = _machine(q)
+    processors, capability = device_facts(q.device)
     blocks = choose_blocks(n * h, rows.element_size(), capability)
     programs = triton.cdiv(n * h, blocks.queries)
     splits = choose_splits(b * programs, num_columns, processors)

@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.backend import device_facts
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.window_attention.triton import (
     LOG2_E,
     block_d,
     choose_blocks,
-    device_facts,
     fold,
     fold_blocks,
     values_per_element,
@@ -117,7 +117,7 @@ def paged_prefill_attention_op(
     if q.numel() == 0 or rows == 0:
         return out
     widths = q.element_size(), k_rows.element_size()
-    blocks = choose_blocks(rows, d, *widths, device_facts(q.device)[1])
+    blocks = choose_blocks(rows, d, *widths, device_facts(q.device).capability >= 90)
     pair = values_per_element(blocks, *widths)
     _prefill[(triton.cdiv(rows, blocks.m), hkv, starts.shape[0])](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts, out),

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.backend import device_facts
 from eagle_kit.kernels.small_linear import MAX_ROWS, row_bucket
 
 
@@ -112,13 +113,6 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
     )
 
 
-def _slots(tensor: torch.Tensor) -> int:
-    """Programs at a time, two a multiprocessor; as on an H200 where kernels are interpreted."""
-    if not tensor.is_cuda:
-        return 264
-    return 2 * torch.cuda.get_device_properties(tensor.device).multi_processor_count
-
-
 @torch.library.custom_op("eagle_kit::small_linear", mutates_args=())
 def small_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
@@ -134,7 +128,7 @@ def small_linear(
     rows = row_bucket(m)
     blocks = choose_blocks(rows, weight.element_size())
     programs, tiles = triton.cdiv(n, blocks.outputs), triton.cdiv(k, blocks.block)
-    splits = choose_splits(programs, tiles, _slots(x))
+    splits = choose_splits(programs, tiles, 2 * device_facts(x.device).multiprocessors)
     to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     operands = (x if scales is None else scales, x if bias is None else bias)
     finish = {"SCALED": scales is not None, "BIASED": bias is not None}

@@ -39,6 +39,7 @@ import triton.language as tl
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.backend import device_facts
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_SIZE = 256
@@ -329,7 +330,7 @@ def _own_rows(block_g: int, block_d: int) -> int:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device_facts(device).capability >= 90
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:

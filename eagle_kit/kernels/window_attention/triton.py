@@ -23,7 +23,6 @@ Legend: B requests, N query nodes, M window keys, Hq / Hkv heads, G = Hq / Hkv, 
 store, C a bound on columns, S parts.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.backend import device_facts
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 LOG2_E = 1.4426950408889634
@@ -292,15 +292,6 @@ def num_splits(batch: int, kv_heads: int, columns: int, rows: int, blocks: Block
     return fewest
 
 
-@cache
-def device_facts(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether it is a Hopper GPU or a later one; an H200's where there is no GPU."""
-    if device.type != "cuda":
-        return 132, True
-    facts = torch.cuda.get_device_properties(device)
-    return facts.multi_processor_count, facts.major >= 9
-
-
 @torch.library.custom_op("eagle_kit::window_attention", mutates_args=())
 def window_attention_op(
     q: torch.Tensor,
@@ -326,8 +317,8 @@ def window_attention_op(
     if q.numel() == 0:
         return out
     rows = nodes * (hq // hkv)
-    sms, hopper = device_facts(q.device)
-    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), hopper)
+    sms, capability = device_facts(q.device)
+    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), capability >= 90)
     if splits is None:
         splits = num_splits(b, hkv, num_columns, rows, blocks, sms)
     partial, lse = out, out
