@@ -130,19 +130,19 @@ class LatentAttention(nn.Module):
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         """See :class:`LatentHeads`."""
-        q_nope, q_rope = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), -1)
-        w_uk, _ = self._per_head()
-        return torch.cat((_multiply(q_nope, w_uk), q_rope), -1)
+        size = self.config.qk_nope_head_dim
+        w_uk = self._per_head()[:, :size]
+        return torch.cat((_multiply(q[..., :size], w_uk), q[..., size:]), -1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`LatentHeads`."""
-        _, w_uv = self._per_head()
+        w_uv = self._per_head()[:, self.config.qk_nope_head_dim :]
         return _multiply(attended, w_uv.transpose(1, 2))
 
-    def _per_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_UK ``[H, Dn, L]`` and W_UV ``[H, Dv, L]``, views of the expansion's weight."""
-        weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
-        return weight.split((self.config.qk_nope_head_dim, self.config.v_head_dim), 1)  # type: ignore[return-value]
+    def _per_head(self) -> torch.Tensor:
+        """W_UK and below it W_UV, ``[H, Dn + Dv, L]``: the expansion's weight."""
+        weight = self.kv_b_proj.weight
+        return weight.view(self.num_heads, -1, weight.shape[1])
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -152,6 +152,8 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     logits are not to depend on how many others share its window.
     """
     t = len(x)
-    if t < LEAST_ROWS and x.device.type == "cpu":
+    if t == 1 and x.device.type == "cpu":
+        x = x.expand(LEAST_ROWS, -1, -1)
+    elif t < LEAST_ROWS and x.device.type == "cpu":
         x = F.pad(x, (0, 0, 0, 0, 0, LEAST_ROWS - t))
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.experts import experts
+from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.layers import MLP
@@ -67,15 +67,21 @@ class Gate(Linear):
 class Experts(nn.Module):
     """The routed experts: ``gate_up_proj [E, 2 I, H]``, the gate first, and ``down_proj [E, H, I]``."""
 
+    _packed: PackedExperts | None = None
+
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         e, inner = config.num_experts, config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * inner, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
 
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`."""
+        self._packed = pack_experts(self.gate_up_proj, self.down_proj)
+
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T, H]``, experts and weights ``[T, K]`` -> ``[T, H]``."""
-        return experts(x, ids, weights, self.gate_up_proj, self.down_proj)
+        return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed)
 
 
 class MoE(nn.Module):

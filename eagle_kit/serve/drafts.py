@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.linear import Linear, pack_linears
+from eagle_kit.kernels.linear import pack_weights, packed_parts
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
@@ -102,14 +102,14 @@ def _eagle1(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> 
 
     weight = target.embed_tokens.weight
     head = load_eagle1(draft, target).to(device=weight.device, dtype=weight.dtype)
-    pack_linears(head.eval().requires_grad_(False))
+    pack_weights(head.eval().requires_grad_(False))
     return Eagle1Draft(head, target, hot)
 
 
 def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
     weight = target.embed_tokens.weight
     model = load_standalone(draft, target, weight.dtype, weight.device)
-    pack_linears(model)
+    pack_weights(model)
     return StandaloneDraft(model, hot)
 
 
@@ -132,7 +132,7 @@ def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
         )
     weight = target.embed_tokens.weight
     head = head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
-    pack_linears(head)
+    pack_weights(head)
     return Eagle3Draft(head, target)
 
 
@@ -146,13 +146,12 @@ def _mtp(head: MTPHead, target: LlamaModel, hot: torch.Tensor | None) -> MTPDraf
         )
     weight = target.embed_tokens.weight
     head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
-    pack_linears(head)
+    pack_weights(head)
     return MTPDraft(head, target, hot)
 
 
 def _copy(head: DraftHead) -> DraftHead:
     """A copy that shares nothing, without the packed weights of an earlier use and without a target's
     layer."""
-    packed = (module._packed for module in head.modules() if isinstance(module, Linear))
-    left_out = (*packed, getattr(head, "bound", None))
+    left_out = (*packed_parts(head), getattr(head, "bound", None))
     return copy.deepcopy(head, {id(part): None for part in left_out if part is not None})

@@ -15,7 +15,7 @@ from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecSha
 from eagle_kit.data.template import prompt_token_ids
 from eagle_kit.kernels.accept import Verifier
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.linear import pack_linears
+from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
@@ -128,7 +128,7 @@ class LLM:
             self.target = load_target(folder, dtype=_dtype(dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
-        pack_linears(self.target)
+        pack_weights(self.target)
         self.config = self.target.config
         self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
         self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.speculation.draft_model import DraftModel
@@ -144,9 +145,8 @@ def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Ten
     models = [target, *(part for part in parts if isinstance(part, nn.Module))]
     seen = set()
     for model in models:
-        packed = [module._packed for module in model.modules() if isinstance(module, Linear)]
-        for tensor in (*model.parameters(), *packed):
-            if tensor is not None and id(tensor) not in seen:
+        for tensor in (*model.parameters(), *tree_leaves(packed_parts(model))):
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
 

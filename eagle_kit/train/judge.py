@@ -15,7 +15,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
@@ -138,6 +138,5 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
 
 def share_weights(target: LlamaModel) -> LlamaModel:
     """A second model object over the same weights."""
-    packed = (module._packed for module in target.modules() if isinstance(module, Linear))
-    tensors = (*target.parameters(), *target.buffers(), *(tensor for tensor in packed if tensor is not None))
+    tensors = (*target.parameters(), *target.buffers(), *packed_parts(target))
     return copy.deepcopy(target, {id(tensor): tensor for tensor in tensors})

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny import randomise, tiny_head, tiny_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.linear import pack_linears
+from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.speculation.draft_model import (
@@ -154,7 +154,7 @@ def test_a_small_model_reads_tokens_only(target, text):
 def test_a_map_cuts_the_output_layer_and_keeps_its_order(target, text, kind, packed):
     whole, cut = make(kind, target), make(f"{kind} with a map", target)
     if packed:
-        pack_linears(cut.output.layer)
+        pack_weights(cut.output.layer)
     states = whole.step(*rows_of(whole, target, text), Store())
     with torch.no_grad():
         for rows in (1, 2, LENGTH - 1):

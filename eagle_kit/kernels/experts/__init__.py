@@ -7,11 +7,29 @@ experts that are hit; in other types all experts over all rows, E / K times the 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from eagle_kit.kernels.experts import reference
+from eagle_kit.kernels.linear import can_pack, onednn
 
-__all__ = ["experts"]
+__all__ = ["PackedExperts", "experts", "pack_experts"]
+
+
+class PackedExperts(NamedTuple):
+    """Copies of every expert's weights in oneDNN's layout for few rows."""
+
+    gate_up: Sequence[torch.Tensor]
+    down: Sequence[torch.Tensor]
+
+
+def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts | None:
+    """The weights of :func:`experts`, packed; None where oneDNN is not what multiplies them."""
+    if not (can_pack(gate_up) and can_pack(down)):
+        return None
+    return PackedExperts(*([onednn.pack(weight) for weight in stack] for stack in (gate_up, down)))
 
 
 def experts(
@@ -20,6 +38,7 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    packed: PackedExperts | None = None,
 ) -> torch.Tensor:
     """The weighted sum of a token's experts.
 
@@ -29,11 +48,14 @@ def experts(
         weights: fp32 ``[T, K]``, theirs.
         gate_up: ``[E, 2 I, H]``, the gate first.
         down: ``[E, H, I]``.
+        packed: both again as :func:`pack_experts` made them, for few rows and no gradients.
 
     Returns:
         ``[T, H]`` in the dtype of ``x``.
     """
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
+        if packed is not None and len(x) <= onednn.PACKED_MAX_ROWS and not torch.is_grad_enabled():
+            return reference.by_expert(x, ids, weights, *packed, multiply=onednn.matmul)
         return reference.by_expert(x, ids, weights, gate_up, down)
     if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)

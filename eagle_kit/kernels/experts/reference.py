@@ -3,6 +3,8 @@
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch.nn import functional as F
 
@@ -11,24 +13,34 @@ from eagle_kit.kernels.swiglu import swiglu
 
 
 def by_expert(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Sequence[torch.Tensor] | torch.Tensor,
+    down: Sequence[torch.Tensor] | torch.Tensor,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear,
 ) -> torch.Tensor:
-    """One expert after another over its rows; their counts are read on the host. Differentiable.
+    """One expert after another over its rows; who goes where is read on the host. Differentiable.
 
     A lone row is multiplied beside a copy of itself: it would be summed in another order than one among
     others, and a token's logits are not to depend on who shares its expert.
+
+    Args:
+        gate_up, down: what ``multiply`` takes behind the rows, for each expert.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    order = ids.flatten().argsort(stable=True)
-    rows, scale = order // ids.shape[1], weights.flatten()[order, None]
-    start = 0
-    for expert, count in enumerate(torch.bincount(ids.flatten(), minlength=len(down)).tolist()):
-        if count:
-            mine = rows[start : start + count]
-            given = x[mine] if count > 1 else x[mine].expand(2, -1).contiguous()
-            added = linear(swiglu(linear(given, gate_up[expert])), down[expert])[:count]
-            out.index_add_(0, mine, added * scale[start : start + count])
-            start += count
+    places: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids.flatten().tolist()):
+        places.setdefault(expert, []).append(place)
+    scale, one = weights.reshape(-1, 1), len(x) == 1
+    for expert, mine in sorted(places.items()):
+        at = torch.tensor(mine, device=x.device)
+        rows = at // ids.shape[1]
+        given = x if one else x[rows]
+        if len(mine) == 1:
+            given = given.expand(2, -1).contiguous()
+        added = multiply(swiglu(multiply(given, gate_up[expert])), down[expert])[: len(mine)] * scale[at]
+        out = out + added if one else out.index_add_(0, rows, added)
     return out.to(x.dtype)
 
 

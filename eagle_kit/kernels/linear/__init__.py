@@ -1,5 +1,7 @@
 """Linear layers: oneDNN for fp32 on a CPU, Triton for few rows on a GPU where that is faster, or torch."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -53,6 +55,11 @@ def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether ``weight`` can be kept in oneDNN's layout."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for
     inference."""
@@ -62,7 +69,7 @@ class Linear(nn.Linear):
     def pack(self) -> None:
         """Keep a copy of the weight in oneDNN's layout for few rows; the module must not be trained
         afterwards."""
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and onednn.available():
+        if can_pack(self.weight):
             self._packed = onednn.pack(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,8 +87,14 @@ class Linear(nn.Linear):
         return few and x.device.type == "cpu" and not torch.is_grad_enabled()
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Call :meth:`Linear.pack` on every linear layer of ``module``."""
+def pack_weights(module: nn.Module) -> None:
+    """Call ``pack`` on every part of ``module`` that has one: :meth:`Linear.pack` and its like."""
     for child in module.modules():
-        if isinstance(child, Linear):
-            child.pack()
+        pack = getattr(child, "pack", None)
+        if pack is not None:
+            pack()
+
+
+def packed_parts(module: nn.Module) -> list[Any]:
+    """What :func:`pack_weights` has left in the parts of ``module``: tensors, or tuples of them."""
+    return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]

@@ -50,4 +50,6 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [T, K]``, ``weight [N, K]``, ``bias [N]``, all fp32 on the CPU -> ``[T, N]``; differentiable."""
+    if not torch.is_grad_enabled():
+        return matmul(x, weight, bias)
     return _Linear.apply(x, weight, bias)

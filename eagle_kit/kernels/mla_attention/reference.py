@@ -21,7 +21,9 @@ def mla_window_attention(
     fp32 inside. The N x H query rows of a request are one matmul, so a key is read once a window."""
     b, n, h, d = q.shape
     columns, mask = plan.layout
-    keys = rows[columns].float() * kv_scale  # [B, C, D]
+    keys = rows.index_select(0, columns.view(-1)).float().view(b, -1, d)  # [B, C, D]
+    if kv_scale != 1.0:
+        keys = keys * kv_scale
     queries = (q.float() * scale).reshape(b, n * h, d)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, n, h, -1) + mask[:, :, None]
     out = torch.bmm(scores.softmax(-1).view(b, n * h, -1), keys[:, :, :latent_dim])
