@@ -29,6 +29,7 @@ COMMANDS = {
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
     "eval": Command("measure accept length and speed-up over tasks", "eagle_kit.cli.evaluate"),
+    "study": Command("compare ways of training over seeds", "eagle_kit.cli.study"),
     "bench": Command(
         "measure decoding and training against this machine's own ceilings", "eagle_kit.cli.bench"
     ),

@@ -1,0 +1,76 @@
+"""Schema of a study: training runs that differ in named settings, over several seeds. Torch-free."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from eagle_kit.core.shape import SpecShape
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Arm(_Section):
+    """One way to train.
+
+    Attributes:
+        config: training config, relative to the study's file; null is the study's ``base``.
+        set: its settings, ``section.key`` to value; they win over ``common``.
+        about: one line for the table.
+    """
+
+    config: str | None = None
+    set: dict[str, Any] = {}
+    about: str = ""
+
+
+class Measure(_Section):
+    """How the heads are compared, as ``eagle-kit eval`` takes it."""
+
+    tasks: tuple[str, ...] = ("human_eval", "ours")
+    shapes: tuple[str, ...] = ("4,1,5", "5,4,16")
+    limit: int | None = Field(default=16, ge=1)
+    max_tokens: int = Field(default=64, ge=2)
+    seed: int = Field(default=0, ge=0)
+
+    @field_validator("shapes")
+    @classmethod
+    def _shapes_parse(cls, shapes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(SpecShape.parse(shape)) for shape in shapes)
+
+
+class StudyConfig(_Section):
+    """A study.
+
+    Attributes:
+        base: training config, relative to the study's file.
+        output_dir: a folder with one run per arm and seed, the exported heads, and the results.
+        seeds: every arm is trained with each.
+        common: settings of all arms: the data, and what makes the tokens equal.
+        arms: by name; the first is what the others are compared with.
+        measure: how they are compared.
+    """
+
+    base: str
+    output_dir: str
+    seeds: tuple[int, ...] = (0,)
+    common: dict[str, Any] = {}
+    arms: dict[str, Arm]
+    measure: Measure = Measure()
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+            raise ValueError("give one or more different seeds, each >= 0")
+        return seeds
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_have_names(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
+        if not arms:
+            raise ValueError("name at least one arm")
+        if bad := [name for name in arms if not name.replace("-", "").replace(".", "").isalnum()]:
+            raise ValueError(f"the name {bad[0]!r} of an arm is to be letters, digits, points and dashes")
+        return arms

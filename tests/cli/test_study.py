@@ -1,0 +1,99 @@
+"""A study end to end on a tiny target: trained, broken off, gone on with, measured, compared."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from tiny_run import make_config
+
+from eagle_kit.cli import study as study_command
+from eagle_kit.cli.app import main
+from eagle_kit.config.load import load_config
+from eagle_kit.config.study import StudyConfig
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A study of two arms and two seeds, as a file."""
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = make_config(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"The {noun}"}) for noun in ("cat", "dog")))
+    raw = {
+        "base": config.name,
+        "output_dir": str(tmp_path / "out"),
+        "seeds": [0, 3],
+        "common": {
+            "training.max_steps": 3,
+            "training.save_every": 1,
+            "judge.every": 0,
+            "data.preview": False,
+        },
+        "arms": {"first": {"about": "as it is"}, "other": {"set": {"training.learning_rate": 1.0e-5}}},
+        "measure": {"tasks": [str(prompts)], "shapes": ["2,1,3", "2,2,4"], "limit": 2, "max_tokens": 12},
+    }
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    return file
+
+
+def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsys):
+    words = ["study", str(study), "--stop-after", "1s"]
+    script = f"import sys; from eagle_kit.cli.app import main; sys.exit(main({words!r}))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 130
+    assert main(["study", str(study), "--jobs", "2"]) == 0
+    out = tmp_path / "out"
+    result = json.loads((out / "study.json").read_text())
+    assert [arm["arm"] for arm in result["arms"]] == ["first", "other"]
+    evaluated = json.loads((out / "eval" / "summary.json").read_text())
+    for arm in result["arms"]:
+        assert arm["tokens_seen"][0] > 0 and arm["tokens_seen"] == result["arms"][0]["tokens_seen"]
+        for row in arm["figures"]:
+            heads = [f"{arm['arm']} s{seed}" for seed in (0, 3)]
+            want = [
+                next(
+                    r["accept_length"]
+                    for r in evaluated["rows"]
+                    if (r["draft"], r["shape"], r["task"], r["category"])
+                    == (head, row["shape"], row["task"], row["category"])
+                )
+                for head in heads
+            ]
+            assert row["accept_lengths"] == want
+            assert row["mean"] == pytest.approx(sum(want) / 2)
+    firsts = [row["mean"] for row in result["arms"][0]["figures"]]
+    for row, first in zip(result["arms"][1]["figures"], firsts, strict=True):
+        assert row["ratio"] == pytest.approx(row["mean"] / first)
+    assert "| first: as it is |" in capsys.readouterr().out
+    assert (out / "study.png").read_bytes()[:4] == b"\x89PNG"
+    runs = [
+        yaml.safe_load((out / "runs" / name / "run.yaml").read_text()) for name in ("first-s3", "other-s3")
+    ]
+    assert [run["config"]["training"]["learning_rate"] for run in runs][1] == 1.0e-5
+    assert all(run["config"]["seed"] == 3 for run in runs)
+
+
+def test_a_wrong_setting_of_an_arm_is_refused_before_any_run(study, tmp_path, capsys):
+    raw = yaml.safe_load(study.read_text())
+    raw["arms"]["other"]["set"] = {"training.lerning_rate": 1.0e-3}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 2
+    assert "learning_rate" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_run_is_named_with_its_reason(study, capsys):
+    raw = yaml.safe_load(study.read_text())
+    raw["arms"]["first"]["set"] = {"data.source": "nowhere.jsonl"}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 2
+    said = capsys.readouterr().err
+    assert "first s0" in said and "nowhere.jsonl" in said
+
+
+def test_seeds_go_round_before_arms_repeat(study):
+    runs = study_command.plan(load_config(StudyConfig, study), study.parent)
+    assert [one.name for one in runs] == ["first s0", "other s0", "first s3", "other s3"]
