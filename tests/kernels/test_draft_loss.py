@@ -79,7 +79,14 @@ def test_a_perfect_draft_loses_nothing_but_what_it_cannot_say(loss):
     logits = torch.randn(9, VD, generator=torch.Generator().manual_seed(2))
     mass = torch.linspace(0.3, 1.0, 9)
     out = linear_draft_loss(
-        logits, torch.eye(VD), logits.softmax(-1), torch.arange(9), torch.ones(9), loss=loss, mass=mass, eta=ETA
+        logits,
+        torch.eye(VD),
+        logits.softmax(-1),
+        torch.arange(9),
+        torch.ones(9),
+        loss=loss,
+        mass=mass,
+        eta=ETA,
     )
     best = {"tv": 1 - mass, "lk-alpha": -mass.log(), "lk-hybrid": (1 - torch.exp(-ETA * mass)) * (1 - mass)}
     torch.testing.assert_close(out.row_losses, best.get(loss, torch.zeros(9)), rtol=1e-4, atol=1e-5)

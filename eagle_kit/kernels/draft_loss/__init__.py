@@ -43,11 +43,18 @@ def linear_draft_loss(
         mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for the
             losses of :data:`NEEDS_MASS`; None when the draft can say everything.
         eta: of ``lk-hybrid``.
-        chunk_rows, group_rows, backend: see :func:`eagle_kit.kernels.soft_cross_entropy.linear_soft_cross_entropy`.
+        chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
     if loss in ("ce", "kl"):
         result = linear_soft_cross_entropy(
-            h, weight, probs, index, row_weights, chunk_rows=chunk_rows, group_rows=group_rows, backend=backend
+            h,
+            weight,
+            probs,
+            index,
+            row_weights,
+            chunk_rows=chunk_rows,
+            group_rows=group_rows,
+            backend=backend,
         )
         return result if loss == "ce" else _less_entropy(result, probs, index, row_weights)
     if group_rows is None:
