@@ -132,14 +132,14 @@ class TrainingConfig(_Section):
         step_decay: weight of step k is ``step_decay ** k``; used when ``step_weights`` is null.
         step_weights: weight of each step, ``ttt_length`` numbers.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
-            at best); ``reverse-kl``; ``tv``, total variation, one minus the acceptance rate; ``lk-alpha``, the
-            acceptance rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the acceptance rate
-            grows. Formulas and sources are in ``eagle_kit/kernels/draft_loss/reference.py``.
+            at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
+            rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
+            sources are in ``eagle_kit/kernels/draft_loss/reference.py``.
         lk_eta: of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest.
         loss_rows: ``serving``: row i carries loss at step k where a draft round can be when serving, that is
             x[i + 1] and x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k]
-            are, which is what the code of EAGLE-3 does: rounds that begin in the prompt count from their first
-            token of the reply on.
+            are, which is what the code of EAGLE-3 does: rounds that begin in the prompt count from their
+            first token of the reply on.
         loss_normalisation: ``tokens``: the mean over the supervised rows of the global batch, so long replies
             weigh more; ``sequence``: the mean over conversations of each one's own mean. Both divide by the
             sum of the step weights, so that the learning rate does not depend on ``ttt_length``.

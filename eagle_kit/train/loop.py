@@ -237,7 +237,7 @@ class Trainer:
         return emitted / verifies if verifies else 0.0
 
     def _servable(self) -> AbstractContextManager[None]:
-        """While inside, the head has what is judged and served: the average of its weights, if there is one."""
+        """While inside, the head has the weights that are judged and served: their average, if any."""
         ema = self.stepper.ema
         return nullcontext() if ema is None else ema.applied()
 

@@ -39,8 +39,8 @@ class StepResult:
 
     Attributes:
         loss: what was minimised: losses of rows weighted by step and, unless ``loss_normalisation`` says
-            otherwise, divided by the sum of the step weights and by all supervised rows (those whose target token the draft cannot say add nothing, and are known
-            only after the target has run).
+            otherwise, divided by the sum of the step weights and by all supervised rows (those whose target
+            token the draft cannot say add nothing, and are known only after the target has run).
         loss_per_step: mean loss of each TTT step over the rows that carry loss, K numbers.
         learned_per_step: share of the supervised rows that carry loss, K numbers.
         match_per_step: share of all supervised rows whose best draft token is the target's, K numbers.
@@ -86,8 +86,8 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the optimiser and ``ema``, the average of weights or None; mutates the head,
-    both of these and the state it is given.
+    """Takes optimiser steps. Owns the optimiser and ``ema``, the average of weights or None; mutates head,
+    both and the state it is given.
 
     Args:
         head: in fp32, trained in place.
