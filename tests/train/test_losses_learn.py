@@ -1,4 +1,4 @@
-"""Every loss for twenty steps on a small target that has learned a language, and what the engine then decodes."""
+"""Every loss for twenty steps on a small target that has learned a language, and the drafts it then accepts."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Language:
     """A target that learned one, replies of its own to learn from, and prompts that are held out."""
 
     def __init__(self, cache: Path) -> None:
-        self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=60)[0]
+        self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=50, train_head=False)[0]
         drawn = torch.randint(VOCAB, (TEXTS + 8, PROMPT), generator=torch.Generator().manual_seed(1))
         prompts = drawn.tolist()
         llm = LLM(share_weights(self.target), None, max_batch_size=16, max_context=64)
