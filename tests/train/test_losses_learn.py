@@ -1,4 +1,4 @@
-"""Every loss for twenty steps on a small target that has learned a language, and the drafts it then accepts."""
+"""Every loss for twenty steps on a small target that has learned a language, and the drafts it accepts."""
 
 from pathlib import Path
 
