@@ -18,6 +18,7 @@ from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.draft_loss import linear_draft_loss
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn
 from eagle_kit.kernels.mla_attention import mla_window_attention
@@ -99,6 +100,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("ttt_attention", "torch", lambda: _ttt(backend)),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
         ("soft_cross_entropy", "torch", _soft_cross_entropy),
+        ("draft_loss", "torch, acceptance", _draft_loss),
         ("norm", "torch", _norm),
         ("rope", "torch", _rope),
         ("swiglu", "torch", _swiglu),
@@ -328,6 +330,22 @@ def _soft_cross_entropy() -> float:
     loss.backward()
     pairs = [(fused, loss), (h.grad, exact[0].grad), (weight.grad, exact[1].grad)]
     return max(_error(a.detach(), b.detach()) for a, b in pairs if a is not None and b is not None)
+
+
+def _draft_loss() -> float:
+    """The negative logarithm of the acceptance rate and its gradient, with words the draft cannot say."""
+    h, weight = _randn(11, 24).requires_grad_(), _randn(33, 24, seed=1)
+    law, index = _randn(7, 50, seed=2).softmax(-1), torch.arange(11) % 7
+    mass = law[:, :33].sum(-1)
+    probs, c = law[:, :33] / mass[:, None], torch.linspace(0.1, 1.0, 11)
+    fused = linear_draft_loss(h, weight, probs, index, c, loss="lk-alpha", mass=mass, chunk_rows=4).loss
+    fused.backward()
+    exact = h.detach().double().requires_grad_()
+    q = (exact @ weight.double().t()).softmax(-1)
+    loss = -(c.double() * torch.minimum(q, law.double()[index, :33]).sum(-1).log()).sum()
+    loss.backward()
+    assert h.grad is not None and exact.grad is not None
+    return max(_error(fused.detach(), loss.detach()), _error(h.grad, exact.grad))
 
 
 if __name__ == "__main__":

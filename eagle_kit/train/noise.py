@@ -1,0 +1,69 @@
+"""Noise on captured states, so that a head learns not to lean on what its own outputs will not repeat.
+
+EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. What a packed row gets
+depends on the seed, the optimiser step and the row's number alone: not on the process that has it, on the
+rows beside it, on the device, or on what was drawn before. So a run resumes to the bit.
+
+Legend: T packed tokens of a forward, L captured layers, H hidden of the target.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from eagle_kit.config.train import FeatureNoise
+
+_STREAM = 0x6E6F6973
+"""Keeps these draws apart from others that begin with the run's seed."""
+
+
+def add_noise(
+    aux: torch.Tensor,
+    noise: FeatureNoise,
+    num_layers: int,
+    seed: int,
+    step: int,
+    numbers: Sequence[int],
+    lengths: Sequence[int],
+) -> torch.Tensor:
+    """A copy of ``aux`` with noise.
+
+    Args:
+        aux: ``[T, L * H]``, packed rows end to end; not changed.
+        num_layers: L.
+        seed: of the run.
+        step: finished optimiser steps.
+        numbers, lengths: the packed rows and their tokens.
+    """
+    return torch.cat(
+        [
+            _noisy(part, noise, num_layers, _generator(seed, step, number))
+            for part, number in zip(aux.split(list(lengths)), numbers, strict=True)
+        ]
+    )
+
+
+def _generator(seed: int, step: int, number: int) -> torch.Generator:
+    words = np.random.SeedSequence([_STREAM, seed, step, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]) >> 1)
+
+
+def _noisy(
+    aux: torch.Tensor, noise: FeatureNoise, num_layers: int, generator: torch.Generator
+) -> torch.Tensor:
+    if noise.kind == "gaussian":
+        drawn = torch.randn(aux.shape, generator=generator)
+    else:
+        drawn = torch.rand(aux.shape, generator=generator)
+    drawn = drawn.to(aux.device)
+    if noise.kind == "dropout":
+        return torch.where(drawn < noise.amount, 0.0, aux / (1.0 - noise.amount)).to(aux.dtype)
+    if noise.kind == "uniform":
+        drawn = drawn.mul_(2.0).sub_(1.0)
+    drawn = drawn.mul_(noise.amount)
+    if noise.unit == "rms":
+        layers = aux.float().unflatten(-1, (num_layers, -1))
+        size = layers.pow(2).mean(-1, keepdim=True).sqrt()
+        drawn = (drawn.unflatten(-1, (num_layers, -1)) * size).flatten(-2)
+    return (aux.float() + drawn).to(aux.dtype)
