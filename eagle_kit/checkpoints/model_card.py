@@ -85,8 +85,8 @@ def _what_eagle1(config: Eagle1Config, dtype: str) -> str:
     fc = "a bias" if config.fc_bias else "no bias"
     return (
         f"One decoder layer of hidden size {config.hidden_size} ({_attention(config)}) in {dtype}, whose "
-        f"`fc` has {fc}. It reads the target's last states, after their norm, and then its own, and proposes any "
-        f"of {config.vocab_size} tokens through the target's output layer."
+        f"`fc` has {fc}. It reads the target's last states, after their norm, and then its own, and proposes "
+        f"any of {config.vocab_size} tokens through the target's output layer."
     )
 
 
