@@ -37,7 +37,10 @@ class DataConfig(_Section):
     preview: bool = True
 
 
-EAGLE3_KEYS = {"draft_vocab_size", "vocab_map", "aux_layer_ids", "fc_norm", "norm_output", "lm_head_init"}
+EAGLE3_KEYS = {
+    *("draft_vocab_size", "vocab_map", "aux_layer_ids", "lm_head_init"),
+    *("fc_norm", "norm_output", "norm_before_residual"),
+}
 KEYS_OF_KIND = {
     "eagle3": {*EAGLE3_KEYS, "intermediate_size"},
     "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size"},
@@ -60,6 +63,8 @@ class HeadConfig(_Section):
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
+        norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
+            speculators project do.
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
@@ -76,6 +81,7 @@ class HeadConfig(_Section):
     aux_layer_ids: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
     fc_bias: bool = True
@@ -94,21 +100,6 @@ class HeadConfig(_Section):
     def vocab_size(self) -> int | None:
         """Tokens that the head can propose; None for all of them."""
         return self.draft_vocab_size if "draft_vocab_size" in KEYS_OF_KIND[self.kind] else None
-
-
-class FeatureNoise(_Section):
-    """Noise on the target's states as the head reads them; what it learns stays clean.
-
-    Attributes:
-        kind: ``uniform`` between ``-scale`` and ``scale``, or ``gaussian`` with this standard deviation.
-        scale: in units of the states.
-        per_tokens: ``scale`` is that of conversations of so many tokens, longer ones have proportionally
-            less; null is the same for all. EAGLE's noise is uniform with 0.1 per 512.
-    """
-
-    kind: Literal["uniform", "gaussian"] = "uniform"
-    scale: float = Field(gt=0.0)
-    per_tokens: int | None = Field(default=None, ge=1)
 
 
 class RegressionConfig(_Section):
@@ -133,23 +124,84 @@ class RegressionConfig(_Section):
         return self
 
 
+class FeatureNoise(_Section):
+    """Noise on the states that the head reads, the captured ones or, of ``eagle1``, the final one; the
+    teacher's state has none.
+
+    Attributes:
+        kind: ``uniform``, ``gaussian``, or ``dropout`` (values set to zero, the others grown to make up).
+        amount: half the width of the uniform, the standard deviation of the gaussian, or the probability of
+            dropout, below 1.
+        unit: ``absolute``; or ``rms``: ``amount`` times the root mean square of each captured layer's state
+            at the token, because layers differ in size by orders of magnitude. Dropout knows no unit.
+        per_tokens: ``amount`` is that of conversations of so many tokens, longer ones have less in
+            proportion; null is the same for all. EAGLE-1's noise is uniform, 0.1 per 512. Not for dropout.
+    """
+
+    kind: Literal["uniform", "gaussian", "dropout"]
+    amount: float = Field(gt=0.0)
+    unit: Literal["absolute", "rms"] = "absolute"
+    per_tokens: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _amount_fits_the_kind(self) -> "FeatureNoise":
+        is_plain = self.unit == "absolute" and self.per_tokens is None
+        if self.kind == "dropout" and (self.amount >= 1.0 or not is_plain):
+            raise ValueError("dropout needs an amount below 1, its probability, and no unit nor per_tokens")
+        return self
+
+
+class Curriculum(_Section):
+    """A growing number of steps of training-time test.
+
+    Attributes:
+        start: steps at the beginning; every number up to ``ttt_length`` then has an equal part of ``share``.
+        share: share of the schedule after which all ``ttt_length`` steps are trained.
+    """
+
+    start: int = Field(default=1, ge=1)
+    share: float = Field(default=0.3, gt=0.0, le=1.0)
+
+
 class TrainingConfig(_Section):
-    """Training-time test, optimiser and schedule.
+    """Training-time test, loss, optimiser and schedule.
 
     Attributes:
         ttt_length: steps K of training-time test.
+        ttt_curriculum: begin with fewer steps, see :class:`Curriculum`; null trains all from the start.
         step_decay: weight of step k is ``step_decay ** k``; used when ``step_weights`` is null.
         step_weights: weight of each step, ``ttt_length`` numbers.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
-        feature_noise: noise on the target's states; null has none.
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
+        loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
+            at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
+            rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
+            sources are in ``eagle_kit/kernels/draft_loss/reference.py``.
+        lk_eta: of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest.
+        loss_rows: ``serving``: row i carries loss at step k where a draft round can be when serving, that is
+            x[i + 1] and x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k]
+            are, which is what the code of EAGLE-3 does: rounds that begin in the prompt count from their
+            first token of the reply on.
         loss_normalisation: ``tokens``: the mean over the supervised rows of the global batch, so long replies
             weigh more; ``sequence``: the mean over conversations of each one's own mean. Both divide by the
             sum of the step weights, so that the learning rate does not depend on ``ttt_length``.
-        learning_rate, betas, eps, weight_decay: AdamW; decay is applied to matrices only.
-        warmup_steps: optimiser steps of linear warm-up; exclusive with ``warmup_ratio``.
+            ``published``: as in the code of EAGLE-3, each conversation's sum over its rows and steps divided
+            by the number of its tokens, prompts included, and the mean of that over conversations.
+        feature_noise: see :class:`FeatureNoise`; null adds none.
+        optimizer: ``adamw``; or ``muon`` for the matrices inside the head with AdamW for its output layer,
+            norms and experts (torch's, arXiv 2502.16982, whose updates are scaled to AdamW's size).
+        learning_rate, betas, eps, weight_decay: AdamW; decay is applied to matrices only, Muon's too.
+        muon_learning_rate_ratio, muon_momentum: of Muon; its learning rate as a multiple of AdamW's.
+        ema_decay: keep an exponential moving average of the weights, which is what is judged, saved and
+            served; null keeps none. Step t uses ``min(ema_decay, (1 + t) / (10 + t))``, so that the untrained
+            weights are soon gone.
+        schedule: what follows the warm-up: ``cosine``, ``linear``, ``constant``, or ``wsd`` (warm-up, stable,
+            decay), which is constant until a linear end.
+        decay_ratio: of ``wsd``: the share of the schedule that its end takes.
+        warmup: ``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate.
+        warmup_steps: optimiser steps of warm-up; exclusive with ``warmup_ratio``.
         warmup_ratio: warm-up as a share of the schedule.
-        min_learning_rate_ratio: the cosine ends at this share of ``learning_rate``.
+        min_learning_rate_ratio: ``cosine``, ``linear`` and ``wsd`` end at this share of ``learning_rate``.
         epochs: passes over the data; sets the length of the schedule unless ``max_steps`` does.
         max_steps: length of the schedule in optimiser steps. The flag ``--max-steps`` stops earlier and
             leaves the schedule alone.
@@ -168,16 +220,27 @@ class TrainingConfig(_Section):
     """
 
     ttt_length: int = Field(default=7, ge=1, le=32)
+    ttt_curriculum: Curriculum | None = None
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
     detach_steps: bool = False
-    feature_noise: FeatureNoise | None = None
     regression: RegressionConfig | None = None
-    loss_normalisation: Literal["tokens", "sequence"] = "tokens"
+    loss: Literal["ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid"] = "ce"
+    lk_eta: float = Field(default=3.0, gt=0.0)
+    loss_rows: Literal["serving", "published"] = "serving"
+    loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
+    feature_noise: FeatureNoise | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
+    muon_learning_rate_ratio: float = Field(default=1.0, gt=0.0)
+    muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_ratio: float = Field(default=0.2, gt=0.0, le=1.0)
+    warmup: Literal["linear", "log"] = "linear"
     warmup_steps: int | None = Field(default=None, ge=0)
     warmup_ratio: float = Field(default=0.02, ge=0.0, lt=1.0)
     min_learning_rate_ratio: float = Field(default=0.05, ge=0.0, le=1.0)
@@ -199,6 +262,28 @@ class TrainingConfig(_Section):
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError("both betas must lie in [0, 1)")
         return betas
+
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> "TrainingConfig":
+        needs = {
+            "lk_eta": ("loss", ("lk-hybrid",)),
+            "muon_learning_rate_ratio": ("optimizer", ("muon",)),
+            "muon_momentum": ("optimizer", ("muon",)),
+            "decay_ratio": ("schedule", ("wsd",)),
+        }
+        for name, (key, values) in needs.items():
+            given = getattr(self, name) != type(self).model_fields[name].default
+            if given and getattr(self, key) not in values:
+                raise ValueError(f"{name} has no meaning unless {key} is {' or '.join(values)}")
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_fits_the_steps(self) -> "TrainingConfig":
+        if self.ttt_curriculum is not None and self.ttt_curriculum.start > self.ttt_length:
+            raise ValueError(
+                f"ttt_curriculum.start is {self.ttt_curriculum.start}, ttt_length is {self.ttt_length}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_fit_the_steps(self) -> "TrainingConfig":
@@ -281,9 +366,19 @@ class TrainConfig(_Section):
     def _loss_fits_the_head(self) -> "TrainConfig":
         if self.training.regression is not None and self.head.kind != "eagle1":
             raise ValueError(f"training.regression has no meaning for a head of the kind {self.head.kind}")
+        if self.training.loss != "ce" and self.head.kind == "eagle1":
+            raise ValueError("training.loss has no meaning for a head of the kind eagle1; see its regression")
         return self
 
     @property
     def regression(self) -> RegressionConfig | None:
         """Weights of the loss of an EAGLE-1 head; None for other kinds."""
         return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None
+
+    @model_validator(mode="after")
+    def _noise_has_features(self) -> "TrainConfig":
+        if self.training.feature_noise is not None and self.head.kind == "mtp":
+            raise ValueError(
+                "training.feature_noise has no meaning for a head of the kind mtp: it has no captured states"
+            )
+        return self

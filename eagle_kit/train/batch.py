@@ -36,7 +36,13 @@ class Forward:
         return int(torch.unique(self.doc_start[self.plan.rows[0]]).shape[0])
 
 
-def make_forward(data: PreparedData, numbers: list[int], ttt_length: int, device: torch.device) -> Forward:
+def make_forward(
+    data: PreparedData,
+    numbers: list[int],
+    ttt_length: int,
+    device: torch.device,
+    loss_rows: str = "serving",
+) -> Forward:
     """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart."""
     lengths: list[int] = []
     reply: list[np.ndarray] = []
@@ -50,7 +56,8 @@ def make_forward(data: PreparedData, numbers: list[int], ttt_length: int, device
         doc_start.append(np.asarray(row.doc_start, dtype=np.int64) + first)
         lengths.append(len(row.ids))
     packed = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, reply, doc_start)]
-    return Forward(numbers, lengths, packed[0], packed[2], plan_row(packed[1], packed[2], ttt_length))
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
+    return Forward(numbers, lengths, packed[0], packed[2], plan)
 
 
 def row_weights(
@@ -65,6 +72,7 @@ def row_weights(
     ``tokens``: ``w_k / (sum w * R_k)``, R_k the rows of the *global* batch.
     ``sequence``: ``w_k / (sum w * D * R_kd)``, D the documents of the global batch, R_kd the rows of the
     row's own document.
+    ``published``: ``w_k / (D * T_d)``, T_d the tokens of the row's own document.
 
     Args:
         weights: step weights w.
@@ -79,6 +87,12 @@ def row_weights(
         return [
             torch.full(rows.shape, share / max(1.0, count), dtype=torch.float32, device=rows.device)
             for rows, share, count in zip(forward.plan.rows, shares, counts, strict=True)
+        ]
+    if normalisation == "published":
+        tokens = torch.bincount(forward.doc_start)
+        return [
+            weight / max(1.0, num_documents) / tokens[forward.doc_start[rows]].float()
+            for rows, weight in zip(forward.plan.rows, weights, strict=True)
         ]
     result = []
     for rows, share in zip(forward.plan.rows, shares, strict=True):

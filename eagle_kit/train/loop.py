@@ -6,6 +6,7 @@ rate follow from the counter, so a resumed run is bitwise the run that was never
 
 import shlex
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,13 @@ from eagle_kit.train.report import describe, describe_judge, estimate_run, judge
 from eagle_kit.train.run_folder import RunFolder, flatten
 from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import gather, state_store
-from eagle_kit.train.state import TrainState, load_checkpoint, restore_optimizer, save_checkpoint
+from eagle_kit.train.state import (
+    TrainState,
+    load_checkpoint,
+    restore_optimizer,
+    restore_raw_weights,
+    save_checkpoint,
+)
 from eagle_kit.train.step import Stepper, StepResult
 
 if TYPE_CHECKING:
@@ -87,7 +94,10 @@ class Trainer:
         store = state_store(config, self.ingredients, self.head.config)
         self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
         if optimizer_state is not None:
-            restore_optimizer(folder.checkpoints()[-1][1], self.stepper.optimizer, optimizer_state)
+            last = folder.checkpoints()[-1][1]
+            restore_optimizer(last, self.stepper.optimizer, optimizer_state)
+            if self.stepper.ema is not None:
+                restore_raw_weights(last, self.stepper.ema)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
@@ -154,7 +164,9 @@ class Trainer:
                 self._record(self.stepper.step(state), line)
                 is_last = state.step == self.stepper.schedule.total_steps
                 due = judge_every and (is_last or state.step % judge_every == 0)
-                if due and self._judge(line):
+                with self._servable():
+                    is_over = due and self._judge(line)
+                if is_over:
                     why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
                     break
                 if state.step % self.config.training.save_every == 0:
@@ -223,10 +235,16 @@ class Trainer:
         emitted, verifies = sum_numbers(self.accelerator, [stats.num_emitted_tokens, stats.num_verifies])
         return emitted / verifies if verifies else 0.0
 
+    def _servable(self) -> AbstractContextManager[None]:
+        """While inside, the head has the weights that are judged and served: their average, if any."""
+        ema = self.stepper.ema
+        return nullcontext() if ema is None else ema.applied()
+
     def _save(self) -> None:
         if self.accelerator.is_main_process:
-            path = self.folder.path / f"step-{self.state.step}"
-            save_checkpoint(path, self.head, self.stepper.optimizer, self.state, self._metadata())
+            path, stepper = self.folder.path / f"step-{self.state.step}", self.stepper
+            with self._servable():
+                save_checkpoint(path, self.head, stepper.optimizer, self.state, self._metadata(), stepper.ema)
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 

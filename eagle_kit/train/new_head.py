@@ -45,7 +45,8 @@ def draft_config(config: HeadConfig, target: TargetConfig, *, name: str, tokeniz
 
 
 def _eagle3_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
-    overrides: dict[str, Any] = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    flags = ("fc_norm", "norm_output", "norm_before_residual")
+    overrides: dict[str, Any] = {name: getattr(config, name) for name in flags}
     if config.intermediate_size is not None:
         overrides["intermediate_size"] = config.intermediate_size
     if config.aux_layer_ids is not None:

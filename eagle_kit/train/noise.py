@@ -1,57 +1,86 @@
-"""Noise on the target's states, so that a head gets used to states that are not quite the target's (EAGLE,
-arXiv 2401.15077, section 4.2).
+"""Noise on captured states, so that a head learns not to lean on what its own outputs will not repeat.
 
-It is a function of the seed, the optimiser step and the packed row: a resumed run draws what the whole one
-drew, however rows are shared out over forwards and processes. Another kind of device draws other numbers.
+EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. What a packed row gets
+depends on the seed, the optimiser step and the row's number alone: not on the process that has it, on the
+rows beside it, on the device, or on what was drawn before. So a run resumes to the bit.
 
-Legend: T packed tokens, F values of a state.
+Legend: T packed tokens of a forward, L captured layers, H hidden of the target.
 """
 
-import hashlib
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from eagle_kit.config.train import FeatureNoise
-from eagle_kit.train.batch import Forward
-from eagle_kit.train.teacher import TargetFeatures
+
+_STREAM = 0x6E6F6973
+"""Keeps these draws apart from others that begin with the run's seed."""
 
 
 def add_noise(
-    features: TargetFeatures, noise: FeatureNoise, forward: Forward, *, seed: int, step: int
-) -> TargetFeatures:
-    """``features`` with noise on the states that a head reads: the captured ones, or the final ones of a head
-    that captures none. The given tensors are not changed.
+    aux: torch.Tensor,
+    noise: FeatureNoise,
+    num_layers: int,
+    seed: int,
+    step: int,
+    numbers: Sequence[int],
+    lengths: Sequence[int],
+    doc_start: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A copy of ``aux`` with noise.
 
     Args:
+        aux: ``[T, L * H]``, packed rows end to end; not changed. Of a head that captures nothing the final
+            states, L = 1.
+        num_layers: L.
         seed: of the run.
         step: finished optimiser steps.
+        numbers, lengths: the packed rows and their tokens.
+        doc_start: int64 ``[T]``, where each token's document begins, for noise by the length of documents.
     """
-    name = "aux" if features.aux.shape[1] else "hidden"
-    clean = getattr(features, name)
-    drawn = torch.cat(
+    sizes, scales = list(lengths), _scales(noise, len(aux), doc_start).to(aux.device)
+    return torch.cat(
         [
-            _draw(noise.kind, (length, clean.shape[1]), clean.device, seed, step, row)
-            for row, length in zip(forward.numbers, forward.lengths, strict=True)
+            _noisy(part, noise, num_layers, scale, _generator(seed, step, number))
+            for part, scale, number in zip(aux.split(sizes), scales.split(sizes), numbers, strict=True)
         ]
     )
-    return features._replace(**{name: (clean.float() + _scale(noise, forward) * drawn).to(clean.dtype)})
 
 
-def _scale(noise: FeatureNoise, forward: Forward) -> torch.Tensor | float:
-    """Of all tokens, or of each by the length of its document ``[T, 1]``."""
+def _scales(noise: FeatureNoise, count: int, doc_start: torch.Tensor | None) -> torch.Tensor:
+    """The amount for each token, by the length of its document: fp32 ``[T, 1]``."""
     if noise.per_tokens is None:
-        return noise.scale
-    starts = forward.doc_start
-    lengths = torch.bincount(starts, minlength=len(starts))[starts]
-    return (noise.scale * noise.per_tokens / lengths.float())[:, None]
+        return torch.full((count, 1), noise.amount)
+    assert doc_start is not None
+    lengths = torch.bincount(doc_start, minlength=len(doc_start))[doc_start]
+    return (noise.amount * noise.per_tokens / lengths.float())[:, None]
 
 
-def _draw(
-    kind: str, shape: tuple[int, int], device: torch.device, seed: int, step: int, row: int
+def _generator(seed: int, step: int, number: int) -> torch.Generator:
+    words = np.random.SeedSequence([_STREAM, seed, step, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]) >> 1)
+
+
+def _noisy(
+    aux: torch.Tensor,
+    noise: FeatureNoise,
+    num_layers: int,
+    scale: torch.Tensor,
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """Numbers in [-1, 1), or normal ones, fp32."""
-    digest = hashlib.blake2b(f"noise {seed} {step} {row}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest) >> 1)
-    if kind == "gaussian":
-        return torch.randn(shape, generator=generator, device=device)
-    return 2.0 * torch.rand(shape, generator=generator, device=device) - 1.0
+    if noise.kind == "gaussian":
+        drawn = torch.randn(aux.shape, generator=generator)
+    else:
+        drawn = torch.rand(aux.shape, generator=generator)
+    drawn = drawn.to(aux.device)
+    if noise.kind == "dropout":
+        return torch.where(drawn < noise.amount, 0.0, aux / (1.0 - noise.amount)).to(aux.dtype)
+    if noise.kind == "uniform":
+        drawn = drawn.mul_(2.0).sub_(1.0)
+    drawn = drawn.mul_(scale)
+    if noise.unit == "rms":
+        layers = aux.float().unflatten(-1, (num_layers, -1))
+        size = layers.pow(2).mean(-1, keepdim=True).sqrt()
+        drawn = (drawn.unflatten(-1, (num_layers, -1)) * size).flatten(-2)
+    return (aux.float() + drawn).to(aux.dtype)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from eagle_kit.checkpoints.disk import check_writable
 from eagle_kit.config.train import TrainConfig
@@ -63,7 +64,7 @@ class RunFolder:
                 f"There is no run to resume in {self.path}: run.yaml is missing.",
                 "Start without --resume, or set output_dir to the run's folder.",
             )
-        before = flatten(_completed(self._read()["config"]))
+        before = flatten(_with_defaults(self._read()["config"]))
         now = flatten(config.model_dump(mode="json"))
         changed = {
             key: (before.get(key), now.get(key))
@@ -170,14 +171,6 @@ def measure(flat: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's config with the defaults of settings that did not exist when it began."""
-    try:
-        return TrainConfig.model_validate(config).model_dump(mode="json")
-    except ValueError:
-        return config
-
-
 def versions() -> dict[str, str]:
     """Python, platform and the packages that decide the figures."""
     found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
@@ -187,6 +180,14 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as it was written, with settings that did not exist then: runs go on as they began."""
+    try:
+        return TrainConfig.model_validate(config).model_dump(mode="json")
+    except ValidationError:  # of a version whose settings were others: compared as it is
+        return config
 
 
 def _is_free(key: str) -> bool:

@@ -15,9 +15,12 @@ from eagle_kit.checkpoints.disk import check_disk_space, sync_files
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.train.ema import Ema
+from eagle_kit.train.optimizer import check_moments, optimizer_name
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
+RAW_WEIGHTS = "weights.pt"
 FREE_SPACE_AND_RESUME = "Free some space or move the run folder to another disk, then go on with --resume."
 
 
@@ -50,14 +53,17 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     metadata: Mapping[str, Any],
+    ema: Ema | None = None,
 ) -> None:
-    """Write ``folder`` (``step-N``): beside it first, then renamed.
+    """Write ``folder`` (``step-N``): beside it first, then renamed. With ``ema``, which is applied to the
+    head now, the draft is the average, and the weights that training goes on with lie in ``trainer/``.
 
     Raises:
         UserError: the disk has no room; nothing is left behind.
     """
     weight_bytes = sum(p.numel() * 4 for p in head.parameters())
-    check_disk_space(folder.parent, (1 + ADAMW_COPIES) * weight_bytes, FREE_SPACE_AND_RESUME)
+    copies = 1 + ADAMW_COPIES + (ema is not None)
+    check_disk_space(folder.parent, copies * weight_bytes, FREE_SPACE_AND_RESUME)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -66,6 +72,8 @@ def save_checkpoint(
         trainer.mkdir()
         torch.save(optimizer.state_dict(), trainer / "optimizer.pt")
         torch.save(_rng_state(), trainer / "rng.pt")
+        if ema is not None:
+            torch.save(ema.raw(), trainer / RAW_WEIGHTS)
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         sync_files(trainer)
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,11 +116,32 @@ def restore_optimizer(
         UserError: it is not the state of such an optimiser.
     """
     try:
+        found, wanted = (
+            optimizer_name(groups) for groups in (optimizer_state["param_groups"], optimizer.param_groups)
+        )
+        if found != wanted:
+            raise UserError(
+                f"The optimiser state in {folder / 'trainer'} is of {found}; training.optimizer is {wanted}.",
+                f"Set training.optimizer={found}, or start a new run with output_dir=FOLDER.",
+            )
         optimizer.load_state_dict(dict(optimizer_state))
-        for parameter, moments in optimizer.state.items():
-            if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
-                raise ValueError("its moments have the sizes of another head")
+        check_moments(optimizer)
+    except UserError:
+        raise
     except Exception as error:  # load_state_dict trusts what it is given
+        raise _damaged(folder, error) from error
+
+
+def restore_raw_weights(folder: Path, ema: Ema) -> None:
+    """The head was read from ``folder`` with the average for weights, which ``ema`` began with: give it the
+    weights that training goes on with.
+
+    Raises:
+        UserError: they are missing or damaged.
+    """
+    try:
+        ema.restore(torch.load(folder / "trainer" / RAW_WEIGHTS, map_location="cpu", weights_only=True))
+    except Exception as error:  # unpickling raises whatever the broken bytes make it raise
         raise _damaged(folder, error) from error
 
 

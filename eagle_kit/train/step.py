@@ -1,28 +1,30 @@
-"""One optimiser step: rows of the global batch -> gradients -> AdamW.
+"""One optimiser step: rows of the global batch -> gradients -> optimiser -> average of weights.
 
 Legend: T packed tokens of a forward, K steps of training-time test.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle_kit.config.train import TrainConfig, TrainingConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
+from eagle_kit.train.ema import Ema
 from eagle_kit.train.noise import add_noise
+from eagle_kit.train.optimizer import make_optimizer, set_learning_rate
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.parallel import sum_gradients, sum_numbers
-from eagle_kit.train.schedule import Schedule
+from eagle_kit.train.schedule import Schedule, ttt_length_at
 from eagle_kit.train.setup import Ingredients
 from eagle_kit.train.state import TrainState
 from eagle_kit.train.teacher import TargetFeatures, capture_features
-from eagle_kit.train.ttt import ttt_forward_backward
+from eagle_kit.train.ttt import Objective, ttt_forward_backward
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,10 +38,10 @@ class StepResult:
     """Figures of one finished optimiser step, over the global batch.
 
     Attributes:
-        loss: what was minimised: cross-entropies weighted by step, divided by the sum of the step weights and
-            by all supervised rows (those whose target token the draft cannot say add nothing, and are known
-            only after the target has run).
-        loss_per_step: mean cross-entropy of each TTT step over the rows that carry loss, K numbers.
+        loss: what was minimised: losses of rows weighted by step and, unless ``loss_normalisation`` says
+            otherwise, divided by the sum of the step weights and by all supervised rows (those whose target
+            token the draft cannot say add nothing, and are known only after the target has run).
+        loss_per_step: mean loss of each TTT step over the rows that carry loss, K numbers.
         learned_per_step: share of the supervised rows that carry loss, K numbers.
         match_per_step: share of all supervised rows whose best draft token is the target's, K numbers.
         simulated_accept_length: 1 + the mean number of leading steps that match, over all rows.
@@ -84,7 +86,8 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the optimiser; mutates the head, the optimiser and the state it is given.
+    """Takes optimiser steps. Owns the optimiser and ``ema``, the average of weights or None; mutates head,
+    both and the state it is given.
 
     Args:
         head: in fp32, trained in place.
@@ -102,10 +105,13 @@ class Stepper:
         store: StateStore | None = None,
     ) -> None:
         training = config.training
-        self.seed, self.regression = config.seed, config.regression
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
+        self.seed = config.seed
         self.optimizer = make_optimizer(head, training)
+        self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
+        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight)
+        self.objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
         self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
@@ -118,7 +124,7 @@ class Stepper:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
         started = time.perf_counter()
         forwards = self._forwards(state.step)
-        steps = self.training.ttt_length
+        steps = self._ttt_length(state.step)
         totals = sum_numbers(
             self.accelerator,
             [
@@ -134,9 +140,10 @@ class Stepper:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
         )
         rate = self.schedule.learning_rate(state.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(state.step)
         self.optimizer.zero_grad(set_to_none=False)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
@@ -163,10 +170,15 @@ class Stepper:
     def _forwards(self, step: int) -> list[Forward]:
         accelerator, size = self.accelerator, self.rows_per_forward
         mine = self.order.share_of(step, accelerator.process_index, accelerator.num_processes)
+        length, rule = self._ttt_length(step), self.training.loss_rows
         return [
-            make_forward(self.data, mine[i : i + size], self.training.ttt_length, accelerator.device)
+            make_forward(self.data, mine[i : i + size], length, accelerator.device, rule)
             for i in range(0, len(mine), size)
         ]
+
+    def _ttt_length(self, step: int) -> int:
+        """Steps of training-time test, which a curriculum lets grow."""
+        return ttt_length_at(self.training, step, self.schedule.total_steps)
 
     def _backward(
         self, forwards: list[Forward], counts: Sequence[float], num_documents: float, step: int
@@ -176,12 +188,10 @@ class Stepper:
         total = 0.0
         sums = torch.zeros(4, len(counts), dtype=torch.float64)
         for forward in forwards:
-            weights = row_weights(
-                forward, self.training.weights, self.training.loss_normalisation, counts, num_documents
-            )
-            features, inputs = self._features(forward), None
-            if (noise := self.training.feature_noise) is not None:
-                inputs = add_noise(features, noise, forward, seed=self.seed, step=step)
+            step_weights = self.training.weights[: len(counts)]
+            normalisation = self.training.loss_normalisation
+            weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
+            features = self._features(forward)
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
                     self.head,
@@ -191,9 +201,8 @@ class Stepper:
                     self.target_rows,
                     forward.plan,
                     weights,
-                    inputs=inputs,
-                    regression=self.regression,
-                    detach_steps=self.training.detach_steps,
+                    self.objective,
+                    inputs=self._with_noise(features, forward, step),
                 )
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
@@ -212,14 +221,12 @@ class Stepper:
             self.store.save(forward.numbers, forward.lengths, features._asdict())
         return features
 
-
-def make_optimizer(head: DraftHead, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained, with weight decay on matrices only."""
-    trained = [p for p in head.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True
-    )
+    def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
+        """What the head reads in training; the teacher's state stays as it is."""
+        noise, layers = self.training.feature_noise, len(self.head.capture)
+        if noise is None:
+            return features
+        clean = features.aux if layers else features.hidden
+        rows = forward.numbers, forward.lengths, forward.doc_start
+        noisy = add_noise(clean, noise, max(1, layers), self.seed, step, *rows)
+        return features._replace(**{"aux" if layers else "hidden": noisy})

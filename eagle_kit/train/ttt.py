@@ -1,8 +1,8 @@
 """Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own outputs, as when serving.
 
 Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention,
-and all later steps, run over the rows that carry loss only. Head and loss run in blocks of rows: a block's
-teacher is made once and used by all K steps.
+and all later steps, run over the rows that carry loss only, now or later. Head and loss run in blocks of
+rows: a block's teacher is made once and used by all K steps.
 
 A head of several layers (MTP modules) has one for every step: layer k reads, at every row, the state of layer
 k - 1 and the token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
@@ -19,12 +19,13 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.config.train import RegressionConfig
-from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
-from eagle_kit.train.align import supervised_rows, teacher_of, token_of
+from eagle_kit.train.align import published_rows, supervised_rows, teacher_of, token_of
 from eagle_kit.train.regression import regression_loss
-from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
+from eagle_kit.train.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs, positions_of
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
 """Rows of step 0 whose teacher distributions exist together. A block also makes a gradient of the whole
@@ -36,14 +37,17 @@ class RowPlan:
     """What the packed row alone decides, before any model has run.
 
     Attributes:
-        rows: rows of each step, int64 ``[R_k]``, nested.
-        kept: for k >= 1, where the rows of step k are among those of step k - 1, int64 ``[R_k]``.
-        attention: attention plan of each step.
+        rows: rows that carry loss at each step, int64 ``[R_k]``.
+        computed: rows that carry loss at each step or at one after it, int64 ``[C_k]``, nested; the same as
+            ``rows`` where those are nested.
+        kept: for k >= 1, where the computed rows of step k are among those of step k - 1, int64 ``[C_k]``.
+        attention: attention plan of each step, of the computed rows.
         needed: bool ``[T]``, positions that some row learns from.
         doc_start: int64 ``[T]``.
     """
 
     rows: list[torch.Tensor]
+    computed: list[torch.Tensor]
     kept: list[torch.Tensor]
     attention: list[QueryPlan]
     needed: torch.Tensor
@@ -55,12 +59,38 @@ class RowPlan:
         return [int(rows.shape[0]) for rows in self.rows]
 
 
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Attributes:
+        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`.
+        eta: of ``lk-hybrid``.
+        target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
+            the draft vocabulary is a part of the target's; None otherwise.
+        regression: EAGLE-1's loss with these weights, in place of ``loss``.
+        detach_steps: no gradient flows through what a step hands to the next.
+    """
+
+    loss: str = "ce"
+    eta: float = 3.0
+    target_head: torch.Tensor | None = None
+    regression: RegressionConfig | None = None
+    detach_steps: bool = False
+
+    @classmethod
+    def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
+        """The objective that a head's training needs; ``head_weight [V, H_target]``."""
+        is_partial = loss in NEEDS_MASS and head.token_map is not None
+        return cls(loss, eta, head_weight if is_partial else None)
+
+
 class TTTResult(NamedTuple):
     """Sums over one packed row, detached; all but ``loss`` fp64 ``[K]``, one number per step.
 
     Attributes:
         loss: what was differentiated.
-        losses: cross-entropies (or whatever is learned), unweighted, of the rows that carry loss.
+        losses: unweighted, of the rows that carry loss.
         matches: rows whose draft choice is the target's choice.
         leading: rows that match at this step and at all before.
         learned: rows that carry loss: supervised, and the target's choice is in the draft vocabulary.
@@ -75,14 +105,27 @@ class TTTResult(NamedTuple):
     counts: torch.Tensor
 
 
-def plan_row(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> RowPlan:
-    """``reply`` and ``doc_start`` int64 ``[T]`` of a packed row -> its plan."""
-    rows = supervised_rows(reply, ttt_length)
-    kept = [torch.searchsorted(before, after) for before, after in pairwise(rows)]
+def plan_row(
+    reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int, loss_rows: str = "serving"
+) -> RowPlan:
+    """``reply`` and ``doc_start`` int64 ``[T]`` of a packed row -> its plan.
+
+    ``loss_rows`` is ``serving`` or ``published``, see :mod:`eagle_kit.train.align`.
+    """
+    if loss_rows == "published":
+        rows = published_rows(reply, doc_start, ttt_length)
+        computed = [torch.unique(torch.cat(rows[k:])) for k in range(ttt_length)]
+    else:
+        rows = computed = supervised_rows(reply, ttt_length)
+    kept = [torch.searchsorted(before, after) for before, after in pairwise(computed)]
     needed = torch.zeros_like(reply, dtype=torch.bool)
     for step, mine in enumerate(rows):
         needed[teacher_of(mine, step)] = True
-    return RowPlan(rows, [rows[0], *kept], [plan_rows(r, doc_start) for r in rows], needed, doc_start)
+    attention = [plan_rows(r, doc_start) for r in computed]
+    return RowPlan(rows, computed, [computed[0], *kept], attention, needed, doc_start)
+
+
+CROSS_ENTROPY = Objective()
 
 
 def ttt_forward_backward(
@@ -93,10 +136,9 @@ def ttt_forward_backward(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
+    objective: Objective = CROSS_ENTROPY,
     *,
     inputs: TargetFeatures | None = None,
-    regression: RegressionConfig | None = None,
-    detach_steps: bool = False,
 ) -> TTTResult:
     """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
 
@@ -106,18 +148,17 @@ def ttt_forward_backward(
         features: the target's view of the row.
         target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+        objective: what is minimised.
         inputs: what the head reads in place of ``features``, which it then only learns from (noise).
-        regression: the loss is EAGLE-1's, with these weights, in place of the cross-entropy.
-        detach_steps: no gradient flows through what a step hands to the next.
     """
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
     run = _run_steps if len(head.blocks) == 1 else _run_layers
-    outputs = run(head, embed_weight, ids, inputs or features, plan, detach_steps)
+    outputs = run(head, embed_weight, ids, inputs or features, plan, objective.detach_steps)
     loss, losses, matches, leading, learned = _loss(
-        head, outputs, features, target_head, plan, row_weights, regression
+        head, outputs, features, target_head, plan, row_weights, objective
     )
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
@@ -133,22 +174,22 @@ def _run_steps(
     plan: RowPlan,
     detach_steps: bool,
 ) -> list[torch.Tensor]:
-    """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
+    """The head's output at the rows of each step that carry loss, K tensors ``[R_k, H]``."""
     layer, scale = head.blocks[0], head.config.attention_scale
     positions = positions_of(plan.doc_start)
-    length = int(plan.rows[0][-1]) + 1
+    length = int(plan.computed[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
     hidden = head.features(features.hidden[:length], features.aux[:length])
     embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
     x, residual = layer.inputs(hidden, embeds)
     q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
-    rows = plan.rows[0]
+    rows = plan.computed[0]
     attended = _attention(q[rows], k0, v0, None, None, plan.attention[0], scale)
     fed_back = head.feed_back(layer.finish(residual[rows], attended))
-    outputs = [fed_back]
+    outputs = [_at_rows(fed_back, plan, 0)]
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(1, len(plan.rows)):
-        rows, kept = plan.rows[step], plan.kept[step]
+        rows, kept = plan.computed[step], plan.kept[step]
         if rows.numel() == 0:
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
@@ -160,8 +201,14 @@ def _run_steps(
         own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
         attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
         fed_back = head.feed_back(layer.finish(residual, attended))
-        outputs.append(fed_back)
+        outputs.append(_at_rows(fed_back, plan, step))
     return outputs
+
+
+def _at_rows(computed: torch.Tensor, plan: RowPlan, step: int) -> torch.Tensor:
+    """``[C_k, H]`` -> ``[R_k, H]``: what was computed at the rows that carry loss at ``step``."""
+    rows, everywhere = plan.rows[step], plan.computed[step]
+    return computed if rows is everywhere else computed[torch.searchsorted(everywhere, rows)]
 
 
 def _run_layers(
@@ -217,7 +264,7 @@ def _loss(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
-    regression: RegressionConfig | None,
+    objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weighted loss over all steps; then ``losses, matches, leading, learned`` of :class:`TTTResult`.
 
@@ -227,7 +274,7 @@ def _loss(
     losses, matches, leading, learned = torch.zeros(4, steps, dtype=torch.float64)
     normed = [head.norm_for_head(out) for out in outputs]
     total = outputs[0].new_zeros((), dtype=torch.float32)
-    first_rows = plan.rows[0]
+    first_rows = plan.computed[0]
     block = LOSS_BLOCK_ON_GPU if first_rows.is_cuda else LOSS_BLOCK
     for start in range(0, first_rows.shape[0], block):
         low = int(first_rows[start])
@@ -247,12 +294,16 @@ def _loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         probs = draft_vocab_probs(features.hidden[wanted], target_head)
-        states, output, c = torch.cat(h), head.output.weight, torch.cat(weights)
-        if regression is None:
-            result = linear_soft_cross_entropy(states, output, probs, index, c)
-        else:
-            hidden = features.hidden[wanted]
-            result = regression_loss(states, output, hidden, probs, index, c, regression)
+        result = _block_loss(
+            objective,
+            features.hidden[wanted],
+            probs,
+            index,
+            head,
+            torch.cat(h),
+            target_head,
+            torch.cat(weights),
+        )
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
         sizes = [rows.shape[0] for rows in mine]
@@ -268,3 +319,26 @@ def _loss(
             losses[step] += row_losses.sum().double().cpu()
             learned[step] += sizes[step]
     return total, losses, matches, leading, learned
+
+
+def _block_loss(
+    objective: Objective,
+    hidden: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    head: DraftHead,
+    states: torch.Tensor,
+    target_head: torch.Tensor,
+    row_weights: torch.Tensor,
+) -> SoftCrossEntropy:
+    """What ``objective`` says of a block's rows: ``states [M, H]`` learn from the positions ``index [M]`` of
+    the target's ``hidden [P, H]`` and its laws ``probs [P, Vd]``."""
+    weight = head.output.weight
+    if objective.regression is not None:
+        return regression_loss(states, weight, hidden, probs, index, row_weights, objective.regression)
+    mass = None
+    if objective.target_head is not None:
+        mass = draft_vocab_mass(hidden, target_head, objective.target_head)
+    return linear_draft_loss(
+        states, weight, probs, index, row_weights, loss=objective.loss, mass=mass, eta=objective.eta
+    )

@@ -22,7 +22,7 @@ from eagle_kit.models.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.sizes import head_sizes
 
-NOISE = {"kind": "uniform", "scale": 0.1, "per_tokens": 512}
+NOISE = {"kind": "uniform", "amount": 0.1, "per_tokens": 512}
 STEPS = {"sequences_per_step": 2, "save_every": 4, "learning_rate": 0.01, "feature_noise": NOISE}
 EAGLE = {**STEPS, "ttt_length": 1}
 HASS = {
@@ -133,8 +133,9 @@ def test_states_on_disk_and_other_forwards_teach_the_same_under_noise(eagle1_run
         ("head.draft_vocab_size=100", "draft_vocab_size has no meaning for a head of the kind eagle1"),
         ("head.aux_layer_ids=[1]", "aux_layer_ids has no meaning"),
         ("head.init=last-layer", "init has no meaning"),
-        ("training.feature_noise.scale=0", "greater than 0"),
+        ("training.feature_noise.amount=0", "greater than 0"),
         ("training.feature_noise.kind=laplace", "uniform"),
+        ("training.loss=tv", "training.loss has no meaning"),
         ("training.regression={feature_weight: 0, token_weight: 0}", "one of the weights must be above 0"),
     ],
 )
@@ -182,6 +183,9 @@ def test_the_shipped_config_is_the_published_recipe():
 
     config = load_config(TrainConfig, Path(__file__).parents[2] / "configs" / "smollm2-135m-eagle1.yaml")
     assert config.head.kind == "eagle1" and config.head.vocab_size is None
-    assert config.training.feature_noise.model_dump() == NOISE and config.training.ttt_length == 1
+    assert (
+        config.training.feature_noise.model_dump(exclude={"unit"}) == NOISE
+        and config.training.ttt_length == 1
+    )
     assert (config.regression.feature_weight, config.regression.token_weight) == (1.0, 0.1)
     assert config.training.betas == (0.9, 0.95) and config.training.clip_norm == 0.5

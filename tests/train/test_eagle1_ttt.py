@@ -9,18 +9,18 @@ from eagle_kit.checkpoints.eagle1 import to_published
 from eagle_kit.config.train import FeatureNoise, HeadConfig, RegressionConfig
 from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.published import published_names
-from eagle_kit.train.batch import Forward
 from eagle_kit.train.new_head import _eagle1_config
 from eagle_kit.train.noise import add_noise
 from eagle_kit.train.regression import regression_loss
-from eagle_kit.train.teacher import TargetFeatures, capture_features
-from eagle_kit.train.ttt import plan_row, ttt_forward_backward
+from eagle_kit.train.teacher import capture_features
+from eagle_kit.train.ttt import Objective, plan_row, ttt_forward_backward
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+NAMES = ("feature_weight", "token_weight", "topk_weight", "topk")
 RECIPES = {
     "eagle": (1, (1.0, 0.1, 0.0, 10), False, True),
     "no bias, three steps": (3, (1.0, 0.1, 0.0, 10), False, False),
@@ -48,11 +48,8 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
         target.head_weight,
         plan,
         [torch.full((n,), w) for n, w in zip(plan.counts, step_weights, strict=True)],
+        Objective(regression=RegressionConfig(**dict(zip(NAMES, weights, strict=True))), detach_steps=detach),
         inputs=read,
-        regression=RegressionConfig(
-            **dict(zip(("feature_weight", "token_weight", "topk_weight", "topk"), weights, strict=True))
-        ),
-        detach_steps=detach,
     )
 
     oracle = PublishedEagle1(to_published(head, torch.float64), config.num_heads, config.num_kv_heads)
@@ -109,41 +106,25 @@ def test_the_loss_equals_autograd_on_its_formula_in_fp64(weights):
     assert torch.equal(result.best, log_q.argmax(-1))
 
 
-def forward_of(numbers: list[int], lengths: list[int], doc_start: list[int]) -> Forward:
-    ids = torch.zeros(sum(lengths), dtype=torch.int64)
-    starts = torch.tensor(doc_start)
-    return Forward(numbers, lengths, ids, starts, plan_row(torch.full_like(ids, -1), starts, 1))
-
-
-def test_noise_depends_on_seed_step_and_row_alone():
-    both = forward_of([4, 9], [5, 7], [0] * 5 + [5] * 7)
-    alone = forward_of([9], [7], [0] * 7)
-    zeros = TargetFeatures(torch.zeros(12, 0), torch.zeros(12, 6), torch.zeros(12))
-    uniform = FeatureNoise(scale=0.25)
-    drawn = add_noise(zeros, uniform, both, seed=1, step=2).hidden
-    again = add_noise(
-        zeros._replace(aux=torch.zeros(7, 0), hidden=torch.zeros(7, 6)), uniform, alone, seed=1, step=2
-    )
-    assert torch.equal(drawn[5:], again.hidden) and not zeros.hidden.any()
+def test_noise_on_final_states_depends_on_seed_step_and_row_alone():
+    uniform, zeros = FeatureNoise(kind="uniform", amount=0.25), torch.zeros(12, 6)
+    drawn = add_noise(zeros, uniform, 1, 1, 2, [4, 9], [5, 7])
+    assert torch.equal(drawn[5:], add_noise(zeros[:7], uniform, 1, 1, 2, [9], [7])) and not zeros.any()
     for seed, step in ((1, 3), (2, 2)):
-        assert not torch.equal(drawn, add_noise(zeros, uniform, both, seed=seed, step=step).hidden)
+        assert not torch.equal(drawn, add_noise(zeros, uniform, 1, seed, step, [4, 9], [5, 7]))
     assert not torch.equal(drawn[:5], drawn[5:10])
 
 
 def test_noise_has_the_published_law():
     """``(rand - 0.5) * 0.2 * 512 / T`` of a conversation of T tokens."""
     lengths = [700, 300]
-    forward = forward_of([0], [1000], [0] * 700 + [700] * 300)
-    zeros = TargetFeatures(torch.zeros(1000, 0), torch.zeros(1000, 64), torch.zeros(1000))
-    drawn = add_noise(zeros, FeatureNoise(scale=0.1, per_tokens=512), forward, seed=0, step=0).hidden
+    doc_start = torch.tensor([0] * 700 + [700] * 300)
+    published = FeatureNoise(kind="uniform", amount=0.1, per_tokens=512)
+    drawn = add_noise(torch.zeros(1000, 64), published, 1, 0, 0, [0], [1000], doc_start)
     for part, length in zip(drawn.split(lengths), lengths, strict=True):
         bound = 0.1 * 512 / length
         assert 0.999 * bound < part.abs().max() <= bound
         assert float(part.std()) == pytest.approx(bound / 3**0.5, rel=0.01)
         assert abs(float(part.mean())) < 0.01 * bound
-    gaussian = FeatureNoise(kind="gaussian", scale=0.2)
-    drawn = add_noise(zeros, gaussian, forward, seed=0, step=0).hidden
-    assert float(drawn.std()) == pytest.approx(0.2, rel=0.01) and drawn.abs().max() > 0.6
-    aux = zeros._replace(aux=torch.zeros(1000, 6))
-    noisy = add_noise(aux, gaussian, forward, seed=0, step=0)
-    assert noisy.aux.any() and not noisy.hidden.any(), "EAGLE-3 heads read the captured states"
+    with pytest.raises(ValueError, match="nor per_tokens"):
+        FeatureNoise(kind="dropout", amount=0.1, per_tokens=512)

@@ -1,6 +1,7 @@
 """Order of the data, learning rate, metrics file, launching: the small parts a run rests on."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.launch import check_launcher, cpu_processes_to_start
 from eagle_kit.train.metrics import JsonLines
 from eagle_kit.train.order import DataOrder
-from eagle_kit.train.schedule import Schedule
+from eagle_kit.train.schedule import Schedule, ttt_length_at
 
 
 def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:
@@ -168,3 +169,47 @@ def test_nothing_is_started_by_a_plain_command_or_by_a_started_process() -> None
     assert cpu_processes_to_start({}, COMMAND) == 1
     assert cpu_processes_to_start(CPU_LAUNCH | {"RANK": "0", "WORLD_SIZE": "2"}, COMMAND) == 1
     assert cpu_processes_to_start(CPU_LAUNCH, ["bash"]) == 1
+
+
+def rates(**training: object) -> list[float]:
+    config = TrainingConfig(learning_rate=1.0, max_steps=20, min_learning_rate_ratio=0.1, **training)
+    schedule = Schedule.from_config(config, num_rows=9)
+    return [schedule.learning_rate(step) for step in range(22)]
+
+
+def test_every_schedule_falls_as_it_says_from_the_peak_to_its_floor() -> None:
+    assert rates(warmup_steps=0, schedule="constant") == [1.0] * 22
+    linear = rates(warmup_steps=4, schedule="linear")
+    assert linear[4] == 1.0 and linear[12] == pytest.approx(0.55) and linear[20] == pytest.approx(0.1)
+    stable = rates(warmup_steps=4, schedule="wsd", decay_ratio=0.25)
+    assert stable[4:16] == [1.0] * 12
+    assert stable[15:] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1, 0.1])
+
+
+def test_logarithmic_warm_up_and_linear_decay_are_deepspeed_s() -> None:
+    """``WarmupDecayLR`` after its source: gamma of iteration t, which step t + 1 uses; the first has 0."""
+    warm, total = 6, 20
+    theirs = [0.0]
+    for t in range(total):
+        falling = (total - t) / (total - warm)
+        theirs.append(math.log(t + 1) / math.log(warm) if t < warm else falling)
+    config = TrainingConfig(
+        learning_rate=1.0,
+        max_steps=total,
+        warmup_steps=warm,
+        warmup="log",
+        schedule="linear",
+        min_learning_rate_ratio=0.0,
+    )
+    schedule = Schedule.from_config(config, num_rows=9)
+    ours = [schedule.learning_rate(step) for step in range(total)]
+    assert ours[: warm + 1] == pytest.approx(theirs[: warm + 1])
+    assert ours[warm:] == pytest.approx(theirs[warm + 1 :])  # their peak is used twice
+
+
+def test_a_curriculum_gives_every_length_its_part_and_then_the_full_one() -> None:
+    training = TrainingConfig(ttt_length=5, ttt_curriculum={"start": 2, "share": 0.6})
+    lengths = [ttt_length_at(training, step, 50) for step in range(60)]
+    assert [lengths.count(k) for k in (2, 3, 4)] == [10, 10, 10] and lengths == sorted(lengths)
+    assert lengths[30:] == [5] * 30
+    assert ttt_length_at(TrainingConfig(ttt_length=5), 0, 50) == 5

@@ -11,6 +11,7 @@ arXiv 2410.10989): three matmuls, nothing recomputed, one chunk of logits alive.
 Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,27 @@ class SoftCrossEntropy(NamedTuple):
     best: torch.Tensor
 
 
-class _Fused(torch.autograd.Function):
+RowLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
+"""``(z, top, p, c, mass) -> (losses, dz)`` for a chunk of rows: logits fp32 ``[rows, Vd]``, which it may
+overwrite, their largest ``[rows]``, the teacher ``[rows, Vd]``, weights ``[rows]``, and the share of the
+target's probability that the draft vocabulary has, ``[rows]`` or None."""
+
+
+def cross_entropy_rows(
+    z: torch.Tensor, top: torch.Tensor, p: torch.Tensor, c: torch.Tensor, mass: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A :data:`RowLoss`."""
+    dot = torch.linalg.vecdot(p, z)
+    z = z.sub_(top[:, None]).exp_()
+    total = z.sum(-1)
+    losses = top + total.log() - dot
+    z = z.mul_((c / total)[:, None])
+    return losses, torch.addcmul(z, p, c[:, None], value=-1.0)
+
+
+class FusedRows(torch.autograd.Function):
+    """A loss of logits ``h weight^T`` by rows: the loss and both gradients, one chunk of logits at a time."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -43,6 +64,8 @@ class _Fused(torch.autograd.Function):
         row_weights: torch.Tensor,
         chunk_rows: int,
         group_rows: int,
+        row_loss: RowLoss,
+        mass: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         m, vd = h.shape[0], weight.shape[0]
         is_trained = ctx.needs_input_grad[1]
@@ -56,16 +79,12 @@ class _Fused(torch.autograd.Function):
             end = min(base + group_rows, m)
             for start in range(base, end, chunk_rows):
                 rows = slice(start, min(start + chunk_rows, end))
-                z, p = linear(h[rows], weight).float(), probs[index[rows]]
+                z, teacher = linear(h[rows], weight).float(), index[rows]
                 top, best[rows] = z.max(-1)
-                dot = torch.linalg.vecdot(p, z)
-                z = z.sub_(top[:, None]).exp_()
-                total = z.sum(-1)
-                row_losses[rows] = top + total.log() - dot
-                c = row_weights[rows]
-                z = z.mul_((c / total)[:, None])
+                share = None if mass is None else mass[teacher]
+                row_losses[rows], gradient = row_loss(z, top, probs[teacher], row_weights[rows], share)
                 dz = group[rows.start - base : rows.stop - base]
-                dz.copy_(torch.addcmul(z, p, c[:, None], value=-1.0))
+                dz.copy_(gradient)
                 dh[rows] = linear(dz, weight.t())
             if is_trained:
                 dw += linear(group[: end - base].t(), h[base:end].t())
@@ -77,7 +96,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
         dw = dw * grads[0] if ctx.needs_input_grad[1] else None
-        return dh * grads[0], dw, None, None, None, None, None
+        return dh * grads[0], dw, None, None, None, None, None, None, None
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
@@ -107,4 +126,5 @@ def linear_soft_cross_entropy(
         chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
             depends on them, its value does not.
     """
-    return SoftCrossEntropy(*_Fused.apply(h, weight, probs, index, row_weights, chunk_rows, group_rows))
+    arguments = h, weight, probs, index, row_weights, chunk_rows, group_rows
+    return SoftCrossEntropy(*FusedRows.apply(*arguments, cross_entropy_rows, None))

@@ -1,0 +1,74 @@
+"""Training losses of a draft head, fused with its output layer."""
+
+import torch
+
+from eagle_kit.kernels.backend import Backend
+from eagle_kit.kernels.draft_loss import reference
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy.reference import CHUNK_ROWS, GROUP_ROWS
+
+__all__ = ["NEEDS_MASS", "linear_draft_loss"]
+
+NEEDS_MASS = ("tv", "lk-alpha", "lk-hybrid")
+"""Losses in the acceptance rate, which depends on what the target says outside the draft vocabulary."""
+ENTROPY_ROWS = 256
+
+
+def linear_draft_loss(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    row_weights: torch.Tensor,
+    *,
+    loss: str = "ce",
+    mass: torch.Tensor | None = None,
+    eta: float = 3.0,
+    chunk_rows: int = CHUNK_ROWS,
+    group_rows: int | None = None,
+    backend: Backend | None = None,
+) -> SoftCrossEntropy:
+    """Weighted sum over rows of a loss between a teacher and ``softmax(h weight^T)``.
+
+    Args:
+        h: ``[M, H]``.
+        weight: ``[Vd, H]``; frozen, it costs no gradient.
+        probs: fp32 ``[P, Vd]``, teacher laws, renormalised over the draft vocabulary.
+        index: int64 ``[M]``, the teacher row of each row.
+        row_weights: fp32 ``[M]``.
+        loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, whose gradient is
+            that of ``ce`` and whose value is less by the teacher's entropy; or one of
+            :mod:`eagle_kit.kernels.draft_loss.reference`. The first two have a Triton form, the others are
+            torch's everywhere.
+        mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for the
+            losses of :data:`NEEDS_MASS`; None when the draft can say everything.
+        eta: of ``lk-hybrid``.
+        chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
+    """
+    if loss in ("ce", "kl"):
+        result = linear_soft_cross_entropy(
+            h,
+            weight,
+            probs,
+            index,
+            row_weights,
+            chunk_rows=chunk_rows,
+            group_rows=group_rows,
+            backend=backend,
+        )
+        return result if loss == "ce" else _less_entropy(result, probs, index, row_weights)
+    if group_rows is None:
+        group_rows = GROUP_ROWS
+        chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows  # launches cost more than what a cache saves
+    return reference.linear_draft_loss(
+        h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows
+    )
+
+
+def _less_entropy(
+    result: SoftCrossEntropy, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
+) -> SoftCrossEntropy:
+    """Cross-entropy to divergence."""
+    entropies = torch.cat([reference.entropy(part) for part in probs.split(ENTROPY_ROWS)])[index]
+    loss = result.loss - (entropies * row_weights).sum()
+    return SoftCrossEntropy(loss, result.row_losses - entropies, result.best)
