@@ -153,16 +153,17 @@ def make_estimate(
     params = num_draft_weights(draft)
     number = 2.0 if training.precision == "bfloat16" else 4.0
     target_bytes = number * num_target_weights(target)
+    copies = 4 + (training.ema_decay is not None)  # weights, gradients, at most two moments, their average
     memory = {
         "target": target_bytes,
-        "head, gradient and AdamW": 16.0 * params,
+        "head, gradient and optimiser": 4.0 * copies * params,
         "activations": _activation_bytes(target, draft, work),
         "runtime": BASE_BYTES,
     }
     if config.judge.every:
         memory["judging"] = _judge_bytes(config, target, draft, target_bytes)
     disk = {
-        f"{training.keep_last + 1} checkpoints": 12.0 * params * (training.keep_last + 1),
+        f"{training.keep_last + 1} checkpoints": 4.0 * (copies - 1) * params * (training.keep_last + 1),
         "best": 4.0 * params,
     }
     if cached:

@@ -1,4 +1,4 @@
-"""Every loss for twenty steps on a small target that has learned a language, and what the engine then decodes."""
+"""Every loss for twenty steps on a small target that has learned a language, and the drafts it then accepts."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ from eagle_kit.train.optimizer import make_optimizer
 from eagle_kit.train.teacher import capture_features
 from eagle_kit.train.ttt import Objective, plan_row, ttt_forward_backward
 
-PROMPT, REPLY, TEXTS, STEPS, SHAPE = 4, 20, 48, 3, "3,1,4"
-VOCAB, DRAFT_VOCAB = 31, 25
+PROMPT, REPLY, TEXTS, STEPS, SHAPE = 4, 20, 24, 3, "3,1,4"
+VOCAB, DRAFT_VOCAB = 11, 9
 
 
 class Language:
     """A target that learned one, replies of its own to learn from, and prompts that are held out."""
 
     def __init__(self, cache: Path) -> None:
-        self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=60)[0]
-        drawn = torch.randint(VOCAB, (TEXTS + 12, PROMPT), generator=torch.Generator().manual_seed(1))
+        self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=50, train_head=False)[0]
+        drawn = torch.randint(VOCAB, (TEXTS + 8, PROMPT), generator=torch.Generator().manual_seed(1))
         prompts = drawn.tolist()
         llm = LLM(share_weights(self.target), None, max_batch_size=16, max_context=64)
         params = SamplingParams(max_tokens=REPLY, temperature=1.0, seed=0)
@@ -36,7 +36,7 @@ class Language:
         self.doc_start = number * (PROMPT + REPLY)
         place = torch.arange(len(self.ids)) - self.doc_start
         self.reply = torch.where(place >= PROMPT, number, -1)
-        config = JudgeConfig(prompts=12, max_tokens=24, shapes=(SHAPE,))
+        config = JudgeConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
         self.judge = Judge(self.target, prompts[TEXTS:], config, cache)
 
     def accept_length(self, head: torch.nn.Module) -> float:
@@ -62,12 +62,15 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
     return Language(tmp_path_factory.mktemp("judge") / "replies.json")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("loss", ["ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid"])
+@pytest.mark.parametrize(
+    ("loss", "optimizer"),
+    [(loss, "adamw") for loss in ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")]
+    + [("ce", "muon"), ("lk-hybrid", "muon")],
+)
 def test_twenty_steps_lengthen_the_decoded_drafts(language: Language, loss: str, optimizer: str) -> None:
     head = tiny_head(language.target, DRAFT_VOCAB, seed=2, std=0.1)
     before = language.accept_length(head)
-    language.train(head, loss, TrainingConfig(optimizer=optimizer, learning_rate=1e-2))
+    language.train(head, loss, TrainingConfig(optimizer=optimizer, learning_rate=5e-3))
     after = language.accept_length(head)
-    print(f"## {loss} {optimizer}: {before:.2f} -> {after:.2f}")
-    assert after > before + 0.5
+    print(f"{loss} by {optimizer}: {before:.2f} -> {after:.2f}")
+    assert after > before + 0.4
