@@ -37,7 +37,17 @@ class DataConfig(_Section):
     preview: bool = True
 
 
-MTP_ONLY = {"num_modules", "init"}
+EAGLE3_KEYS = {
+    *("draft_vocab_size", "vocab_map", "aux_layer_ids", "lm_head_init"),
+    *("fc_norm", "norm_output", "norm_before_residual"),
+}
+KEYS_OF_KIND = {
+    "eagle3": {*EAGLE3_KEYS, "intermediate_size"},
+    "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size"},
+    "eagle1": {"intermediate_size", "fc_bias"},
+    "mtp": {"num_modules", "init"},
+}
+"""Settings that have a meaning for each kind of head."""
 
 
 class HeadConfig(_Section):
@@ -45,8 +55,9 @@ class HeadConfig(_Section):
 
     Attributes:
         kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
-            targets that have it), or ``mtp`` (DeepSeek's multi-token prediction modules, which propose any
-            token through the target's own output layer). What follows is for EAGLE-3, except the last two.
+            targets that have it), ``eagle1`` (EAGLE-1 and 2, with a Llama layer), or ``mtp`` (DeepSeek's
+            multi-token prediction modules). The last two propose any token through the target's own output
+            layer. What follows is for EAGLE-3, except where it says otherwise.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
@@ -55,7 +66,8 @@ class HeadConfig(_Section):
         norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
             speculators project do.
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
-        intermediate_size: width of the MLP; null is the target's.
+        intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
+        fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -63,7 +75,7 @@ class HeadConfig(_Section):
             last decoder layer) or ``random``; ``auto`` takes the first of these that can be had.
     """
 
-    kind: Literal["eagle3", "eagle3-mla", "mtp"] = "eagle3"
+    kind: Literal["eagle3", "eagle3-mla", "eagle1", "mtp"] = "eagle3"
     draft_vocab_size: int = Field(default=8192, ge=2)
     vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
@@ -72,13 +84,14 @@ class HeadConfig(_Section):
     norm_before_residual: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
+    fc_bias: bool = True
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> "HeadConfig":
         for name, field in type(self).model_fields.items():
-            is_mine = name == "kind" or (name in MTP_ONLY) == (self.kind == "mtp")
+            is_mine = name in {"kind", *KEYS_OF_KIND[self.kind]}
             if not is_mine and getattr(self, name) != field.default:
                 raise ValueError(f"{name} has no meaning for a head of the kind {self.kind}")
         return self
@@ -86,11 +99,34 @@ class HeadConfig(_Section):
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the head can propose; None for all of them."""
-        return None if self.kind == "mtp" else self.draft_vocab_size
+        return self.draft_vocab_size if "draft_vocab_size" in KEYS_OF_KIND[self.kind] else None
+
+
+class RegressionConfig(_Section):
+    """The loss of an EAGLE-1 head: its output shall be the target's next state, and give its next law.
+
+    Attributes:
+        feature_weight: of the smooth L1 distance to the target's state, the mean over its values (EAGLE).
+        token_weight: of the cross-entropy against the target's law over all tokens (EAGLE).
+        topk_weight: of the part of that cross-entropy that the target's best tokens make (HASS: 1.0).
+        topk: how many they are.
+    """
+
+    feature_weight: float = Field(default=1.0, ge=0.0)
+    token_weight: float = Field(default=0.1, ge=0.0)
+    topk_weight: float = Field(default=0.0, ge=0.0)
+    topk: int = Field(default=10, ge=1)
+
+    @model_validator(mode="after")
+    def _something_is_learned(self) -> "RegressionConfig":
+        if not self.feature_weight and not self.token_weight and not self.topk_weight:
+            raise ValueError("one of the weights must be above 0")
+        return self
 
 
 class FeatureNoise(_Section):
-    """Noise on the captured states that the head reads; the teacher's state has none.
+    """Noise on the states that the head reads, the captured ones or, of ``eagle1``, the final one; the
+    teacher's state has none.
 
     Attributes:
         kind: ``uniform``, ``gaussian``, or ``dropout`` (values set to zero, the others grown to make up).
@@ -98,16 +134,20 @@ class FeatureNoise(_Section):
             dropout, below 1.
         unit: ``absolute``; or ``rms``: ``amount`` times the root mean square of each captured layer's state
             at the token, because layers differ in size by orders of magnitude. Dropout knows no unit.
+        per_tokens: ``amount`` is that of conversations of so many tokens, longer ones have less in
+            proportion; null is the same for all. EAGLE-1's noise is uniform, 0.1 per 512. Not for dropout.
     """
 
     kind: Literal["uniform", "gaussian", "dropout"]
     amount: float = Field(gt=0.0)
     unit: Literal["absolute", "rms"] = "absolute"
+    per_tokens: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _amount_fits_the_kind(self) -> "FeatureNoise":
-        if self.kind == "dropout" and (self.amount >= 1.0 or self.unit != "absolute"):
-            raise ValueError("dropout needs an amount below 1, its probability, and no unit")
+        is_plain = self.unit == "absolute" and self.per_tokens is None
+        if self.kind == "dropout" and (self.amount >= 1.0 or not is_plain):
+            raise ValueError("dropout needs an amount below 1, its probability, and no unit nor per_tokens")
         return self
 
 
@@ -131,6 +171,8 @@ class TrainingConfig(_Section):
         ttt_curriculum: begin with fewer steps, see :class:`Curriculum`; null trains all from the start.
         step_decay: weight of step k is ``step_decay ** k``; used when ``step_weights`` is null.
         step_weights: weight of each step, ``ttt_length`` numbers.
+        detach_steps: no gradient flows through the state that a step hands to the next (HASS).
+        regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
             at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
             rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
@@ -181,6 +223,8 @@ class TrainingConfig(_Section):
     ttt_curriculum: Curriculum | None = None
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
+    detach_steps: bool = False
+    regression: RegressionConfig | None = None
     loss: Literal["ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid"] = "ce"
     lk_eta: float = Field(default=3.0, gt=0.0)
     loss_rows: Literal["serving", "published"] = "serving"
@@ -317,6 +361,19 @@ class TrainConfig(_Section):
     training: TrainingConfig = TrainingConfig()
     judge: JudgeConfig = JudgeConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _loss_fits_the_head(self) -> "TrainConfig":
+        if self.training.regression is not None and self.head.kind != "eagle1":
+            raise ValueError(f"training.regression has no meaning for a head of the kind {self.head.kind}")
+        if self.training.loss != "ce" and self.head.kind == "eagle1":
+            raise ValueError("training.loss has no meaning for a head of the kind eagle1; see its regression")
+        return self
+
+    @property
+    def regression(self) -> RegressionConfig | None:
+        """Weights of the loss of an EAGLE-1 head; None for other kinds."""
+        return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None
 
     @model_validator(mode="after")
     def _noise_has_features(self) -> "TrainConfig":

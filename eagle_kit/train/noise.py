@@ -26,22 +26,35 @@ def add_noise(
     step: int,
     numbers: Sequence[int],
     lengths: Sequence[int],
+    doc_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A copy of ``aux`` with noise.
 
     Args:
-        aux: ``[T, L * H]``, packed rows end to end; not changed.
+        aux: ``[T, L * H]``, packed rows end to end; not changed. Of a head that captures nothing the final
+            states, L = 1.
         num_layers: L.
         seed: of the run.
         step: finished optimiser steps.
         numbers, lengths: the packed rows and their tokens.
+        doc_start: int64 ``[T]``, where each token's document begins, for noise by the length of documents.
     """
+    sizes, scales = list(lengths), _scales(noise, len(aux), doc_start).to(aux.device)
     return torch.cat(
         [
-            _noisy(part, noise, num_layers, _generator(seed, step, number))
-            for part, number in zip(aux.split(list(lengths)), numbers, strict=True)
+            _noisy(part, noise, num_layers, scale, _generator(seed, step, number))
+            for part, scale, number in zip(aux.split(sizes), scales.split(sizes), numbers, strict=True)
         ]
     )
+
+
+def _scales(noise: FeatureNoise, count: int, doc_start: torch.Tensor | None) -> torch.Tensor:
+    """The amount for each token, by the length of its document: fp32 ``[T, 1]``."""
+    if noise.per_tokens is None:
+        return torch.full((count, 1), noise.amount)
+    assert doc_start is not None
+    lengths = torch.bincount(doc_start, minlength=len(doc_start))[doc_start]
+    return (noise.amount * noise.per_tokens / lengths.float())[:, None]
 
 
 def _generator(seed: int, step: int, number: int) -> torch.Generator:
@@ -50,7 +63,11 @@ def _generator(seed: int, step: int, number: int) -> torch.Generator:
 
 
 def _noisy(
-    aux: torch.Tensor, noise: FeatureNoise, num_layers: int, generator: torch.Generator
+    aux: torch.Tensor,
+    noise: FeatureNoise,
+    num_layers: int,
+    scale: torch.Tensor,
+    generator: torch.Generator,
 ) -> torch.Tensor:
     if noise.kind == "gaussian":
         drawn = torch.randn(aux.shape, generator=generator)
@@ -61,7 +78,7 @@ def _noisy(
         return torch.where(drawn < noise.amount, 0.0, aux / (1.0 - noise.amount)).to(aux.dtype)
     if noise.kind == "uniform":
         drawn = drawn.mul_(2.0).sub_(1.0)
-    drawn = drawn.mul_(noise.amount)
+    drawn = drawn.mul_(scale)
     if noise.unit == "rms":
         layers = aux.float().unflatten(-1, (num_layers, -1))
         size = layers.pow(2).mean(-1, keepdim=True).sqrt()

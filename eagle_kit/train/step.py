@@ -5,7 +5,7 @@ Legend: T packed tokens of a forward, K steps of training-time test.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +110,8 @@ class Stepper:
         self.seed = config.seed
         self.optimizer = make_optimizer(head, training)
         self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
-        self.objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight)
+        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight)
+        self.objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
         self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
@@ -190,7 +191,7 @@ class Stepper:
             step_weights = self.training.weights[: len(counts)]
             normalisation = self.training.loss_normalisation
             weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
-            features = self._with_noise(self._features(forward), forward, step)
+            features = self._features(forward)
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
                     self.head,
@@ -201,6 +202,7 @@ class Stepper:
                     forward.plan,
                     weights,
                     self.objective,
+                    inputs=self._with_noise(features, forward, step),
                 )
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
@@ -224,5 +226,7 @@ class Stepper:
         noise, layers = self.training.feature_noise, len(self.head.capture)
         if noise is None:
             return features
-        rows = forward.numbers, forward.lengths
-        return features._replace(aux=add_noise(features.aux, noise, layers, self.seed, step, *rows))
+        clean = features.aux if layers else features.hidden
+        rows = forward.numbers, forward.lengths, forward.doc_start
+        noisy = add_noise(clean, noise, max(1, layers), self.seed, step, *rows)
+        return features._replace(**{"aux" if layers else "hidden": noisy})

@@ -18,10 +18,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import published_rows, supervised_rows, teacher_of, token_of
+from eagle_kit.train.regression import regression_loss
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs, positions_of
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
@@ -65,11 +68,15 @@ class Objective:
         eta: of ``lk-hybrid``.
         target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
             the draft vocabulary is a part of the target's; None otherwise.
+        regression: EAGLE-1's loss with these weights, in place of ``loss``.
+        detach_steps: no gradient flows through what a step hands to the next.
     """
 
     loss: str = "ce"
     eta: float = 3.0
     target_head: torch.Tensor | None = None
+    regression: RegressionConfig | None = None
+    detach_steps: bool = False
 
     @classmethod
     def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
@@ -130,6 +137,8 @@ def ttt_forward_backward(
     plan: RowPlan,
     row_weights: list[torch.Tensor],
     objective: Objective = CROSS_ENTROPY,
+    *,
+    inputs: TargetFeatures | None = None,
 ) -> TTTResult:
     """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
 
@@ -140,13 +149,14 @@ def ttt_forward_backward(
         target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
         objective: what is minimised.
+        inputs: what the head reads in place of ``features``, which it then only learns from (noise).
     """
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
     run = _run_steps if len(head.blocks) == 1 else _run_layers
-    outputs = run(head, embed_weight, ids, features, plan)
+    outputs = run(head, embed_weight, ids, inputs or features, plan, objective.detach_steps)
     loss, losses, matches, leading, learned = _loss(
         head, outputs, features, target_head, plan, row_weights, objective
     )
@@ -157,7 +167,12 @@ def ttt_forward_backward(
 
 
 def _run_steps(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    detach_steps: bool,
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step that carry loss, K tensors ``[R_k, H]``."""
     layer, scale = head.blocks[0], head.config.attention_scale
@@ -179,7 +194,8 @@ def _run_steps(
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
         embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
-        x, residual = layer.inputs(fed_back[kept], embeds)
+        hidden = fed_back[kept].detach() if detach_steps else fed_back[kept]
+        x, residual = layer.inputs(hidden, embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
         own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
@@ -196,7 +212,12 @@ def _at_rows(computed: torch.Tensor, plan: RowPlan, step: int) -> torch.Tensor:
 
 
 def _run_layers(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    detach_steps: bool,
 ) -> list[torch.Tensor]:
     """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
@@ -213,6 +234,7 @@ def _run_layers(
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
         hidden = head.feed_back(layer.finish(residual, attended))
         outputs.append(hidden[rows])
+        hidden = hidden.detach() if detach_steps else hidden
     return outputs
 
 
@@ -272,18 +294,15 @@ def _loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         probs = draft_vocab_probs(features.hidden[wanted], target_head)
-        mass = None
-        if objective.target_head is not None:
-            mass = draft_vocab_mass(features.hidden[wanted], target_head, objective.target_head)
-        result = linear_draft_loss(
-            torch.cat(h),
-            head.output.weight,
+        result = _block_loss(
+            objective,
+            features.hidden[wanted],
             probs,
             index,
+            head,
+            torch.cat(h),
+            target_head,
             torch.cat(weights),
-            loss=objective.loss,
-            mass=mass,
-            eta=objective.eta,
         )
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
@@ -300,3 +319,26 @@ def _loss(
             losses[step] += row_losses.sum().double().cpu()
             learned[step] += sizes[step]
     return total, losses, matches, leading, learned
+
+
+def _block_loss(
+    objective: Objective,
+    hidden: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    head: DraftHead,
+    states: torch.Tensor,
+    target_head: torch.Tensor,
+    row_weights: torch.Tensor,
+) -> SoftCrossEntropy:
+    """What ``objective`` says of a block's rows: ``states [M, H]`` learn from the positions ``index [M]`` of
+    the target's ``hidden [P, H]`` and its laws ``probs [P, Vd]``."""
+    weight = head.output.weight
+    if objective.regression is not None:
+        return regression_loss(states, weight, hidden, probs, index, row_weights, objective.regression)
+    mass = None
+    if objective.target_head is not None:
+        mass = draft_vocab_mass(hidden, target_head, objective.target_head)
+    return linear_draft_loss(
+        states, weight, probs, index, row_weights, loss=objective.loss, mass=mass, eta=objective.eta
+    )
