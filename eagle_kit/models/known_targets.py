@@ -1,14 +1,18 @@
 """Sizes of public targets, so that a run can be planned without their weights and without a network.
 
-Every entry repeats what the ``config.json`` of that name on the Hugging Face hub says of its architecture, and
-the number of parameters that its model card or its weights' index gives. Loading a target never looks here: it
-reads the folder's own config.
+Every entry repeats what the ``config.json`` of that name on the Hugging Face hub says of the architecture,
+and the number of parameters that its model card or the index of its weights gives. Loading a target never
+looks here: it reads the folder's own config.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loader import read_target_config
+from eagle_kit.models.source import PACKAGED_TARGETS
 
 
 @dataclass(frozen=True)
@@ -237,3 +241,31 @@ def known_target(name: str) -> KnownTarget | None:
     """The entry of a hub id, whatever its capitals; None when there is none."""
     wanted = name.lower()
     return next((entry for id_, entry in KNOWN_TARGETS.items() if id_.lower() == wanted), None)
+
+
+def target_architecture(name: str) -> tuple[TargetConfig, str]:
+    """The architecture of a target, and where it is known from; without weights and without a network.
+
+    Args:
+        name: a folder with ``config.json``, a packaged name, an id of the table, or another hub id whose
+            ``config.json`` is in the hub's cache on this machine.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return read_target_config(path), f"{path}/config.json"
+    packaged = PACKAGED_TARGETS.get(name.lower())
+    known = known_target(packaged.hub_id if packaged else name)
+    if known is not None:
+        return known.architecture, "its published config.json"
+    cached = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+    if isinstance(cached, str):
+        return read_target_config(Path(cached).parent), "its config.json in the hub's cache"
+    raise UserError(
+        f"The sizes of the target {name!r} are not known without a network, and it is no folder here.",
+        "Give a folder that holds its config.json, or one of the targets in configs/.",
+    )

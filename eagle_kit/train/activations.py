@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from eagle_kit.kernels.soft_cross_entropy.reference import GROUP_ROWS
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.sizes import HeadArchitecture
 
@@ -58,37 +59,49 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
     if isinstance(draft, MTPConfig) and draft.num_modules > 1:
         return steps * tokens * (row.before + row.behind + row.key)
     shares = numerics.operand == FP32 and not numerics.is_gpu
-    if shares and layer.mla is None:  # keys and values are views of the tensors they were made in
+    if shares and _latent(layer) is None:  # keys and values are views of the tensors they were made in
         prefix = tokens * (2 * layer.num_heads * layer.head_dim * FP32 + 1.5 * row.key)
     elif shares:  # values are padded to the width of keys in every step, keys are not
         prefix = tokens * row.key * (steps + 1) / 2
     else:  # every step makes a copy in the dtype of its attention
         prefix = tokens * row.key * steps
     own = rows * row.key * steps * (steps - 1) / 2
-    return tokens * row.before + rows * row.behind + prefix + own + (steps - 1) * rows * (row.before + row.behind)
+    return (
+        tokens * row.before
+        + rows * row.behind
+        + prefix
+        + own
+        + (steps - 1) * rows * (row.before + row.behind)
+    )
 
 
 def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     layer = draft.layer if isinstance(draft, MTPConfig) else draft
     half, width = numerics.operand < FP32, numerics.operand
     size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
+    mla = _latent(layer)
     if isinstance(draft, MTPConfig):
-        before = size * (7 * width + FP32 if half else 7 * FP32)
-        behind = size * (3 * width + 3 * FP32 if half else 5 * FP32)
+        before = float(size) * (7 * width + FP32 if half else 7 * FP32)
+        behind = float(size) * (3 * width + 3 * FP32 if half else 5 * FP32)
     else:
-        before = size * (4 * width + FP32 if half else 5 * FP32)
-        behind = size * (2 * width + FP32 if half else 3 * FP32)
-    before += 2 * layer.rope_dim * FP32
+        before = float(size) * (4 * width + FP32 if half else 5 * FP32)
+        behind = float(size) * (2 * width + FP32 if half else 3 * FP32)
+    before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
     behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
-    if layer.mla is not None:
-        latents = (layer.mla.q_lora_rank or 0) + layer.mla.kv_lora_rank
+    if mla is not None:
+        latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
         before += latents * (2 * width + FP32 if half else 3 * FP32)
         before += 2 * size * width if half and not isinstance(draft, MTPConfig) else 0
-        behind += layer.num_heads * layer.mla.v_head_dim * width
+        behind += layer.num_heads * mla.v_head_dim * width
     elif width < numerics.attention:
         behind += queries * width
     behind += _mlp_bytes(layer, numerics)
     return RowBytes(before, behind, 2 * keys * layer.head_dim * numerics.attention)
+
+
+def _latent(layer: TargetConfig | DraftConfig) -> MLAConfig | None:
+    """Latent attention of a layer that has it; EAGLE-1's cannot."""
+    return getattr(layer, "mla", None)
 
 
 def _mlp_bytes(layer: TargetConfig | DraftConfig, numerics: Numerics) -> float:
