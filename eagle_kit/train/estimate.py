@@ -13,6 +13,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.count import layer_weights
 from eagle_kit.train.activations import Numerics, training_bytes
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.sizes import HeadArchitecture, attended, head_sizes, num_weights
@@ -45,7 +46,7 @@ class Workload:
 def capture_flops(target: TargetConfig, work: Workload) -> float:
     """Floating-point operations of the target over T tokens and of its choice among V at R rows: what
     captured states on disk save."""
-    flops = 2.0 * work.tokens * num_weights(target)[0]
+    flops = 2.0 * work.tokens * layer_weights(target, active=True)
     flops += 2.0 * work.tokens * work.mean_context * target.num_layers * attended(target)
     return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_kit.models.count import layer_weights
 from eagle_kit.models.known_targets import KNOWN_TARGETS, known_target
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.train.sizes import num_weights
@@ -21,6 +22,7 @@ def test_modules_have_the_published_number_of_parameters(name: str) -> None:
     with torch.device("meta"):
         model = LlamaModel(known.architecture)
     assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
+    assert layer_weights(known.architecture, active=True) == num_weights(known.architecture)[0]
 
 
 @pytest.mark.parametrize("name", ACTIVE)

@@ -57,6 +57,9 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
     if isinstance(planner.draft, MTPConfig):
         head.bind(target.lm_head)
     assert head.output.weight.shape == (planner.draft.draft_vocab_size, planner.target.hidden_size)
+    eight = planner.place(8)
+    assert eight is not None and eight.fits
+    assert sum(eight.memory.values()) >= eight.peak > eight.memory["target"]
     assert main([str(path), "--plan"]) == 0
     text = capsys.readouterr().out
     for word in ("target", "head", "teacher and logits", "peak", "8 x h100-80g", "fp8", "Estimates"):
@@ -65,13 +68,6 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
     assert comment.startswith("#") and str(path.relative_to(CONFIGS.parent)) in comment
     files = {word.strip(",") for word in comment.split() if word.startswith("train/accelerate/")}
     assert files <= {f"train/accelerate/{name}.yaml" for name in ("multi-gpu", "fsdp2", "zero2", "zero3")}
-
-
-def test_every_recipe_can_be_trained_on_eight_gpus_somehow() -> None:
-    for path in RECIPES:
-        placement = make_planner(str(path), (), "h100-80g").place(8)
-        assert placement is not None and placement.fits, path
-        assert sum(placement.memory.values()) >= placement.peak > placement.memory["target"]
 
 
 def test_strategies_follow_from_the_sizes() -> None:
@@ -84,7 +80,9 @@ def test_strategies_follow_from_the_sizes() -> None:
     for (config, gpu), expected in names.items():
         placements = [planner_of(config, gpu).place(count) for count in (1, 8)]
         assert tuple(p.strategy.name for p in placements if p) == expected
-    assert planner_of("deepseek-v3-eagle3-mla", "h200").gpus_to_capture() == 16
+    assert (
+        planner_of("deepseek-v3-eagle3-mla", "h200").gpus_to_capture() == 32
+    )  # two layers of 23 GB are gathered at a time
     assert not planner_of("llama-3.3-70b-eagle3", "rtx4090").place(1).fits
 
 
