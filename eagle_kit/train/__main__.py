@@ -21,6 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_intermixed_args(argv)
     try:
+        if args.plan:
+            from eagle_kit.train.plan_report import print_plans
+
+            more = [word for word in args.overrides if "=" not in word]
+            print_plans([args.config, *more], [word for word in args.overrides if "=" in word], args.gpu)
+            return 0
         stop_after_s = None if args.stop_after is None else parse_duration(args.stop_after)
         if args.max_steps is not None and args.max_steps < 1:
             raise UserError(f"--max-steps is {args.max_steps}.", "Give at least one step.")
@@ -83,6 +89,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the estimate of memory, disk and time, then stop"
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="without weights, data or network, print what one and eight GPUs would need; several configs "
+        "make a table",
+    )
+    parser.add_argument(
+        "--gpu", default="h100-80g", metavar="KIND", help="kind of GPU of --plan (default %(default)s)"
     )
     return parser
 

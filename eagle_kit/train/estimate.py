@@ -13,8 +13,11 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.count import layer_weights
+from eagle_kit.train.activations import Numerics, training_bytes
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.sizes import HeadArchitecture, attended, head_sizes, num_weights
+from eagle_kit.train.ttt import LOSS_BLOCK
 
 EXPECTED_EFFICIENCY = 0.55
 """Share of the measured matmul rate that a training step is expected to reach."""
@@ -43,7 +46,7 @@ class Workload:
 def capture_flops(target: TargetConfig, work: Workload) -> float:
     """Floating-point operations of the target over T tokens and of its choice among V at R rows: what
     captured states on disk save."""
-    flops = 2.0 * work.tokens * num_weights(target)[0]
+    flops = 2.0 * work.tokens * layer_weights(target, active=True)
     flops += 2.0 * work.tokens * work.mean_context * target.num_layers * attended(target)
     return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 
@@ -157,7 +160,7 @@ def make_estimate(
     memory = {
         "target": target_bytes,
         "head, gradient and optimiser": 4.0 * copies * params,
-        "activations": _activation_bytes(target, draft, work),
+        **_activation_bytes(config, target, draft, work),
         "runtime": BASE_BYTES,
     }
     if config.judge.every:
@@ -218,15 +221,16 @@ def num_draft_weights(draft: HeadArchitecture) -> int:
     return head_sizes(draft).total
 
 
-def _activation_bytes(target: TargetConfig, draft: HeadArchitecture, work: Workload) -> float:
-    """Captured states, one target layer, and what the K steps keep for their backward pass, in fp32."""
-    sizes = head_sizes(draft)
-    captured = work.tokens * (len(draft.aux_layer_ids) + 2) * target.hidden_size
-    layer = work.tokens * 4 * target.intermediate_size
-    row = 10 * draft.hidden_size + 4 * sizes.attended + 4 * sizes.inner
-    teacher = 2.0 * work.rows * draft.draft_vocab_size
-    later = work.tokens if sizes.num_layers > 1 else work.rows
-    return 4.0 * (captured + layer + row * (work.tokens + (work.steps - 1) * later) + teacher)
+def _activation_bytes(
+    config: TrainConfig, target: TargetConfig, draft: HeadArchitecture, work: Workload
+) -> dict[str, float]:
+    """Captured states, and what the K steps and the loss hold at their peak; on a CPU, where it is a little
+    more than on a GPU."""
+    numerics = Numerics(2 if config.training.precision == "bfloat16" else 4, is_gpu=False)
+    layers, loss = training_bytes(draft, work.tokens, work.rows, work.steps, LOSS_BLOCK, numerics)
+    captured = work.tokens * (len(draft.aux_layer_ids) + 1) * target.hidden_size * numerics.operand
+    weights = numerics.operand * num_draft_weights(draft) if numerics.operand == 2 else 0
+    return {"activations": captured + layers + weights, "teacher and logits": loss}
 
 
 def _judge_bytes(
