@@ -12,6 +12,7 @@ from typing import NamedTuple
 from eagle_kit.kernels.soft_cross_entropy.reference import GROUP_ROWS
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.sizes import HeadArchitecture
 
@@ -99,12 +100,12 @@ def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     return RowBytes(before, behind, 2 * keys * layer.head_dim * numerics.attention)
 
 
-def _latent(layer: TargetConfig | DraftConfig) -> MLAConfig | None:
+def _latent(layer: TargetConfig | DraftConfig | Eagle1Config) -> MLAConfig | None:
     """Latent attention of a layer that has it; EAGLE-1's cannot."""
     return getattr(layer, "mla", None)
 
 
-def _mlp_bytes(layer: TargetConfig | DraftConfig, numerics: Numerics) -> float:
+def _mlp_bytes(layer: TargetConfig | DraftConfig | Eagle1Config, numerics: Numerics) -> float:
     """SwiGLU keeps gate and up, and its product for the next matmul; in torch also the gate's SiLU."""
     inner = (3 if numerics.is_gpu else 4) * numerics.operand
     moe = layer.moe if isinstance(layer, TargetConfig) else None
@@ -125,7 +126,7 @@ def loss_bytes(draft: HeadArchitecture, rows: int, steps: int, block: int, numer
     mine, blocks = min(rows, block), -(-rows // block)
     teachers = (mine + steps) * vocab * FP32
     logits = min(GPU_LOGIT_ROWS if numerics.is_gpu else GROUP_ROWS, mine * steps) * vocab * width
-    is_trained = not isinstance(draft, MTPConfig) or draft.own_head
+    is_trained = isinstance(draft, DraftConfig) or (isinstance(draft, MTPConfig) and draft.own_head)
     weight = vocab * size * (FP32 if is_trained else width)
     gradients = blocks * weight if is_trained or numerics.is_gpu else 0
     copies = vocab * size * width * (2 if width < FP32 else 1)
