@@ -15,6 +15,7 @@ from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
+from eagle_kit.train.clock import StepClock
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.parallel import sum_gradients, sum_numbers
 from eagle_kit.train.schedule import Schedule
@@ -47,6 +48,7 @@ class StepResult:
         tokens: tokens of the packed rows.
         supervised_tokens: rows with loss at step 0.
         seconds: wall time.
+        clock: where it went, in this process.
     """
 
     loss: float
@@ -59,6 +61,7 @@ class StepResult:
     tokens: int
     supervised_tokens: int
     seconds: float
+    clock: StepClock
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,6 +82,7 @@ class StepResult:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "tokens_per_s": round(self.tokens_per_s, 1),
+            "seconds": {name: round(value, 4) for name, value in self.clock.seconds().items()},
         }
 
 
@@ -115,7 +119,9 @@ class Stepper:
     def step(self, state: TrainState) -> StepResult:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
         started = time.perf_counter()
+        clock = StepClock(self.accelerator.device)
         forwards = self._forwards(state.step)
+        clock.lap("data")
         steps = self.training.ttt_length
         totals = sum_numbers(
             self.accelerator,
@@ -125,9 +131,11 @@ class Stepper:
                 sum(len(forward.ids) for forward in forwards),
             ],
         )
+        clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        sums = self._backward(forwards, counts, num_documents)
+        sums = self._backward(forwards, counts, num_documents, clock)
         sum_gradients(self.accelerator, self.parameters)
+        clock.lap("communication")
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
         )
@@ -138,7 +146,9 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=False)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
+        clock.lap("optimizer")
         summed = sum_numbers(self.accelerator, sums)
+        clock.lap("communication")
         seconds = time.perf_counter() - started
         state.step += 1
         state.tokens += tokens
@@ -156,6 +166,7 @@ class Stepper:
             tokens=tokens,
             supervised_tokens=int(counts[0]),
             seconds=seconds,
+            clock=clock,
         )
 
     def _forwards(self, step: int) -> list[Forward]:
@@ -167,7 +178,7 @@ class Stepper:
         ]
 
     def _backward(
-        self, forwards: list[Forward], counts: Sequence[float], num_documents: float
+        self, forwards: list[Forward], counts: Sequence[float], num_documents: float, clock: StepClock
     ) -> list[float]:
         """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
         matches and rows that carried loss, end to end."""
@@ -177,7 +188,9 @@ class Stepper:
             weights = row_weights(
                 forward, self.training.weights, self.training.loss_normalisation, counts, num_documents
             )
+            clock.lap("data")
             features = self._features(forward)
+            clock.lap("capture")
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
                     self.head,
@@ -187,7 +200,9 @@ class Stepper:
                     self.target_rows,
                     forward.plan,
                     weights,
+                    clock,
                 )
+            clock.lap("backward")
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
         return [total, *sums.flatten().tolist()]

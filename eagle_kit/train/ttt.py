@@ -22,6 +22,7 @@ from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import supervised_rows, teacher_of, token_of
+from eagle_kit.train.clock import StepClock
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
@@ -91,6 +92,7 @@ def ttt_forward_backward(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
+    clock: StepClock | None = None,
 ) -> TTTResult:
     """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
 
@@ -100,21 +102,24 @@ def ttt_forward_backward(
         features: the target's view of the row.
         target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+        clock: gets a lap between forward and backward.
     """
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
-    run = _run_steps if len(head.blocks) == 1 else _run_layers
+    run = run_steps if len(head.blocks) == 1 else _run_layers
     outputs = run(head, embed_weight, ids, features, plan)
     loss, losses, matches, leading, learned = _loss(head, outputs, features, target_head, plan, row_weights)
+    if clock is not None:
+        clock.lap("forward")
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
     counts = torch.tensor(plan.counts, dtype=torch.float64)
     return TTTResult(float(loss.detach()), losses, matches, leading, learned, counts)
 
 
-def _run_steps(
+def run_steps(
     head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
@@ -150,7 +155,7 @@ def _run_steps(
 def _run_layers(
     head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> list[torch.Tensor]:
-    """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
+    """:func:`run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
     length = int(plan.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)

@@ -26,9 +26,9 @@ class Run:
             AcceleratorState._reset_state(reset_partial_state=True)
 
     def metrics(self, output: str = "run") -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl without the one that depends on the clock."""
+        """Rows of metrics.jsonl without what depends on the clock."""
         lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_s"} for line in lines]
+        return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "seconds")} for line in lines]
 
 
 @pytest.fixture
