@@ -1,7 +1,7 @@
 """Where the time of an optimiser step goes: data, capture, forward, backward, communication, optimizer.
 
-A lap is the time since the last one. On CUDA laps are events on the current stream, so that nothing waits while
-the step runs; they are read when its row is written.
+A lap is the time since the last one. On CUDA laps are events on the current stream, so that nothing waits
+while the step runs; they are read when its row is written.
 """
 
 import time
@@ -9,9 +9,9 @@ import time
 import torch
 
 LAPS = ("data", "capture", "forward", "backward", "communication", "optimizer")
-"""``data`` lays the rows out; ``capture`` runs the target or waits for its stored states; ``forward`` holds the
-loss with the gradient of the output layer, which is made while logits exist; ``communication`` is the waiting
-for other processes too."""
+"""``data`` lays the rows out; ``capture`` runs the target or waits for its stored states; ``forward`` holds
+the loss with the gradient of the output layer, which is made while logits exist; ``communication`` is the
+waiting for other processes too."""
 
 
 class StepClock:
