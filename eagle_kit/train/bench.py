@@ -148,8 +148,8 @@ def format_training(result: dict[str, Any]) -> str:
     """The figures as text."""
     if "ratios" in result:
         rate = {name: value for name, value in result.items() if name != "ratios"}
-        parts = [format_training(rate)] if rate else []
-        return "\n".join([*parts, format_ratios(result["ratios"])])
+        ratios = format_ratios(result["ratios"])
+        return f"{format_training(rate)}\n{ratios}" if rate else ratios
     seconds, need, share = result["seconds"], result["needed_gflop"], result["share_of_ceiling"]
     parts = ", ".join(
         f"{name} {seconds[name]:.2f} s at {need[name] / seconds[name]:.0f} GFLOP/s"

@@ -29,8 +29,8 @@ from eagle_kit.train.report import (
     summary,
 )
 from eagle_kit.train.run_folder import RunFolder, flatten
-from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.run_report import write_report
+from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import gather, state_store
 from eagle_kit.train.state import TrainState, load_checkpoint, restore_optimizer, save_checkpoint
 from eagle_kit.train.step import Stepper, StepResult

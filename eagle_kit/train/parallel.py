@@ -8,7 +8,7 @@ then the gradient of the global batch, whatever the number of processes.
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 

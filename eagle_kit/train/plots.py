@@ -1,7 +1,7 @@
 """Pictures of runs: how they learn, what decoding gives, where the time goes; and several runs in one.
 
-Colours are of the colour-blind-safe set of Okabe and Ito. Steps of training-time test, which have an order, are
-shades of one hue. Every curve that ends in a figure worth knowing has it written beside it.
+Colours are of the colour-blind-safe set of Okabe and Ito. Steps of training-time test, which have an order,
+are shades of one hue. Every curve that ends in a figure worth knowing has it written beside it.
 """
 
 import io
@@ -116,8 +116,8 @@ def _speed(run: RunCurves) -> bytes:
 
 
 def draw_comparison(groups: Mapping[str, Sequence[RunCurves]], shape: str) -> bytes:
-    """Accept lengths of several runs over steps, tokens and time, and their losses; a run of many seeds is its
-    mean with the band from its worst to its best.
+    """Accept lengths of several runs over steps, tokens and time, and their losses; a run of many seeds is
+    its mean with the band from its worst to its best.
 
     Args:
         groups: runs by label, those of one label being repetitions.

@@ -156,7 +156,7 @@ def judgement_line(row: dict[str, Any], num_worse: int = 0, patience: int | None
     lengths = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["accept_length"].items())
     walked = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["simulated_accept_length"].items())
     text = f"step {row['step']}: decoded accept length {lengths} (simulated {walked or 'for chains only'})"
-    reached = next(iter(row["acceptance_per_position"].values()), [])
+    reached: list[float] = next(iter(row["acceptance_per_position"].values()), [])
     if reached:
         text += f", {' '.join(f'{100 * share:.0f}' for share in reached)} % by position"
     if row["vocab_coverage"] is not None:
@@ -197,7 +197,8 @@ def summary(folder: RunFolder) -> str:
         shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in totals.items())
         judging = sum(row["seconds"] for row in judged)
         lines.append(
-            f"time    {format_seconds(whole)} in {len(laps)} steps: {shares}; judging {format_seconds(judging)}"
+            f"time    {format_seconds(whole)} in {len(laps)} steps: {shares}; judging "
+            f"{format_seconds(judging)}"
         )
     if judged:
         shape = next(iter(judged[0]["accept_length"]))

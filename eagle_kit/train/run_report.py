@@ -19,7 +19,8 @@ from eagle_kit.train.plots import draw_comparison, draw_run, require_matplotlib
 from eagle_kit.train.progress import format_seconds
 
 STYLE = (
-    "body{font-family:system-ui,sans-serif;margin:2rem;color:#222}img{max-width:100%;display:block;margin:1rem 0}"
+    "body{font-family:system-ui,sans-serif;margin:2rem;color:#222}"
+    "img{max-width:100%;display:block;margin:1rem 0}"
     "table{border-collapse:collapse;margin:1rem 0}th,td{padding:.3rem .8rem;border-bottom:1px solid #ddd;"
     "text-align:right}th:first-child,td:first-child{text-align:left}"
 )
@@ -45,11 +46,9 @@ class Comparison(NamedTuple):
 
     def table(self) -> str:
         """The rows as a Markdown table."""
-        head, lines = _cells(self.rows, self.shape)
-        lines = [
-            f"| {' | '.join(line)} |" for line in ([*head], ["---", *["---:"] * (len(head) - 1)], *lines)
-        ]
-        return "\n".join(lines)
+        head, cells = _cells(self.rows, self.shape)
+        rule = ["---", *["---:"] * (len(head) - 1)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *cells))
 
 
 def write_report(run: str | Path, folder: str | Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""wandb and tensorboard, through accelerate's trackers; the local report is :mod:`eagle_kit.train.run_report`."""
+"""wandb and tensorboard through accelerate's trackers, and whether the local report is drawn."""
 
 import os
 from typing import TYPE_CHECKING, Any
