@@ -60,6 +60,8 @@ def _accept_length(run: RunCurves) -> bytes:
         shares = found[0].get("acceptance_per_position", {}).get(shape, []) if found else []
         if shares:
             areas[3].plot(range(1, len(shares) + 1), [100 * s for s in shares], "o-", color=hue, markersize=4)
+    if not areas[3].lines:
+        areas[3].text(0.5, 0.5, "not recorded by this run", ha="center", transform=areas[3].transAxes)
     areas[3].xaxis.get_major_locator().set_params(integer=True)
     areas[3].set_ylim(0, 100)
     _frame(areas[3], "at least so many drafts accepted", "% of verifies, at the best judgement")
