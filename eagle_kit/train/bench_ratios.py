@@ -102,9 +102,12 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, tokenizer: 
             gradients[name] = _gradient(head)
             peaks[name] = peak_bytes(run, device)
         rounds: dict[str, list[float]] = {name: [] for name in (*ways, "optimizer")}
+        busy: dict[str, list[float]] = {name: [] for name in rounds}
         for _ in range(options.repeats):
             for name, run in (*ways.items(), ("optimizer", optimizer.step)):
+                started = time.process_time()
                 rounds[name].append(_seconds(run, device))
+                busy[name].append(time.process_time() - started)
     ours = gradients["ours"]
     others = [name for name in ways if name != "ours"]
     return {
@@ -129,6 +132,7 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, tokenizer: 
         "peak_bytes": peaks,
         "ratios": {
             "time": {name: _ratio(rounds["ours"], rounds[name]) for name in others},
+            "cpu_time": {name: _ratio(busy["ours"], busy[name]) for name in others},
             "memory": {name: peaks["ours"] / peaks[name] for name in others},
         },
     }
@@ -305,6 +309,9 @@ def format_ratios(result: dict[str, Any]) -> str:
         f"  AdamW {seconds['optimizer']:.2f} s in all of them; losses differ by "
         f"{result['loss_difference']:.0e}, gradients by {result['gradient_difference']:.0e} (relative)"
     )
+    if result["device"] == "cpu":
+        shares = ", ".join(f"{value:.2f} of {name}" for name, value in ratios["cpu_time"].items())
+        lines.append(f"  CPU time, which other programs disturb less: {shares}")
     for what, value in (
         ("time of the published way, every row at every step", ratios["time"]["published"]),
         ("memory of materialised logits", ratios["memory"]["kept logits"]),
