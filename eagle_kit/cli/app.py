@@ -24,6 +24,7 @@ COMMANDS = {
     "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
     "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
+    "report": Command("the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),

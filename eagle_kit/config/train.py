@@ -338,10 +338,15 @@ class TrackingConfig(_Section):
     Attributes:
         wandb: ``off``, ``offline`` (files in the run folder) or ``online``.
         project: name of the project there.
+        tensorboard: write event files into ``tensorboard/`` of the run folder.
+        report: draw ``report.html`` in the run folder at every judgement and at the end; null does so where
+            matplotlib is installed.
     """
 
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "eagle-kit"
+    tensorboard: bool = False
+    report: bool | None = None
 
 
 class TrainConfig(_Section):

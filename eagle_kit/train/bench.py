@@ -21,7 +21,9 @@ from eagle_kit.models.count import attention_flops, layer_weights
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
+from eagle_kit.models.source import load_tokenizer, resolve_target
 from eagle_kit.serve.bench import matmul_ceiling
+from eagle_kit.train.bench_ratios import RatioOptions, format_ratios, measure_ratios
 from eagle_kit.train.teacher import TargetFeatures, capture_features
 from eagle_kit.train.ttt import RowPlan, plan_row, ttt_forward_backward
 
@@ -57,10 +59,30 @@ def draft_flops(head: DraftConfig, plan: RowPlan) -> float:
     return 2.0 * (3 * trained + teacher)
 
 
-def benchmark_training(
-    target_name: str, *, ttt_length: int = 7, draft_vocab_size: int = 8192
-) -> dict[str, Any]:
-    """Time capture and training of a fresh head on one packed row of 1,024 random tokens.
+def benchmark_training(target_name: str, compare: RatioOptions | None = None) -> dict[str, Any]:
+    """Measure training of a fresh head.
+
+    Args:
+        target_name: folder, hub id or known name.
+        compare: also measure the ratios of :mod:`eagle_kit.train.bench_ratios`; with random weights, nothing
+            else is measured.
+
+    Returns:
+        :func:`measure_rate`'s figures, and ``ratios``.
+    """
+    if compare is not None and compare.model is not None:
+        return {"ratios": measure_ratios(compare, None)}
+    folder = resolve_target(target_name)
+    target = load_target(folder, device=compare.device if compare is not None else "cpu")
+    if compare is None:
+        return measure_rate(target)
+    tokenizer = None if compare.data is None else load_tokenizer(folder)
+    result = measure_rate(target) if compare.device == "cpu" else {}
+    return {**result, "ratios": measure_ratios(compare, target, tokenizer)}
+
+
+def measure_rate(target: LlamaModel, ttt_length: int = 7, draft_vocab_size: int = 8192) -> dict[str, Any]:
+    """Time capture and training of a fresh head on one packed row of 1,024 random tokens, on the CPU.
 
     Returns:
         Matmul ceilings in GFLOP/s, needed operations, median seconds, tokens/s, shares of each ceiling, and
@@ -68,7 +90,6 @@ def benchmark_training(
     """
     keep_large_blocks()
     ceiling = matmul_ceiling()
-    target = load_target(target_name)
     torch.manual_seed(0)
     head = Eagle3Head(DraftConfig.for_target(target.config, draft_vocab_size))
     ids = torch.randint(0, draft_vocab_size, (sum(DOCUMENTS),))
@@ -125,6 +146,10 @@ def _median(run: Callable[[], Any], repeats: int = 5) -> float:
 
 def format_training(result: dict[str, Any]) -> str:
     """The figures as text."""
+    if "ratios" in result:
+        rate = {name: value for name, value in result.items() if name != "ratios"}
+        ratios = format_ratios(result["ratios"])
+        return f"{format_training(rate)}\n{ratios}" if rate else ratios
     seconds, need, share = result["seconds"], result["needed_gflop"], result["share_of_ceiling"]
     parts = ", ".join(
         f"{name} {seconds[name]:.2f} s at {need[name] / seconds[name]:.0f} GFLOP/s"

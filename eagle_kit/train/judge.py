@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,57 @@ class Judgement:
         decoded: what the engine counted, by shape.
         simulated: the match table walked, for the shapes that are chains.
         num_different: replies that differ from plain decoding; 0 in fp32.
+        num_tokens: of the target's own greedy replies.
+        num_sayable: those of them that are in the draft vocabulary.
     """
 
     decoded: dict[str, SpecStats]
     simulated: dict[str, SpecStats]
     num_different: int
+    num_tokens: int = 0
+    num_sayable: int = 0
+
+    def add_up(self, add: Callable[[Sequence[float]], list[float]]) -> "Judgement":
+        """The judgement of all processes.
+
+        Args:
+            add: sums numbers over the processes; called once, with as many by each. Histograms are left out.
+        """
+        own = [*self.decoded.items(), *self.simulated.items()]
+        depths = [SpecShape.parse(shape).steps for shape, _ in own]
+        numbers = [float(self.num_different), float(self.num_tokens), float(self.num_sayable)]
+        for (_, stats), depth in zip(own, depths, strict=True):
+            reached = stats.num_accepted_at[:depth]
+            numbers += [
+                stats.num_verifies,
+                stats.num_emitted_tokens,
+                *reached,
+                *[0.0] * (depth - len(reached)),
+            ]
+        different, tokens, sayable, *rest = (int(number) for number in add(numbers))
+        total: list[tuple[str, SpecStats]] = []
+        for (shape, _), depth in zip(own, depths, strict=True):
+            (verifies, emitted, *reached), rest = rest[: 2 + depth], rest[2 + depth :]
+            total.append((shape, SpecStats(verifies, emitted, [], reached)))
+        first = len(self.decoded)
+        return Judgement(dict(total[:first]), dict(total[first:]), different, tokens, sayable)
+
+    def row(self) -> dict[str, Any]:
+        """The figures as ``judge.jsonl`` has them; shares of verifies, of tokens for the coverage."""
+        figures: dict[str, Any] = {}
+        for prefix, found in (("", self.decoded), ("simulated_", self.simulated)):
+            figures |= {
+                f"{prefix}accept_length": {shape: stats.accept_length for shape, stats in found.items()},
+                f"{prefix}acceptance_per_position": {
+                    shape: stats.acceptance_per_position for shape, stats in found.items()
+                },
+            }
+        return {
+            **figures,
+            "num_verifies": {shape: stats.num_verifies for shape, stats in self.decoded.items()},
+            "vocab_coverage": self.num_sayable / self.num_tokens if self.num_tokens else None,
+            "num_different_replies": self.num_different,
+        }
 
 
 class Judge:
@@ -84,7 +130,10 @@ class Judge:
                 table = match_table(self.target, llm.head, ids, len(prompt), depth)
                 for name, stats in simulated.items():
                     stats.add(walk(table[:, : SpecShape.parse(name).steps]))
-        return Judgement(decoded, simulated, len(different))
+        said = torch.tensor([token for reply in replies for token in reply], device=head.t2d.device)
+        return Judgement(
+            decoded, simulated, len(different), len(said), int(head.t2d[said].sum()) if len(said) else 0
+        )
 
     def _continuations(self, llm: LLM) -> list[list[int]]:
         """Plain greedy replies, from the file when it was written for these prompts."""

@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.checkpoints.draft import read_metadata, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
-from eagle_kit.train.parallel import check_trackers, make_accelerator, start_trackers, sum_numbers
+from eagle_kit.train.parallel import make_accelerator, sum_numbers
 from eagle_kit.train.progress import ProgressLine
-from eagle_kit.train.report import describe, describe_judge, estimate_run, judgement_line, metadata
+from eagle_kit.train.report import (
+    describe,
+    describe_judge,
+    estimate_run,
+    judgement_line,
+    judgement_scalars,
+    metadata,
+    summary,
+)
 from eagle_kit.train.run_folder import RunFolder, flatten
+from eagle_kit.train.run_report import write_report
 from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import gather, state_store
 from eagle_kit.train.state import (
@@ -32,6 +40,7 @@ from eagle_kit.train.state import (
     save_checkpoint,
 )
 from eagle_kit.train.step import Stepper, StepResult
+from eagle_kit.train.trackers import check_trackers, draws_report, start_trackers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -122,7 +131,8 @@ class Trainer:
                 self.folder.start(self.config, self.command)
         self.accelerator.wait_for_everyone()
         try:
-            start_trackers(self.accelerator, self.config, flatten(self.config.model_dump(mode="json")))
+            settings = flatten(self.config.model_dump(mode="json"))
+            start_trackers(self.accelerator, self.config, settings, self.state.step)
         except UserError:
             if not self.options.resume:
                 self.folder.discard()
@@ -131,6 +141,9 @@ class Trainer:
         with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
             why = self._step_until_stopped(interrupt)
         self._print(f"{why} The run is in {self.folder.path}.")
+        self._report()
+        if self.accelerator.is_main_process:
+            print(summary(self.folder), flush=True)
         if interrupt.requested:
             self._print(f"Go on with: {self.command} --resume")
         return INTERRUPTED if interrupt.requested else 0
@@ -201,10 +214,9 @@ class Trainer:
         """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
         assert self.judge is not None
         started = time.perf_counter()
-        judgement = self.judge.judge(self.head)
-        decoded = {shape: self._accept_length(stats) for shape, stats in judgement.decoded.items()}
-        simulated = {shape: self._accept_length(stats) for shape, stats in judgement.simulated.items()}
-        different = int(sum_numbers(self.accelerator, [judgement.num_different])[0])
+        mine = self.judge.judge(self.head)
+        figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
+        decoded = figures["accept_length"]
         state, chosen = self.state, decoded[self.config.judge.shapes[0]]
         is_better = chosen > state.best_accept_length
         if is_better:
@@ -214,26 +226,26 @@ class Trainer:
         if self.accelerator.is_main_process:
             row = {
                 "step": state.step,
-                "accept_length": decoded,
-                "simulated_accept_length": simulated,
-                "num_different_replies": different,
+                **figures,
+                "tokens": state.tokens,
+                "train_seconds": round(state.seconds, 1),
                 "seconds": round(time.perf_counter() - started, 1),
                 "best": is_better,
             }
             self.folder.judgements.append(row)
-            self.accelerator.log(
-                {f"decoded/{shape}": value for shape, value in decoded.items()}, step=state.step
-            )
-            line.say(judgement_line(row))
+            self.accelerator.log(judgement_scalars(row), step=state.step)
+            line.say(judgement_line(row, state.num_worse, self.config.judge.patience))
             if is_better:
                 save_draft(self.head, self.folder.path / "best", metadata=self._metadata(decoded))
+        self._report()
         self.accelerator.wait_for_everyone()
         patience = self.config.judge.patience
         return patience is not None and state.num_worse >= patience
 
-    def _accept_length(self, stats: SpecStats) -> float:
-        emitted, verifies = sum_numbers(self.accelerator, [stats.num_emitted_tokens, stats.num_verifies])
-        return emitted / verifies if verifies else 0.0
+    def _report(self) -> None:
+        """Draw report.html anew."""
+        if self.accelerator.is_main_process and draws_report(self.config) and self.state.step:
+            write_report(self.folder.path)
 
     def _servable(self) -> AbstractContextManager[None]:
         """While inside, the head has the weights that are judged and served: their average, if any."""
@@ -293,6 +305,8 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     for name, value in row.items():
         if isinstance(value, list):
             flat |= {f"{name}/{i}": number for i, number in enumerate(value)}
+        elif isinstance(value, dict):
+            flat |= {f"{name}/{key}": number for key, number in value.items()}
         elif name != "step":
             flat[name] = value
     return flat

@@ -8,13 +8,14 @@ then the gradient of the global batch, whatever the number of processes.
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.train.trackers import tracker_options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,6 +28,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
     """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
     try:
         from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate.utils import ProjectConfiguration
     except ImportError:
         raise UserError(
             "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
@@ -38,7 +40,10 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="bf16" if config.training.precision == "bfloat16" else "no",
-        log_with=None if config.tracking.wandb == "off" else "wandb",
+        log_with=list(tracker_options(config)) or None,
+        project_config=ProjectConfiguration(
+            project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
+        ),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     _check_shares(config, accelerator.num_processes)
@@ -73,36 +78,6 @@ def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[fl
     )
     assert isinstance(total, torch.Tensor)
     return total.tolist()
-
-
-def check_trackers(config: TrainConfig) -> None:
-    """Raise UserError when wandb is asked for and not installed."""
-    if config.tracking.wandb == "off":
-        return
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "wandb is not installed.",
-            "Install it with pip install 'eagle_kit[train]', or set tracking.wandb=off.",
-        ) from None
-
-
-def start_trackers(accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any]) -> None:
-    """Open wandb when asked for; the run folder must be there. Raises UserError when it does not start."""
-    if config.tracking.wandb == "off":
-        return
-    name = os.path.basename(os.path.normpath(config.output_dir))
-    options = {"dir": config.output_dir, "mode": config.tracking.wandb, "name": name}
-    try:
-        accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs={"wandb": options})
-    except Exception as error:  # no login, no network, and whatever its service raises
-        accelerator.trackers = []  # or it would be asked to finish
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise UserError(
-            f"wandb did not start: {reason}.",
-            "Run wandb login, or set tracking.wandb to offline or off.",
-        ) from error
 
 
 def _check_shares(config: TrainConfig, num_processes: int) -> None:

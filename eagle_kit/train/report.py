@@ -12,9 +12,10 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.preview import preview
 from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
+from eagle_kit.train.clock import LAPS
 from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
 from eagle_kit.train.progress import format_seconds
-from eagle_kit.train.run_folder import versions
+from eagle_kit.train.run_folder import RunFolder, versions
 from eagle_kit.train.setup import Ingredients
 from eagle_kit.train.sizes import HeadArchitecture
 from eagle_kit.train.state import TrainState
@@ -153,13 +154,62 @@ def metadata(
     }
 
 
-def judgement_line(row: dict[str, Any]) -> str:
+def judgement_line(row: dict[str, Any], num_worse: int = 0, patience: int | None = None) -> str:
     """A row of ``judge.jsonl`` as a sentence."""
     lengths = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["accept_length"].items())
     walked = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["simulated_accept_length"].items())
     text = f"step {row['step']}: decoded accept length {lengths} (simulated {walked or 'for chains only'})"
+    reached: list[float] = next(iter(row["acceptance_per_position"].values()), [])
+    if reached:
+        text += f", {' '.join(f'{100 * share:.0f}' for share in reached)} % by position"
+    if row["vocab_coverage"] is not None:
+        text += f", vocabulary covers {row['vocab_coverage']:.1%}"
     if row["best"]:
         text += ", the best so far"
+    elif patience is not None:
+        text += f", {num_worse} of {patience} without a better one"
     if row["num_different_replies"]:
         text += f"; {row['num_different_replies']} replies differ from plain decoding"
     return f"{text} [{format_seconds(row['seconds'])}]"
+
+
+def judgement_scalars(row: dict[str, Any]) -> dict[str, float]:
+    """A row of ``judge.jsonl`` for a tracker."""
+    scalars: dict[str, float] = {}
+    for prefix, name in (("decoded", ""), ("simulated", "simulated_")):
+        lengths, reached = row[f"{name}accept_length"], row[f"{name}acceptance_per_position"]
+        scalars |= {f"{prefix}/{shape}": value for shape, value in lengths.items()}
+        scalars |= {
+            f"{prefix}/{shape}/at least {i}": share
+            for shape, shares in reached.items()
+            for i, share in enumerate(shares, 1)
+        }
+    if row["vocab_coverage"] is not None:
+        scalars["decoded/vocab_coverage"] = row["vocab_coverage"]
+    return scalars
+
+
+def summary(folder: RunFolder) -> str:
+    """The last lines of a session: where the time of the whole run went, and its best head."""
+    rows, judged = folder.metrics.rows(), folder.judgements.rows()
+    lines = []
+    laps = [row["seconds"] for row in rows if isinstance(row.get("seconds"), dict)]
+    if laps:
+        totals = {name: sum(lap.get(name, 0.0) for lap in laps) for name in LAPS}
+        whole = sum(totals.values())
+        shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in totals.items())
+        judging = sum(row["seconds"] for row in judged)
+        lines.append(
+            f"time    {format_seconds(whole)} in {len(laps)} steps: {shares}; judging "
+            f"{format_seconds(judging)}"
+        )
+    if judged:
+        shape = next(iter(judged[0]["accept_length"]))
+        best = max(judged, key=lambda row: row["accept_length"].get(shape, 0.0))
+        lines.append(
+            f"best    accept length {best['accept_length'].get(shape, 0.0):.3f} ({shape}) at step "
+            f"{best['step']}, in {folder.path / 'best'}"
+        )
+    if (folder.path / "report.html").exists():
+        lines.append(f"curves  {folder.path / 'report.html'}")
+    return "\n".join(lines)

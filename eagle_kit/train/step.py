@@ -15,6 +15,7 @@ from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
+from eagle_kit.train.clock import StepClock
 from eagle_kit.train.ema import Ema
 from eagle_kit.train.noise import add_noise
 from eagle_kit.train.optimizer import make_optimizer, set_learning_rate
@@ -50,6 +51,7 @@ class StepResult:
         tokens: tokens of the packed rows.
         supervised_tokens: rows with loss at step 0.
         seconds: wall time.
+        clock: where it went, in this process.
     """
 
     loss: float
@@ -62,6 +64,7 @@ class StepResult:
     tokens: int
     supervised_tokens: int
     seconds: float
+    clock: StepClock
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,6 +85,7 @@ class StepResult:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "tokens_per_s": round(self.tokens_per_s, 1),
+            "seconds": {name: round(value, 4) for name, value in self.clock.seconds().items()},
         }
 
 
@@ -123,7 +127,9 @@ class Stepper:
     def step(self, state: TrainState) -> StepResult:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
         started = time.perf_counter()
+        clock = StepClock(self.accelerator.device)
         forwards = self._forwards(state.step)
+        clock.lap("data")
         steps = self._ttt_length(state.step)
         totals = sum_numbers(
             self.accelerator,
@@ -133,9 +139,11 @@ class Stepper:
                 sum(len(forward.ids) for forward in forwards),
             ],
         )
+        clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        sums = self._backward(forwards, counts, num_documents, state.step)
+        sums = self._backward(forwards, counts, num_documents, state.step, clock)
         sum_gradients(self.accelerator, self.parameters)
+        clock.lap("communication")
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
         )
@@ -147,7 +155,9 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=False)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
+        clock.lap("optimizer")
         summed = sum_numbers(self.accelerator, sums)
+        clock.lap("communication")
         seconds = time.perf_counter() - started
         state.step += 1
         state.tokens += tokens
@@ -165,6 +175,7 @@ class Stepper:
             tokens=tokens,
             supervised_tokens=int(counts[0]),
             seconds=seconds,
+            clock=clock,
         )
 
     def _forwards(self, step: int) -> list[Forward]:
@@ -181,7 +192,12 @@ class Stepper:
         return ttt_length_at(self.training, step, self.schedule.total_steps)
 
     def _backward(
-        self, forwards: list[Forward], counts: Sequence[float], num_documents: float, step: int
+        self,
+        forwards: list[Forward],
+        counts: Sequence[float],
+        num_documents: float,
+        step: int,
+        clock: StepClock,
     ) -> list[float]:
         """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
         matches and rows that carried loss, end to end."""
@@ -191,7 +207,9 @@ class Stepper:
             step_weights = self.training.weights[: len(counts)]
             normalisation = self.training.loss_normalisation
             weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
+            clock.lap("data")
             features = self._features(forward)
+            clock.lap("capture")
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
                     self.head,
@@ -203,7 +221,9 @@ class Stepper:
                     weights,
                     self.objective,
                     inputs=self._with_noise(features, forward, step),
+                    clock=clock,
                 )
+            clock.lap("backward")
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
         return [total, *sums.flatten().tolist()]

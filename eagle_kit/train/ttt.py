@@ -24,6 +24,7 @@ from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import published_rows, supervised_rows, teacher_of, token_of
+from eagle_kit.train.clock import StepClock
 from eagle_kit.train.regression import regression_loss
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs, positions_of
 
@@ -139,6 +140,7 @@ def ttt_forward_backward(
     objective: Objective = CROSS_ENTROPY,
     *,
     inputs: TargetFeatures | None = None,
+    clock: StepClock | None = None,
 ) -> TTTResult:
     """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
 
@@ -150,23 +152,26 @@ def ttt_forward_backward(
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
         objective: what is minimised.
         inputs: what the head reads in place of ``features``, which it then only learns from (noise).
+        clock: gets a lap between forward and backward.
     """
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
-    run = _run_steps if len(head.blocks) == 1 else _run_layers
+    run = run_steps if len(head.blocks) == 1 else _run_layers
     outputs = run(head, embed_weight, ids, inputs or features, plan, objective.detach_steps)
     loss, losses, matches, leading, learned = _loss(
         head, outputs, features, target_head, plan, row_weights, objective
     )
+    if clock is not None:
+        clock.lap("forward")
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
     counts = torch.tensor(plan.counts, dtype=torch.float64)
     return TTTResult(float(loss.detach()), losses, matches, leading, learned, counts)
 
 
-def _run_steps(
+def run_steps(
     head: DraftHead,
     embed_weight: torch.Tensor,
     ids: torch.Tensor,
@@ -219,7 +224,7 @@ def _run_layers(
     plan: RowPlan,
     detach_steps: bool,
 ) -> list[torch.Tensor]:
-    """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
+    """:func:`run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
     length = int(plan.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)

@@ -14,7 +14,7 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.mtp import MTPConfig, MTPHead
 from eagle_kit.train.activations import Numerics, saved_bytes, training_bytes
 from eagle_kit.train.teacher import TargetFeatures
-from eagle_kit.train.ttt import LOSS_BLOCK, _run_layers, _run_steps, plan_row, ttt_forward_backward
+from eagle_kit.train.ttt import LOSS_BLOCK, _run_layers, run_steps, plan_row, ttt_forward_backward
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}
 KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp")
@@ -68,9 +68,9 @@ class Row:
                 found[x.untyped_storage().data_ptr()] = x
             return x
 
-        run = _run_steps if len(self.head.blocks) == 1 else _run_layers
+        run = run_steps if len(self.head.blocks) == 1 else _run_layers
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), self.autocast():
-            outputs = run(self.head, self.embeds, self.ids, self.features, self.plan)
+            outputs = run(self.head, self.embeds, self.ids, self.features, self.plan, False)
         assert outputs
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
