@@ -14,7 +14,7 @@ from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.mtp import MTPConfig, MTPHead
 from eagle_kit.train.activations import Numerics, saved_bytes, training_bytes
 from eagle_kit.train.teacher import TargetFeatures
-from eagle_kit.train.ttt import LOSS_BLOCK, _run_layers, run_steps, plan_row, ttt_forward_backward
+from eagle_kit.train.ttt import LOSS_BLOCK, _run_layers, plan_row, run_steps, ttt_forward_backward
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}
 KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp")
