@@ -1,6 +1,8 @@
-"""`eagle-kit data preview | prepare | vocab | regenerate`: conversations before training."""
+"""`eagle-kit data preview | prepare | vocab | regenerate | capture | store`: what comes before training."""
 
 import argparse
+import os
+import shlex
 import sys
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the four sub-commands and their arguments."""
+    """Declare the sub-commands and their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     preview = actions.add_parser("preview", help="print a conversation with its supervised tokens coloured")
     add_config(preview)
@@ -54,6 +56,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
     regenerate.set_defaults(action_run=_regenerate)
+    _configure_states(actions)
+
+
+def _configure_states(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare ``capture`` and ``store``."""
+    capture = actions.add_parser("capture", help="keep the target's states of a config's data in a folder")
+    add_config(capture)
+    capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
+    capture.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="the I-th of 0..N-1 parts of the rows: N processes share the work",
+    )
+    capture.add_argument(
+        "--dry-run", action="store_true", help="print the estimate of disk and time, then stop"
+    )
+    capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
+    capture.set_defaults(action_run=_capture)
+    store = actions.add_parser("store", help="say what is in a folder of captured states, and check it")
+    store.add_argument("folder", type=Path, metavar="DIR")
+    store.add_argument("--verify", action="store_true", help="read every byte")
+    store.set_defaults(action_run=_store)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +105,8 @@ def _preview(args: argparse.Namespace) -> int:
     if args.record < 0:
         raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
     config = _config(args)
+    if not config.data.source:
+        raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
     from eagle_kit.data.dataset import conversations_of
     from eagle_kit.data.preview import preview
     from eagle_kit.data.records import SkipLog, Unusable
@@ -107,11 +135,11 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _data(config: "TrainConfig") -> "PreparedData":
     """The config's data, tokenised now or read from the cache."""
-    from eagle_kit.data.dataset import prepare_dataset
+    from eagle_kit.data.stored import dataset_of
     from eagle_kit.models.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return prepare_dataset(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
+    return dataset_of(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -178,4 +206,46 @@ def _regenerate(args: argparse.Namespace) -> int:
         report.skipped.write(listing)
         print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
     print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written.")
+    return 0
+
+
+def _capture(args: argparse.Namespace) -> int:
+    from eagle_kit.train.launch import (
+        check_launcher,
+        cpu_processes_to_start,
+        parent_command,
+        start_cpu_processes,
+    )
+
+    config = _config(args)
+    check_launcher(os.environ, config.training)
+    from eagle_kit.train.capture import CaptureOptions
+
+    shard = () if args.shard == (0, 1) else ("--shard", f"{args.shard[0]}/{args.shard[1]}")
+    arguments = [args.config, *args.overrides, "--out", str(args.out), *shard]
+    options = CaptureOptions(
+        out=args.out,
+        shard=args.shard,
+        dry_run=args.dry_run,
+        verify=args.verify,
+        arguments=shlex.join(arguments),
+    )
+    count = cpu_processes_to_start(os.environ, parent_command())
+    if count > 1:
+        flags = [*(["--dry-run"] if args.dry_run else ()), *(["--verify"] if args.verify else ())]
+        return start_cpu_processes(count, ["data", "capture", *arguments, *flags], "eagle_kit.cli")
+    from eagle_kit.train.capture import capture
+
+    return capture(config, options)
+
+
+def _store(args: argparse.Namespace) -> int:
+    from eagle_kit.data.states import StateStore
+    from eagle_kit.train.capture import summary, verify
+
+    store = StateStore(args.folder)
+    print(summary(store), flush=True)
+    if args.verify:
+        verify(store)
+        print("Every byte is what was captured.")
     return 0
