@@ -76,7 +76,7 @@ def _to_fp8(x: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tens
     """``[T, L H]`` -> fp8 ``[T, L H]`` and fp32 scales ``[T, L]``; a row of zeros has the scale 1."""
     parts = x.float().unflatten(1, (x.shape[1] // hidden_size, hidden_size))
     scale = parts.abs().amax(-1) / FP8_MAX
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale > torch.finfo(torch.float32).tiny, scale, 1.0)
     return (parts / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).flatten(1).to(FP8), scale
 
 

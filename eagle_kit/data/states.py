@@ -2,8 +2,8 @@
 
 A store is a folder of shards beside a manifest (:mod:`eagle_kit.data.state_manifest`) and the packed rows, so
 it is enough to train from, here or on another machine. Shards (:mod:`eagle_kit.data.state_shards`) are
-written beside their name and renamed, so there are whole ones only; any number of processes may write different
-rows.
+written beside their name and renamed, so there are whole ones only; any number of processes may write
+different rows.
 
 Bytes and dtypes are those of :mod:`eagle_kit.data.state_format`.
 """
@@ -47,6 +47,7 @@ from eagle_kit.data.state_shards import (
 
 SHARD_BYTES = 256 * 2**20
 """A shard is written when the next row would make it larger than this; one row is a shard of any size."""
+ANOTHER = "Restore the setting, or capture into another folder."
 WITHOUT_STORE = "Free some space, or choose another disk with --out, or data.cache_dir for the cache."
 
 
@@ -55,10 +56,10 @@ class StateStore:
 
     Args:
         folder: of the store; it is opened when its manifest is there.
-        manifest: what the states to come are of; None only opens.
+        manifest: what the states to come are of: the store may grow, and a damaged shard is set aside with a
+            warning, so that its rows are captured again. None opens a store that is there to be read, where
+            damage is an error.
         data_folder: the packed rows, copied into a new store.
-        is_cache: a shard that is damaged is left out with a warning and captured again; otherwise it is an
-            error, and so is a store of other states.
 
     Raises:
         UserError: another identity than the store that is there, with the differing field; a missing or
@@ -71,26 +72,19 @@ class StateStore:
         manifest: dict[str, Any] | None = None,
         data_folder: Path | None = None,
         *,
-        is_cache: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        self.folder, self.data_folder, self.is_cache, self.shard_bytes = (
-            folder,
-            data_folder,
-            is_cache,
-            shard_bytes,
-        )
+        self.folder, self.data_folder, self.shard_bytes = folder, data_folder, shard_bytes
+        self.can_grow = manifest is not None
         found = read_manifest(folder) if manifest is not None else need_manifest(folder)
         if found is not None and manifest is not None:
-            remedy = "Restore the setting, or capture into another folder."
-            check_fields(folder, found, identity(manifest), remedy, "of this run")
+            check_fields(folder, found, identity(manifest), ANOTHER, "of this run")
         self.manifest: dict[str, Any] = found or manifest or {}
         self._buffer: dict[int, Parts] = {}
         self._shards: dict[str, Shard] = {}
         self._place: dict[int, Shard] = {}
-        self._skipped: set[str] = set()
         if found is not None:
-            if not is_cache:
+            if not self.can_grow:
                 check_data_files(folder, found, whole=False)
             self._open_shards()
 
@@ -189,6 +183,7 @@ class StateStore:
     def finish(self) -> None:
         """Put the table of shards into the manifest: from now on each of them must be there."""
         self._find_new_shards()
+        self._adopt()
         self.manifest["shards"] = [shard.record() for shard in self.shards()]
         write_text_atomically(self.folder / NAME, json.dumps(self.manifest, indent=1) + "\n")
 
@@ -221,7 +216,7 @@ class StateStore:
     def _start(self) -> None:
         """Make the folder, its manifest and the copy of the packed rows, once."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / NAME).exists():
+        if self._adopt():
             return
         data = self.folder / DATA
         if self.data_folder is not None:
@@ -241,7 +236,7 @@ class StateStore:
     def _open_shards(self) -> None:
         remove_leftovers(self.folder)
         table = self.manifest.get("shards")
-        if table is None or self.is_cache:
+        if table is None or self.can_grow:
             self._find_new_shards()
             return
         for record in table:
@@ -260,16 +255,26 @@ class StateStore:
         """Take in shards that other processes have written; whether there were any."""
         known = len(self._shards)
         for path in sorted(self.folder.glob("states-*.safetensors")):
-            if path.name in self._shards or path.name in self._skipped:
+            if path.name in self._shards:
                 continue
             try:
                 self._take(read_shard(path))
             except Damaged as error:
-                if not self.is_cache:
+                if not self.can_grow:
                     raise self._unusable(path, str(error)) from None
-                self._skipped.add(path.name)
-                warnings.warn(f"{path} {error}; its rows are captured again.", stacklevel=2)
+                path.replace(path.with_name(f"{path.name}.damaged"))
+                warnings.warn(f"{path} {error}; it is set aside, its rows are captured again.", stacklevel=2)
+        if len(self._shards) > known and "tensors" not in self.manifest:
+            self._adopt()
         return len(self._shards) > known
+
+    def _adopt(self) -> bool:
+        """Take over the manifest that another process may have written; whether there is one."""
+        found = read_manifest(self.folder)
+        if found is not None:
+            check_fields(self.folder, found, identity(self.manifest), ANOTHER, "of this run")
+            self.manifest = found
+        return found is not None
 
     def _take(self, shard: Shard) -> None:
         self._shards[shard.path.name] = shard

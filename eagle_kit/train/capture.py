@@ -143,6 +143,7 @@ def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, pro
         print(f"This part is done; {store.folder} waits for {len(missing)} of {total} rows of other parts.")
         return 0
     store.finish()
+    store = StateStore(store.folder)
     if options.verify and process.is_main_process:
         verify(store)
     if process.is_main_process:
@@ -196,7 +197,8 @@ class CaptureEstimate:
                 f"disk    {self.num_bytes / 1e9:.3f} GB to come ({self.share_of_fp32:.0%} of float32), "
                 f"{self.free_bytes / 1e9:.1f} free",
                 f"time    {format_seconds(self.seconds)} for the rows of this process, at "
-                f"{EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now; writing is not counted",
+                f"{EXPECTED_EFFICIENCY:.0%} of {self.flops_per_s / 1e9:.0f} GFLOP/s, measured now; "
+                "writing is not counted",
             )
         )
 

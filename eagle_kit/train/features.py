@@ -17,7 +17,7 @@ class FeatureSource:
     Args:
         target: run over rows that no store has.
         layer_ids: captured states, as inputs of these layers.
-        store: read, and filled when it is a cache; None runs the target every time.
+        store: read, and filled when it may grow; None runs the target every time.
 
     Attributes:
         wait_s: seconds that training waited for the disk so far.
@@ -42,7 +42,7 @@ class FeatureSource:
         """The target's view of the rows of ``forward``.
 
         Raises:
-            UserError: a store that cannot be read or written, or that is no cache and lacks a row.
+            UserError: a store that cannot be read or written, or that may not grow and lacks a row.
         """
         store, started = self.store, time.perf_counter()
         if store is not None:
@@ -52,7 +52,7 @@ class FeatureSource:
             self.wait_s += time.perf_counter() - started
             if kept is not None:
                 return TargetFeatures(**kept)
-            if not store.is_cache:
+            if not store.can_grow:
                 raise UserError(
                     f"The store {store.folder} lacks one of the rows {forward.numbers}.",
                     "Run its eagle-kit data capture command again.",

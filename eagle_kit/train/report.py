@@ -103,7 +103,7 @@ def estimate_run(
 
 def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
     """Packed rows that ``steps`` visit and the store lacks; 0 without a store."""
-    if stepper.store is None or not stepper.store.is_cache:
+    if stepper.store is None or not stepper.store.can_grow:
         return 0
     missing = set(range(stepper.order.num_rows)) - stepper.store.rows()
     total = len(missing)

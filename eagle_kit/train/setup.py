@@ -76,7 +76,7 @@ def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchit
             )
         return None
     folder = cache_root(config.data) / "states" / state_manifest.key(manifest)
-    return StateStore(folder, manifest, ingredients.data.folder, is_cache=True)
+    return StateStore(folder, manifest, ingredients.data.folder)
 
 
 def states_manifest(
