@@ -54,6 +54,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="answer every N-th conversation, from the I-th of 0..N-1: N processes share the work",
     )
+    regenerate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
+    )
+    regenerate.add_argument("--top-k", type=int, default=0, metavar="K", help="tokens kept; 0 is all")
+    regenerate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
+    regenerate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
+    regenerate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default %(default)s)"
+    )
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
     regenerate.set_defaults(action_run=_regenerate)
     _configure_states(actions)
@@ -189,15 +198,26 @@ def _regenerate(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens,
         with_ids=args.ids,
         shard=args.shard,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
     )
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")
     check_out(args.out)
+    from eagle_kit.models.source import resolve_target, target_fingerprint
     from eagle_kit.serve.llm import LLM
 
     context = args.max_prompt_tokens + args.max_tokens
-    llm = LLM(args.target, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
-    report = regenerate(llm, args.source, args.out, options)
+    folder = resolve_target(args.target)
+    llm = LLM(folder, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
+    try:
+        report = regenerate(llm, args.source, args.out, options, target=target_fingerprint(folder))
+    except KeyboardInterrupt:
+        print(f"\nWhat is in {args.out} is kept; the same command goes on with it.", file=sys.stderr)
+        raise
     for note in report.skipped.notes:
         print(note, file=sys.stderr)
     skipped = sum(report.skipped.counts.values())
@@ -205,7 +225,8 @@ def _regenerate(args: argparse.Namespace) -> int:
         listing = args.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
         print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
-    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written.")
+    accept = f", accept length {report.stats.accept_length:.2f}" if args.draft is not None else ""
+    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
     return 0
 
 

@@ -356,7 +356,7 @@ def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_capture_that_was_stopped_goes_on_and_gives_the_same(
     make_run: Callable, number: signal.Signals
 ) -> None:
