@@ -37,5 +37,20 @@ def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER)
 def sync_files(folder: Path) -> None:
     """Return when the bytes of every file in ``folder`` are on the disk."""
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Return when the bytes of ``path`` are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader sees the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

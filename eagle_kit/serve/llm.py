@@ -316,7 +316,7 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
@@ -326,7 +326,7 @@ class LLM:
 
         Args:
             prompts: see :meth:`tokenize`.
-            params: the same for all; default greedy, 256 tokens.
+            params: the same for all, or those of each prompt; default greedy, 256 tokens.
             shape: speculation shape of this call, or several by batch size.
             progress: show a progress bar.
             on_finish: called with (index, reply) as replies finish.
@@ -337,9 +337,13 @@ class LLM:
         """
         if isinstance(prompts, str):
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
-        params = params or SamplingParams()
+        laws = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(laws) != len(prompts):
+            raise UserError(
+                f"{len(prompts)} prompts have {len(laws)} sampling parameters.", "Give one for each prompt."
+            )
         engine = self.engine(None if shape is None else ShapeTable.parse(shape))
-        requests = [self.make_request(prompt, params) for prompt in prompts]
+        requests = [self.make_request(*pair) for pair in zip(prompts, laws, strict=True)]
         for i, request in enumerate(requests):
             try:
                 engine.check_request(request)

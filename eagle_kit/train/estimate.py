@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.data.state_format import bytes_per_token
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
@@ -153,6 +154,7 @@ def make_estimate(
     """
     training = config.training
     cached = training.cache_hidden_states == "disk"
+    kept = cached or config.data.store is not None
     params = num_draft_weights(draft)
     number = 2.0 if training.precision == "bfloat16" else 4.0
     target_bytes = number * num_target_weights(target)
@@ -170,10 +172,12 @@ def make_estimate(
         "best": 4.0 * params,
     }
     if cached:
-        states = (len(draft.aux_layer_ids) + 1) * target.hidden_size
-        disk["captured states"] = number * states * config.data.max_length * num_rows
+        per_token = bytes_per_token(
+            training.state_format, training.precision, len(draft.aux_layer_ids), target.hidden_size
+        )
+        disk["captured states"] = float(per_token * config.data.max_length * num_rows)
     capture, rate = capture_flops(target, work), flops_per_s * EXPECTED_EFFICIENCY
-    needed = (head_flops(draft, work) + (0.0 if cached else capture)) * forwards_per_step
+    needed = (head_flops(draft, work) + (0.0 if kept else capture)) * forwards_per_step
     return Estimate(
         memory=memory,
         disk=disk,

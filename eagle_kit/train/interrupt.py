@@ -16,7 +16,8 @@ class Interrupt:
         requested: a signal has arrived.
     """
 
-    def __init__(self, announce: bool = True) -> None:
+    def __init__(self, announce: bool = True, promise: str = "this step is finished and saved first") -> None:
+        self._promise = promise
         self.requested = False
         self._announce = announce
         self._previous: dict[signal.Signals, Any] = {}
@@ -36,7 +37,7 @@ class Interrupt:
         self._restore()
         if self._announce:
             print(
-                "\nStopping: this step is finished and saved first; press Ctrl-C again to drop it.",
+                f"\nStopping: {self._promise}; press Ctrl-C again to drop it.",
                 file=sys.stderr,
             )
 

@@ -86,15 +86,13 @@ def cpu_processes_to_start(environ: Mapping[str, str], parent_command: Sequence[
     return 1 if (args.num_machines or 1) > 1 else max(1, args.num_processes)
 
 
-def start_cpu_processes(count: int, argv: Sequence[str]) -> int:
-    """Run ``python -m eagle_kit.train argv`` in ``count`` processes that find each other.
+def start_cpu_processes(count: int, argv: Sequence[str], module: str = "eagle_kit.train") -> int:
+    """Run ``python -m module argv`` in ``count`` processes that find each other.
 
     Returns their exit code. SIGINT and SIGTERM are passed on once; when one fails, the others are ended.
     """
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "eagle_kit.train", *argv], env=environment, start_new_session=True
-        )
+        subprocess.Popen([sys.executable, "-m", module, *argv], env=environment, start_new_session=True)
         for environment in _environments(count)
     ]
 

@@ -101,6 +101,8 @@ class Trainer:
         self.head, optimizer_state = self._make_head()
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.ingredients, self.head.config)
+        if optimizer_state is not None:
+            self._check_states("computed" if store is None or store.is_exact else store.format)
         self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
         if optimizer_state is not None:
             last = folder.checkpoints()[-1][1]
@@ -138,8 +140,11 @@ class Trainer:
                 self.folder.discard()
             raise
         self.judge = self._make_judge()
-        with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
-            why = self._step_until_stopped(interrupt)
+        try:
+            with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
+                why = self._step_until_stopped(interrupt)
+        finally:
+            self.stepper.close()
         self._print(f"{why} The run is in {self.folder.path}.")
         self._report()
         if self.accelerator.is_main_process:
@@ -282,6 +287,17 @@ class Trainer:
         vocab = found.data.vocab_map
         return new_head(config, draft, found.target, found.folder, vocab, device), None
 
+    def _check_states(self, now: str) -> None:
+        """Raise UserError when the run learned from states of another format than there are now."""
+        data = read_metadata(self.folder.checkpoints()[-1][1]).get("data")
+        before = data.get("states", "computed") if isinstance(data, dict) else "computed"
+        if before != now:
+            raise UserError(
+                f"The run in {self.folder.path} learned from states in the format {before}, and these are "
+                f"{now}.",
+                "Restore them, or start a new run with output_dir=FOLDER.",
+            )
+
     def _make_judge(self) -> Judge | None:
         """The judge of this process's share of the prompts; None when nothing is judged."""
         settings = self.config.judge
@@ -292,7 +308,10 @@ class Trainer:
         return Judge(self.ingredients.target, self.prompts[rank::count], settings, cache)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
-        return metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
+        about = metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
+        store = self.stepper.store
+        about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
+        return about
 
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:

@@ -1,10 +1,10 @@
 """`metrics.jsonl` and `judge.jsonl`: one JSON object a line, one line a step, no step twice."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.checkpoints.disk import write_text_atomically as write_text_atomically
 from eagle_kit.core.errors import UserError
 
 
@@ -44,13 +44,3 @@ class JsonLines:
                 f"{self.path} could not be written: {error.strerror or error}.",
                 "Free some space or repair the folder, then go on with --resume.",
             ) from error
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -18,7 +18,7 @@ from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.train.trackers import tracker_options
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
 PATIENCE = timedelta(hours=3)
 """How long a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
@@ -33,12 +33,8 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
         raise UserError(
             "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
         ) from None
-    on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-        "true",
-        "1",
-    )
     accelerator = Accelerator(
-        cpu=on_cpu,
+        cpu=_is_on_cpu(),
         mixed_precision="bf16" if config.training.precision == "bfloat16" else "no",
         log_with=list(tracker_options(config)) or None,
         project_config=ProjectConfiguration(
@@ -47,12 +43,35 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     _check_shares(config, accelerator.num_processes)
-    if accelerator.device.type == "cpu":
+    _set_up(accelerator.device, config)
+    return accelerator
+
+
+def make_process_state(config: TrainConfig) -> "PartialState":
+    """Processes and device alone, set up as for training, so that the target computes the same."""
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise UserError(
+            "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
+        ) from None
+    state = PartialState(cpu=_is_on_cpu())
+    _set_up(state.device, config)
+    return state
+
+
+def _is_on_cpu() -> bool:
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return asked or not torch.cuda.is_available()
+
+
+def _set_up(device: torch.device, config: TrainConfig) -> None:
+    """Memory and threads of a CPU, TF32 of a GPU."""
+    if device.type == "cpu":
         keep_large_blocks()
         _share_cores(config.training.cpu_threads)
     elif config.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
-    return accelerator
 
 
 def sum_gradients(accelerator: "Accelerator", parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -1,22 +1,26 @@
-"""Replies by the target itself: the human turns of a conversation source, answered greedily.
+"""Replies by the target itself: the human turns of a conversation source, answered by its own engine.
 
 A draft is judged on what the target says, so that is what it should learn from; the replies of ShareGPT are
 another model's. The result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines in the order of
 the source, which the data reader takes as it is. Lines are written as groups of conversations are done, so a
-run that was broken off goes on where it stopped.
+run that was broken off goes on where it stopped. Every reply has a seed of its own, a hash of the run's seed
+and of all that was said before: a reply is the same in any batch, shard or session, with a draft and without.
 """
 
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.disk import check_writable
+from eagle_kit.checkpoints.disk import check_writable, write_text_atomically
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.records import Conversation, SkipLog, read_conversations
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 GROUP_FACTOR = 8
 """Conversations answered together per running request, so that short replies do not leave the batch empty."""
 ANOTHER_FILE = "Give --out another file."
+_Key = tuple[str, str]
+"""A conversation's id and its first human turn: ids alone need not be different."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class RegenerateOptions:
         max_turns: human turns answered per conversation.
         max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
+        temperature, top_k, top_p, min_p: the law that replies are drawn from, as in ``SamplingParams``;
+            temperature 0 is greedy.
+        seed: of the draws.
         shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). Files of
             all shards together are what one process would have written.
     """
@@ -47,6 +56,11 @@ class RegenerateOptions:
     max_prompt_tokens: int = 1024
     with_ids: bool = False
     shard: tuple[int, int] = (0, 1)
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens", "max_turns", "max_prompt_tokens"):
@@ -56,6 +70,18 @@ class RegenerateOptions:
         part, parts = self.shard
         if not 0 <= part < parts:
             raise UserError(f"shard is {part}/{parts}.", "Count the shards of n from 0/n to (n-1)/n.")
+        self.params(0)
+
+    def params(self, seed: int) -> SamplingParams:
+        """The law of a reply. Raises UserError for one that there is not."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=seed,
+        )
 
 
 @dataclass
@@ -65,6 +91,7 @@ class RegenerateReport:
     num_written: int = 0
     num_found: int = 0
     num_reply_tokens: int = 0
+    stats: SpecStats = field(default_factory=SpecStats)
     skipped: SkipLog = field(default_factory=SkipLog)
 
 
@@ -77,6 +104,11 @@ class _Dialogue:
     waiting: list[str]
     finish_reasons: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+
+    def seed(self, seed: int) -> int:
+        """Of the next reply: a hash of the run's seed, all that was said, and so of the turn."""
+        text = json.dumps([seed, self.ask()], ensure_ascii=False)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def ask(self) -> list[dict[str, str]]:
         """The prompt of the next turn as messages."""
@@ -91,35 +123,46 @@ class _Dialogue:
 
 
 def regenerate(
-    llm: "LLM", source: str, out: str | Path, options: RegenerateOptions, *, progress: bool = True
+    llm: "LLM",
+    source: str,
+    out: str | Path,
+    options: RegenerateOptions,
+    *,
+    target: str = "",
+    progress: bool = True,
 ) -> RegenerateReport:
     """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``.
 
-    Conversations with the same first ``max_turns`` human turns are answered once.
+    Conversations with the same system messages and first ``max_turns`` human turns are answered once. What
+    decides the replies is kept beside ``out``, in ``NAME.settings.json``.
 
     Args:
         llm: the target, with or without a draft: the replies are the same.
         source: as :func:`eagle_kit.data.records.read_conversations` takes it.
         out: a JSONL file, made or continued; a half-written last line is dropped.
-        options: limits.
+        options: limits and law.
+        target: what tells its weights from others'; empty is not compared.
         progress: show a bar.
 
     Raises:
-        UserError: an unreadable source, or an ``out`` that holds something else.
+        UserError: an unreadable source, or an ``out`` that holds something else, or replies that were made
+            otherwise, with the setting.
     """
     from tqdm import tqdm
 
     path, report = Path(out), RegenerateReport()
     check_out(path)
     done = _read_done(path)
-    report.num_found = len(done)
-    left = None if options.limit is None else max(options.limit - len(done), 0)
+    report.num_found = sum(done.values())
+    settings = _settings(source, options, target)
+    _check_settings(path, settings, report.num_found)
+    left = None if options.limit is None else max(options.limit - report.num_found, 0)
     if left == 0:
         return report
     dialogues = _new_dialogues(llm, source, options, done, report.skipped)
-    params = SamplingParams(max_tokens=options.max_tokens)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(_settings_path(path), json.dumps(settings, indent=1) + "\n")
         opened = path.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
@@ -128,13 +171,14 @@ def regenerate(
         tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar,
     ):
         for group in _groups(islice(dialogues, left), GROUP_FACTOR * llm.max_batch_size):
-            report.num_reply_tokens += _answer(llm, group, params, options.max_prompt_tokens)
+            _answer(llm, group, options, report)
             for dialogue in group:
                 file.write(_line(dialogue, options.with_ids))
             file.flush()
             os.fsync(file.fileno())
             report.num_written += len(group)
-            bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens", refresh=False)
+            accept = f", accept length {report.stats.accept_length:.2f}" if report.stats.num_verifies else ""
+            bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens{accept}", refresh=False)
             bar.update(len(group))
     return report
 
@@ -146,38 +190,43 @@ def check_out(path: Path) -> None:
     check_writable(path.parent, ANOTHER_FILE)
 
 
-def _answer(llm: "LLM", group: Sequence[_Dialogue], params: SamplingParams, max_prompt_tokens: int) -> int:
-    """Answer every turn of ``group``, turn by turn; returns the number of reply tokens."""
-    num_tokens = 0
+def _answer(
+    llm: "LLM", group: Sequence[_Dialogue], options: RegenerateOptions, report: RegenerateReport
+) -> None:
+    """Answer every turn of ``group``, turn by turn; counts reply tokens and acceptance in ``report``."""
     while asking := [dialogue for dialogue in group if dialogue.waiting]:
         prompts = [llm.tokenize(dialogue.ask()) for dialogue in asking]
-        fits = [len(prompt) <= max_prompt_tokens for prompt in prompts]
+        fits = [len(prompt) <= options.max_prompt_tokens for prompt in prompts]
         for dialogue, fit in zip(asking, fits, strict=True):
             if not fit:
                 dialogue.waiting = []
         asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
-        outputs = llm.generate([prompt for prompt, fit in zip(prompts, fits, strict=True) if fit], params)
+        laws = [options.params(dialogue.seed(options.seed)) for dialogue in asking]
+        outputs = llm.generate([prompt for prompt, fit in zip(prompts, fits, strict=True) if fit], laws)
         for dialogue, output in zip(asking, outputs, strict=True):
             dialogue.take(output)
-            num_tokens += len(output.token_ids)
-    return num_tokens
+            report.num_reply_tokens += len(output.token_ids)
+            report.stats.add(output.stats)
 
 
 def _new_dialogues(
-    llm: "LLM", source: str, options: RegenerateOptions, done: set[str], skipped: SkipLog
+    llm: "LLM", source: str, options: RegenerateOptions, done: Counter[_Key], skipped: SkipLog
 ) -> Iterator[_Dialogue]:
     """The conversations of ``source`` that are still to be answered, each once."""
-    seen: set[tuple[str, ...]] = set()
+    seen: set[str] = set()
     for conversation in read_conversations(source, skipped=skipped):
         system, turns = _human_turns(conversation, options.max_turns)
         if not turns:
             skipped.add(conversation.where, "no human turn")
             continue
-        if tuple(turns) in seen:
+        if (asked := json.dumps([system, turns])) in seen:
             skipped.add(conversation.where, "the same human turns as an earlier conversation")
             continue
-        seen.add(tuple(turns))
-        if (len(seen) - 1) % options.shard[1] != options.shard[0] or conversation.id in done:
+        seen.add(asked)
+        if (len(seen) - 1) % options.shard[1] != options.shard[0]:
+            continue
+        if done[conversation.id, turns[0]]:
+            done[conversation.id, turns[0]] -= 1
             continue
         dialogue = _Dialogue(conversation.id, system, turns)
         if len(llm.tokenize(dialogue.ask())) > min(options.max_prompt_tokens, llm.max_context - 1):
@@ -217,22 +266,51 @@ def _line(dialogue: _Dialogue, with_ids: bool) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _read_done(path: Path) -> set[str]:
-    """Ids in an earlier run's file, its half-written last line cut off. Raises UserError for another file."""
+def _settings(source: str, options: RegenerateOptions, target: str) -> dict[str, Any]:
+    """What decides the replies, as it is kept beside them."""
+    free = ("limit",)
+    about = {name: value for name, value in asdict(options).items() if name not in free}
+    return json.loads(json.dumps({"source": str(source), "target": target, **about}))
+
+
+def _settings_path(path: Path) -> Path:
+    return path.with_suffix(".settings.json")
+
+
+def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
+    """Raise UserError when the replies that are there were made otherwise. Older files have no settings."""
+    try:
+        before = json.loads(_settings_path(path).read_text(encoding="utf-8")) if num_found else {}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
+    for name, value in settings.items():
+        if name in before and before[name] != value and "" not in (before[name], value):
+            raise UserError(
+                f"The replies in {path} were made with {name} {before[name]}, but now it is {value}.",
+                f"Restore it. {ANOTHER_FILE}",
+            )
+
+
+def _read_done(path: Path) -> Counter[_Key]:
+    """Conversations in an earlier run's file, its half-written last line cut off. Raises UserError for
+    another file."""
     if not path.exists():
-        return set()
+        return Counter()
     try:
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.", ANOTHER_FILE) from error
     whole = text.rfind(b"\n") + 1
-    done = set()
+    done: Counter[_Key] = Counter()
     for number, line in enumerate(text[:whole].splitlines(), start=1):
         try:
             record = json.loads(line)
-            done.add(str(record["id"]))
             record["finish_reasons"]
-        except (ValueError, KeyError, TypeError):
+            first = next(turn["content"] for turn in record["messages"] if turn["role"] == "user")
+            done[str(record["id"]), str(first)] += 1
+        except (ValueError, KeyError, TypeError, StopIteration):
             raise UserError(
                 f"{path}, line {number}, was not written by regeneration.", ANOTHER_FILE
             ) from None

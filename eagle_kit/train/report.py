@@ -107,7 +107,7 @@ def estimate_run(
 
 def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
     """Packed rows that ``steps`` visit and the store lacks; 0 without a store."""
-    if stepper.store is None:
+    if stepper.store is None or not stepper.store.can_grow:
         return 0
     missing = set(range(stepper.order.num_rows)) - stepper.store.rows()
     total = len(missing)
@@ -137,7 +137,7 @@ def metadata(
         "target": config.target,
         "command": command,
         "data": {
-            "source": config.data.source,
+            "source": config.data.source or config.data.store,
             "conversations": data.num_conversations,
             "tokens": data.num_tokens,
             "supervised_tokens": data.num_supervised_tokens,

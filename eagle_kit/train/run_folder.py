@@ -25,6 +25,7 @@ from eagle_kit.train.metrics import JsonLines, write_text_atomically
 FREE_TO_CHANGE = (
     "output_dir",
     "data.cache_dir",
+    "data.store",
     "data.preview",
     "training.cache_hidden_states",
     "training.cpu_threads",

@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_kit.checkpoints.validate import template_hash
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.data.dataset import PreparedData, cache_root, prepare_dataset
+from eagle_kit.core.errors import UserError
+from eagle_kit.data import state_manifest
+from eagle_kit.data.dataset import PreparedData, cache_root
+from eagle_kit.data.states import StateStore
+from eagle_kit.data.stored import dataset_of
+from eagle_kit.data.vocab_map import tokenizer_hash
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
-from eagle_kit.models.source import load_tokenizer, resolve_target
-from eagle_kit.train.cache import StateStore, target_fingerprint
+from eagle_kit.models.source import load_tokenizer, resolve_target, target_fingerprint, target_revision
 from eagle_kit.train.sizes import HeadArchitecture
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
 
 @dataclass
@@ -35,12 +40,12 @@ class Ingredients:
     data: PreparedData
 
 
-def gather(config: TrainConfig, accelerator: "Accelerator") -> Ingredients:
+def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> Ingredients:
     """Resolve and load the target, prepare the data. The main process goes first and fills the caches."""
     with accelerator.local_main_process_first():
         folder = resolve_target(config.target)
         tokenizer = load_tokenizer(folder)
-        data = prepare_dataset(
+        data = dataset_of(
             config.data,
             tokenizer,
             config.head.vocab_size,
@@ -53,15 +58,73 @@ def gather(config: TrainConfig, accelerator: "Accelerator") -> Ingredients:
 
 
 def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> StateStore | None:
-    """The store of captured states, when the config asks for one."""
-    if config.training.cache_hidden_states == "off":
+    """The captured states that the config asks for: those of ``data.store``, or the cache's, or none.
+
+    Raises:
+        UserError: a store of other states than this run needs, with the differing field, one that is not
+            whole, or damaged.
+    """
+    training = config.training
+    manifest = states_manifest(config, ingredients, draft)
+    if config.data.store is not None:
+        return _given_store(config, manifest)
+    if training.cache_hidden_states == "off":
+        if training.state_format != "computed":
+            raise UserError(
+                f"training.state_format is {training.state_format}, but no states are kept.",
+                "Set training.cache_hidden_states=disk or data.store, or leave the format out.",
+            )
         return None
-    identity = {
-        "target": target_fingerprint(ingredients.folder),
-        "data": ingredients.data.fingerprint,
+    folder = cache_root(config.data) / "states" / state_manifest.key(manifest)
+    return StateStore(folder, manifest, ingredients.data.folder)
+
+
+def states_manifest(
+    config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture, **made: Any
+) -> dict[str, Any]:
+    """The manifest of states of this run's rows. ``made``: who made them, when and how."""
+    data, settings = ingredients.data, config.data
+    return {
+        "version": state_manifest.VERSION,
+        "target": {
+            "name": config.target,
+            "revision": target_revision(ingredients.folder),
+            "weights": target_fingerprint(ingredients.folder),
+        },
+        "tokenizer": tokenizer_hash(ingredients.tokenizer),
+        "template": template_hash(ingredients.tokenizer),
         "layer_ids": list(draft.aux_layer_ids),
         "layer_ids_are": "inputs of layers",
+        "last_hidden_state": "after the final norm",
         "precision": config.training.precision,
-        "ttt_length": config.training.ttt_length,
+        "format": config.training.state_format,
+        "hidden_size": ingredients.target.config.hidden_size,
+        "data": {
+            "fingerprint": data.fingerprint,
+            "source": settings.source,
+            "limit": settings.limit,
+            "max_length": settings.max_length,
+            "eval_conversations": settings.eval_conversations,
+            "rows": len(data),
+            "tokens": data.num_tokens,
+            "supervised_tokens": data.num_supervised_tokens,
+        },
+        "made": made,
     }
-    return StateStore(cache_root(config.data) / "states", identity)
+
+
+def _given_store(config: TrainConfig, manifest: dict[str, Any]) -> StateStore:
+    store = StateStore(Path(str(config.data.store)).expanduser())
+    wanted = state_manifest.identity(manifest)
+    if "state_format" not in config.training.model_fields_set:
+        del wanted["format"]
+    state_manifest.check_fields(
+        store.folder, store.manifest, wanted, "Change the config, or capture for it.", "for this run"
+    )
+    if missing := store.missing():
+        made = store.manifest.get("made", {}).get("command")
+        raise UserError(
+            f"The store {store.folder} lacks {len(missing)} of {store.manifest['data']['rows']} rows.",
+            f"Finish it: {made or 'run its eagle-kit data capture command again'}",
+        )
+    return store

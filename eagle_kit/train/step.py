@@ -3,20 +3,22 @@
 Legend: T packed tokens of a forward, K steps of training-time test.
 """
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.data.states import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
-from eagle_kit.train.cache import StateStore
 from eagle_kit.train.clock import StepClock
 from eagle_kit.train.ema import Ema
+from eagle_kit.train.features import FeatureSource
 from eagle_kit.train.noise import add_noise
 from eagle_kit.train.optimizer import make_optimizer, set_learning_rate
 from eagle_kit.train.order import DataOrder
@@ -24,7 +26,7 @@ from eagle_kit.train.parallel import sum_gradients, sum_numbers
 from eagle_kit.train.schedule import Schedule, ttt_length_at
 from eagle_kit.train.setup import Ingredients
 from eagle_kit.train.state import TrainState
-from eagle_kit.train.teacher import TargetFeatures, capture_features
+from eagle_kit.train.teacher import TargetFeatures
 from eagle_kit.train.ttt import Objective, ttt_forward_backward
 
 if TYPE_CHECKING:
@@ -110,13 +112,14 @@ class Stepper:
     ) -> None:
         training = config.training
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
+        self.seed, self._expected_step = config.seed, -1
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
-        self.seed = config.seed
         self.optimizer = make_optimizer(head, training)
         self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
         objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight)
         self.objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
         self.parameters = [p for p in head.parameters() if p.requires_grad]
+        self.features = FeatureSource(self.target, head.capture, store)
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
         self.forwards_per_step = training.gradient_accumulation or share
@@ -128,6 +131,8 @@ class Stepper:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
         started = time.perf_counter()
         clock = StepClock(self.accelerator.device)
+        if state.step != self._expected_step:
+            self.features.expect(self._rows_from(state.step))
         forwards = self._forwards(state.step)
         clock.lap("data")
         steps = self._ttt_length(state.step)
@@ -160,6 +165,9 @@ class Stepper:
         clock.lap("communication")
         seconds = time.perf_counter() - started
         state.step += 1
+        self._expected_step = state.step
+        if int(self.order.epoch_of(state.step)) > int(self.order.epoch_of(state.step - 1)):
+            self.features.flush()  # the next epoch may give these rows to another process
         state.tokens += tokens
         state.supervised_tokens += int(counts[0])
         state.seconds += seconds
@@ -178,14 +186,29 @@ class Stepper:
             clock=clock,
         )
 
+    def close(self) -> None:
+        """Stop reading ahead; states that wait for their shard are written."""
+        self._expected_step = -1
+        self.features.close()
+
     def _forwards(self, step: int) -> list[Forward]:
-        accelerator, size = self.accelerator, self.rows_per_forward
-        mine = self.order.share_of(step, accelerator.process_index, accelerator.num_processes)
         length, rule = self._ttt_length(step), self.training.loss_rows
         return [
-            make_forward(self.data, mine[i : i + size], length, accelerator.device, rule)
-            for i in range(0, len(mine), size)
+            make_forward(self.data, rows, length, self.accelerator.device, rule)
+            for rows in self._rows_of(step, self.order)
         ]
+
+    def _rows_of(self, step: int, order: DataOrder) -> list[list[int]]:
+        """The rows of each forward of this process."""
+        size = self.rows_per_forward
+        mine = order.share_of(step, self.accelerator.process_index, self.accelerator.num_processes)
+        return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+    def _rows_from(self, first: int) -> Iterator[list[int]]:
+        """:meth:`_rows_of` of all steps from ``first``, for another thread, so with an order of its own."""
+        order = DataOrder(len(self.data), self.training.sequences_per_step, self.seed)
+        for step in itertools.count(first):
+            yield from self._rows_of(step, order)
 
     def _ttt_length(self, step: int) -> int:
         """Steps of training-time test, which a curriculum lets grow."""
@@ -208,7 +231,7 @@ class Stepper:
             normalisation = self.training.loss_normalisation
             weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
             clock.lap("data")
-            features = self._features(forward)
+            features = self.features.get(forward)
             clock.lap("capture")
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
@@ -227,19 +250,6 @@ class Stepper:
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
         return [total, *sums.flatten().tolist()]
-
-    def _features(self, forward: Forward) -> TargetFeatures:
-        """The target's view of the rows, from the store when it holds all of them."""
-        if self.store is not None:
-            kept = self.store.load(forward.numbers, forward.ids.device)
-            if kept is not None:
-                return TargetFeatures(**kept)
-        features = capture_features(
-            self.target, forward.ids, forward.doc_start, self.head.capture, forward.plan.needed
-        )
-        if self.store is not None:
-            self.store.save(forward.numbers, forward.lengths, features._asdict())
-        return features
 
     def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
         """What the head reads in training; the teacher's state stays as it is."""

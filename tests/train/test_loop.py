@@ -147,7 +147,7 @@ def test_captured_states_on_disk_train_to_the_bit(make_run: Callable) -> None:
     run = make_run(training={"max_steps": 12})
     assert run() == 0
     assert run("training.cache_hidden_states=disk", "output_dir=" + str(run.folder / "first")) == 0
-    assert list((run.folder / "cache").rglob("row-*.safetensors"))
+    assert list((run.folder / "cache").rglob("states-*.safetensors"))
     assert run("training.cache_hidden_states=disk", "output_dir=" + str(run.folder / "second")) == 0
     assert run.metrics() == run.metrics("first") == run.metrics("second")
 

@@ -94,6 +94,25 @@ def test_the_same_human_turns_are_answered_once(tmp_path):
     assert sum(report.skipped.counts.values()) == 1
 
 
+def test_the_same_turns_under_other_system_messages_are_other_conversations(tmp_path):
+    kind = _source(tmp_path, [["a"], ["a"]], system="be kind")
+    lines = (tmp_path / "chats.jsonl").read_text().splitlines()
+    (tmp_path / "chats.jsonl").write_text("\n".join([*lines, lines[0].replace("kind", "brief")]) + "\n")
+    _run(Parrot(), kind, tmp_path / "out.jsonl")
+    assert [r["messages"][0]["content"] for r in _records(tmp_path / "out.jsonl")] == ["be kind", "be brief"]
+
+
+def test_conversations_of_one_id_are_each_answered_when_a_broken_run_goes_on(tmp_path):
+    source, out = _source(tmp_path, [[f"turn {n}"] for n in range(4)]), tmp_path / "out.jsonl"
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(chats.read_text().replace('"c1"', '"c0"').replace('"c2"', '"c0"'))
+    _run(Parrot(), source, out, limit=1)
+    _run(Parrot(), source, out, limit=2)
+    _run(Parrot(), source, out)
+    turns = [record["messages"][0]["content"] for record in _records(out)]
+    assert turns == [f"turn {n}" for n in range(4)]
+
+
 def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
     source = _source(tmp_path, [[f"turn {n}", f"more {n}"] for n in range(40)])
     straight, broken = tmp_path / "straight.jsonl", tmp_path / "broken.jsonl"
