@@ -12,6 +12,7 @@ import torch
 
 from eagle_kit.checkpoints import mtp
 from eagle_kit.checkpoints.disk import ANOTHER_FOLDER, check_disk_space, sync_files
+from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import (
     canonical_tensors,
     config_from_dict,
@@ -25,6 +26,7 @@ from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import check_tensors, read_json, read_safetensors
@@ -115,6 +117,10 @@ def _published(head: DraftHead, dtype: torch.dtype) -> tuple[dict[str, torch.Ten
     """Tensors and config of a head in its published layout."""
     if isinstance(head, MTPHead):
         return mtp.to_published(head, dtype), mtp.config_to_dict(head.config)
+    if isinstance(head, Eagle1Head):
+        from eagle_kit.checkpoints import eagle1
+
+        return eagle1.to_published(head, dtype), eagle1.config_to_dict(head.config)
     assert isinstance(head, Eagle3Head)
     config = config_to_dict(head.config)
     config["eagle_kit"] |= {"vocab_map": map_fingerprint(head.d2t)}
@@ -193,7 +199,8 @@ def load_draft(
     *,
     target: LlamaModel | None = None,
 ) -> DraftHead:
-    """Load a draft of ours or of another trainer: an EAGLE-3 head, or MTP modules in a folder of their own.
+    """Load a draft of ours or of another trainer: an EAGLE-3 or EAGLE-1 head, or MTP modules in a folder of
+    their own.
 
     Tensors may be named ``midlayer.*`` or ``layers.0.*``; ``t2d`` may be missing and ``d2t`` unsorted;
     weights may be a ``pytorch_model.bin``.
@@ -201,7 +208,7 @@ def load_draft(
     Args:
         dtype: of the weights in memory; RoPE frequencies stay fp32.
         target: needed only by drafts that name no layer ids, or have no ``lm_head`` because they share the
-            target's. MTP modules are bound to it.
+            target's. MTP modules and EAGLE-1 heads are bound to it.
 
     Raises:
         UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible vocabulary
@@ -210,6 +217,10 @@ def load_draft(
     folder = Path(folder)
     if folder.is_dir() and mtp.is_mtp_config(read_json(folder / CONFIG)):
         return mtp.load_mtp(folder, dtype, device, target=target)
+    if folder.is_dir() and algorithm_of(folder) == "EAGLE":
+        from eagle_kit.checkpoints.eagle1 import load_eagle1
+
+        return load_eagle1(folder, target).train().requires_grad_(True).to(device=device, dtype=dtype)
     config = read_draft_config(folder, None if target is None else target.config)
     state = read_state(folder, config)
     if HEAD not in state:

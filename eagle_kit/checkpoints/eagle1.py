@@ -1,9 +1,13 @@
-"""Load and check published EAGLE-1/2 heads: ``fc``, one layer named ``layers.0``, no output layer.
+"""Save, load and check EAGLE-1/2 heads: ``fc``, one layer named ``layers.0``, no output layer.
 
 Releases bring a copy of the target's embedding, some of its output layer too; both were frozen in training.
 As in SGLang the target's own are used, and a copy that is not the target's is only reported: the head was
 made for other weights then. Whether ``fc`` and attention have biases is known by the tensors, since many
 configs do not say it.
+
+Ours bring neither copy and are called ``LlamaForCausalLMEagle``, as SGLang wants it. SGLang's ``fc`` always
+has a bias, vLLM's never; EAGLE's key for it, ``bias``, is written only where there is none, because SGLang
+and vLLM take it for biases of attention.
 """
 
 import warnings
@@ -15,7 +19,8 @@ import torch
 from eagle_kit.checkpoints.copies import is_copy
 from eagle_kit.checkpoints.draft import read_draft_tensors
 from eagle_kit.checkpoints.layout import ARCHITECTURES as EAGLE3_ARCHITECTURES
-from eagle_kit.checkpoints.validate import OWN_TARGET, Finding
+from eagle_kit.checkpoints.layout import rope_to_dict
+from eagle_kit.checkpoints.validate import OWN_TARGET, Finding, check_name, check_template
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig, read_rope
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
@@ -30,6 +35,7 @@ from eagle_kit.models.loader import (
 from eagle_kit.models.published import FUSED, published_names
 from eagle_kit.models.source import resolve_target
 
+ARCHITECTURE = "LlamaForCausalLMEagle"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LAYER = "layers.0."
 BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
@@ -45,14 +51,22 @@ class Eagle1Files(NamedTuple):
     copies: dict[str, torch.Tensor]
 
 
-def load_eagle1(folder: str | Path, target: LlamaModel) -> Eagle1Head:
-    """Load an EAGLE-1/2 head for ``target``, in fp32 on the CPU. Warns when it was made for other weights.
+def load_eagle1(folder: str | Path, target: LlamaModel | None = None) -> Eagle1Head:
+    """Load an EAGLE-1/2 head, in fp32 on the CPU. Warns when it was made for other weights than ``target``'s.
+
+    Args:
+        target: whose output layer is used; without it, the head must be bound before it runs.
 
     Raises:
         UserError: a corrupt file, another size than the target's, or tensors that are missing, unexpected or
             misshapen, by name.
     """
     config, tensors, copies = read_eagle1(folder)
+    head = Eagle1Head(config)
+    head.load_state_dict(_fuse({name: value.float() for name, value in tensors.items()}))
+    head.eval().requires_grad_(False)
+    if target is None:
+        return head
     ours = target.config
     if (config.hidden_size, config.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise UserError(
@@ -68,9 +82,43 @@ def load_eagle1(folder: str | Path, target: LlamaModel) -> Eagle1Head:
                 "The target's is used, and fewer tokens may be accepted.",
                 stacklevel=2,
             )
-    head = Eagle1Head(config)
-    head.load_state_dict(_fuse({name: value.float() for name, value in tensors.items()}))
-    return head.eval().requires_grad_(False)
+    return head.bind(target.lm_head)
+
+
+def to_published(head: Eagle1Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its published name, on the CPU, in ``dtype``; nothing of the target."""
+    rows = _rows(head.config)
+    out: dict[str, torch.Tensor] = {}
+    for name, parameter in head.named_parameters():
+        value, names = parameter.detach().to("cpu", dtype), published_names(name)
+        pieces = value.split([rows[part.split(".")[-2]] for part in names]) if len(names) > 1 else [value]
+        out |= {_published_name(part): piece.clone() for part, piece in zip(names, pieces, strict=True)}
+    return out
+
+
+def config_to_dict(config: Eagle1Config) -> dict[str, Any]:
+    """``config.json`` of a head."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_out_bias,
+        **({} if config.fc_bias else {"bias": False}),
+        **({"qkv_bias": True} if config.attention_bias else {}),
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        **rope_to_dict(config.rope_theta, config.rope_scaling),
+        **({"max_position_embeddings": n} if (n := config.max_position_embeddings) else {}),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "eagle_kit": {"target": config.target, "template_hash": config.template_hash},
+    }
 
 
 def read_eagle1(folder: str | Path) -> Eagle1Files:
@@ -124,6 +172,7 @@ def read_eagle1_config(raw: dict[str, Any], folder: Path, names: set[str]) -> Ea
     theta, scaling = read_rope(raw)
     hidden, heads = _size(raw, "hidden_size", folder), _size(raw, "num_attention_heads", folder)
     kv_heads = _size(raw, "num_key_value_heads", folder, heads)
+    context, own = raw.get("max_position_embeddings"), raw.get("eagle_kit") or {}
     if heads % kv_heads:
         raise UserError(
             f"The draft in {folder} shares {kv_heads} key-value heads among {heads}.",
@@ -142,11 +191,15 @@ def read_eagle1_config(raw: dict[str, Any], folder: Path, names: set[str]) -> Ea
         attention_bias=BIASES["qkv_bias"] in names,
         attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
         fc_bias=BIASES["bias"] in names,
+        max_position_embeddings=context if isinstance(context, int) else 0,
+        target=own.get("target", ""),
+        template_hash=own.get("template_hash", ""),
     )
 
 
 def validate_eagle1(draft_folder: str | Path, target: str | Path) -> list[Finding]:
-    """Check an EAGLE-1/2 head against a target: weights, sizes, vocabulary, context, RoPE.
+    """Check an EAGLE-1/2 head against a target: weights, sizes, vocabulary, context, RoPE; template and name
+    where they are recorded, as ours are.
 
     Args:
         draft_folder: a checkpoint; when it cannot be read, that is the only finding.
@@ -155,7 +208,8 @@ def validate_eagle1(draft_folder: str | Path, target: str | Path) -> list[Findin
     Raises:
         UserError: the target cannot be found or read.
     """
-    theirs = read_target_config(resolve_target(target))
+    target_folder = resolve_target(target)
+    theirs = read_target_config(target_folder)
     try:
         config, _, copies = read_eagle1(draft_folder)
     except UserError as error:
@@ -173,6 +227,8 @@ def validate_eagle1(draft_folder: str | Path, target: str | Path) -> list[Findin
     same = (config.rope_theta, config.rope_scaling) == (theirs.rope_theta, theirs.rope_scaling)
     rope = f"base {config.rope_theta:g}, {'as' if same else 'other than'} the target's."
     findings.append(Finding("ok", "rope", rope))
+    if config.target:
+        findings += [check_template(config, target_folder), check_name(config, target_folder)]
     brought = f" It brings {' and '.join(copies)}; the target's are used." if copies else ""
     findings.append(Finding("ok", "weights", f"every tensor is there and has its shape.{brought}"))
     return findings
@@ -207,15 +263,24 @@ def published_shapes(config: Eagle1Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter that a checkpoint must have."""
     with torch.device("meta"):
         head = Eagle1Head(config)
-    kv = config.num_kv_heads * config.head_dim
-    rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
-    rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+    rows = _rows(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in head.named_parameters():
         for part in published_names(name):
             count = rows.get(part.split(".")[-2], parameter.shape[0])
-            shapes[part if part.startswith("fc.") else LAYER + part] = (count, *parameter.shape[1:])
+            shapes[_published_name(part)] = (count, *parameter.shape[1:])
     return shapes
+
+
+def _rows(config: Eagle1Config) -> dict[str, int]:
+    """Rows of the published matrices that ours stack."""
+    kv = config.num_kv_heads * config.head_dim
+    rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
+    return rows | {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+
+
+def _published_name(part: str) -> str:
+    return part if part.startswith("fc.") else LAYER + part
 
 
 def _fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

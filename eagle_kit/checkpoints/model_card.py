@@ -6,9 +6,17 @@ from typing import Any
 import torch
 
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.models.source import PACKAGED_TARGETS
 
+AnyConfig = DraftConfig | MTPConfig | Eagle1Config
+TITLES = {
+    MTPConfig: ("mtp", "MTP draft module"),
+    Eagle1Config: ("eagle", "EAGLE-1 draft head"),
+    DraftConfig: ("eagle3", "EAGLE-3 draft head"),
+}
+"""Kind of config -> tag and title."""
 SETTINGS = (
     "ttt_length",
     "learning_rate",
@@ -21,7 +29,7 @@ SETTINGS = (
 
 
 def model_card(
-    config: DraftConfig | MTPConfig,
+    config: AnyConfig,
     metadata: dict[str, Any],
     summary: dict[str, Any] | None,
     folder: str,
@@ -38,8 +46,7 @@ def model_card(
     target = config.target or "its target"
     packaged = PACKAGED_TARGETS.get(target)
     hub_id = packaged.hub_id if packaged else target
-    is_mtp = isinstance(config, MTPConfig)
-    tag, title = ("mtp", "MTP draft module") if is_mtp else ("eagle3", "EAGLE-3 draft head")
+    tag, title = TITLES[type(config)]
     sections = [
         f"---\nlibrary_name: eagle_kit\nbase_model: {hub_id}\ntags: [{tag}, speculative-decoding]\n---",
         f"# {title} for {target}",
@@ -51,9 +58,14 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def _what(config: DraftConfig | MTPConfig, packaged_from: str, dtype: torch.dtype) -> str:
+def _what(config: AnyConfig, packaged_from: str, dtype: torch.dtype) -> str:
     kind = str(dtype).removeprefix("torch.")
-    text = _what_modules(config, kind) if isinstance(config, MTPConfig) else _what_head(config, kind)
+    if isinstance(config, MTPConfig):
+        text = _what_modules(config, kind)
+    elif isinstance(config, Eagle1Config):
+        text = _what_eagle1(config, kind)
+    else:
+        text = _what_head(config, kind)
     if packaged_from:
         text += f" It was trained on a quantised copy of {packaged_from}, not on its original weights."
     return text
@@ -69,6 +81,15 @@ def _what_head(config: DraftConfig, dtype: str) -> str:
     return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
 
 
+def _what_eagle1(config: Eagle1Config, dtype: str) -> str:
+    fc = "a bias" if config.fc_bias else "no bias"
+    return (
+        f"One decoder layer of hidden size {config.hidden_size} ({_attention(config)}) in {dtype}, whose "
+        f"`fc` has {fc}. It reads the target's last states, after their norm, and then its own, and proposes any "
+        f"of {config.vocab_size} tokens through the target's output layer."
+    )
+
+
 def _what_modules(config: MTPConfig, dtype: str) -> str:
     layer, count = config.layer, config.num_modules
     inside = "an MLP" if layer.moe is None else f"{layer.moe.num_experts} experts"
@@ -82,8 +103,8 @@ def _what_modules(config: MTPConfig, dtype: str) -> str:
     )
 
 
-def _attention(config: DraftConfig | TargetConfig) -> str:
-    if config.mla is not None:
+def _attention(config: DraftConfig | TargetConfig | Eagle1Config) -> str:
+    if not isinstance(config, Eagle1Config) and config.mla is not None:
         rope = config.mla.qk_rope_head_dim
         return f"{config.num_heads} heads over latents of {config.mla.kv_lora_rank} + {rope} values"
     return f"{config.num_heads} query and {config.num_kv_heads} key-value heads of {config.head_dim}"
@@ -143,9 +164,11 @@ def _evaluation(summary: dict[str, Any] | None, target: str, folder: str) -> Ite
     yield f"* date: {summary.get('date', 'unknown')}"
 
 
-def _serve(target: str, hub_id: str, folder: str, config: DraftConfig | MTPConfig) -> str:
+def _serve(target: str, hub_id: str, folder: str, config: AnyConfig) -> str:
     if isinstance(config, MTPConfig):
         return _serve_modules(target, hub_id, folder, config.num_modules)
+    if isinstance(config, Eagle1Config):
+        return _serve_eagle1(target, hub_id, folder, config.fc_bias)
     speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 4}}'
     return f"""```sh
 eagle-kit generate --target {target} --draft {folder} --shape 5,4,16 --prompt 'Why is the sky blue?'
@@ -158,6 +181,22 @@ vllm serve {hub_id} --speculative-config '{speculative}'
 ```
 
 The commands of SGLang and vLLM follow their documentation; the tool that wrote this page did not run them."""
+
+
+def _serve_eagle1(target: str, hub_id: str, folder: str, fc_bias: bool) -> str:
+    """SGLang's ``fc`` always has a bias."""
+    text = f"""```sh
+eagle-kit generate --target {target} --draft {folder} --shape 5,4,16 --prompt 'Why is the sky blue?'
+"""
+    if not fc_bias:
+        return text + "```"
+    return f"""{text}
+python -m sglang.launch_server --model-path {hub_id} --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path {folder} \\
+    --speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16
+```
+
+The command of SGLang follows its documentation; the tool that wrote this page did not run it."""
 
 
 def _serve_modules(target: str, hub_id: str, folder: str, count: int) -> str:

@@ -12,6 +12,7 @@ from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
 from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.loader import read_json, read_target_config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.models.source import load_tokenizer, resolve_target
@@ -76,8 +77,8 @@ def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> li
         _layers(draft, target_config, raw.get("eagle_config") or {}),
         _context(draft, target_config),
         _rope(draft, target_config),
-        _template(draft, folder),
-        _name(draft, folder),
+        check_template(draft, folder),
+        check_name(draft, folder),
         _weights(draft, draft_folder),
     ]
 
@@ -90,7 +91,7 @@ def _mtp(draft_folder: Path, folder: Path, target: TargetConfig) -> list[Finding
         "vocabulary": (draft.vocab_size, target.vocab_size),
     }
     findings = [*_same(sizes), _context(draft.layer, target), _rope(draft.layer, target)]
-    findings += [_template(draft, folder), _name(draft, folder)]
+    findings += [check_template(draft, folder), check_name(draft, folder)]
     try:
         read_mtp(draft_folder)
     except UserError as error:
@@ -195,7 +196,8 @@ def _rope(draft: DraftConfig | TargetConfig, target: TargetConfig) -> Finding:
     return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
 
 
-def _template(draft: DraftConfig | MTPConfig, target_folder: Path) -> Finding:
+def check_template(draft: DraftConfig | MTPConfig | Eagle1Config, target_folder: Path) -> Finding:
+    """Whether the target's chat template is the one that the draft was trained with."""
     subject = "chat template"
     if not draft.template_hash:
         return Finding(
@@ -218,8 +220,9 @@ def _template(draft: DraftConfig | MTPConfig, target_folder: Path) -> Finding:
     )
 
 
-def _name(draft: DraftConfig | MTPConfig, target_folder: Path) -> Finding:
-    """Names may differ for the same weights (a folder, a hub id), so this only warns."""
+def check_name(draft: DraftConfig | MTPConfig | Eagle1Config, target_folder: Path) -> Finding:
+    """Whether the target has the name of the draft's. Names may differ for the same weights (a folder, a hub
+    id), so this only warns."""
     here = target_name(target_folder)
     if not draft.target:
         return Finding(

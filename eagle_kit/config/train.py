@@ -37,7 +37,14 @@ class DataConfig(_Section):
     preview: bool = True
 
 
-MTP_ONLY = {"num_modules", "init"}
+EAGLE3_KEYS = {"draft_vocab_size", "vocab_map", "aux_layer_ids", "fc_norm", "norm_output", "lm_head_init"}
+KEYS_OF_KIND = {
+    "eagle3": {*EAGLE3_KEYS, "intermediate_size"},
+    "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size"},
+    "eagle1": {"intermediate_size", "fc_bias"},
+    "mtp": {"num_modules", "init"},
+}
+"""Settings that have a meaning for each kind of head."""
 
 
 class HeadConfig(_Section):
@@ -45,15 +52,17 @@ class HeadConfig(_Section):
 
     Attributes:
         kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
-            targets that have it), or ``mtp`` (DeepSeek's multi-token prediction modules, which propose any
-            token through the target's own output layer). What follows is for EAGLE-3, except the last two.
+            targets that have it), ``eagle1`` (EAGLE-1 and 2, with a Llama layer), or ``mtp`` (DeepSeek's
+            multi-token prediction modules). The last two propose any token through the target's own output
+            layer. What follows is for EAGLE-3, except where it says otherwise.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
-        intermediate_size: width of the MLP; null is the target's.
+        intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
+        fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -61,7 +70,7 @@ class HeadConfig(_Section):
             last decoder layer) or ``random``; ``auto`` takes the first of these that can be had.
     """
 
-    kind: Literal["eagle3", "eagle3-mla", "mtp"] = "eagle3"
+    kind: Literal["eagle3", "eagle3-mla", "eagle1", "mtp"] = "eagle3"
     draft_vocab_size: int = Field(default=8192, ge=2)
     vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
@@ -69,13 +78,14 @@ class HeadConfig(_Section):
     norm_output: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
+    fc_bias: bool = True
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> "HeadConfig":
         for name, field in type(self).model_fields.items():
-            is_mine = name == "kind" or (name in MTP_ONLY) == (self.kind == "mtp")
+            is_mine = name in {"kind", *KEYS_OF_KIND[self.kind]}
             if not is_mine and getattr(self, name) != field.default:
                 raise ValueError(f"{name} has no meaning for a head of the kind {self.kind}")
         return self
@@ -83,7 +93,44 @@ class HeadConfig(_Section):
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the head can propose; None for all of them."""
-        return None if self.kind == "mtp" else self.draft_vocab_size
+        return self.draft_vocab_size if "draft_vocab_size" in KEYS_OF_KIND[self.kind] else None
+
+
+class FeatureNoise(_Section):
+    """Noise on the target's states as the head reads them; what it learns stays clean.
+
+    Attributes:
+        kind: ``uniform`` between ``-scale`` and ``scale``, or ``gaussian`` with this standard deviation.
+        scale: in units of the states.
+        per_tokens: ``scale`` is that of conversations of so many tokens, longer ones have proportionally
+            less; null is the same for all. EAGLE's noise is uniform with 0.1 per 512.
+    """
+
+    kind: Literal["uniform", "gaussian"] = "uniform"
+    scale: float = Field(gt=0.0)
+    per_tokens: int | None = Field(default=None, ge=1)
+
+
+class RegressionConfig(_Section):
+    """The loss of an EAGLE-1 head: its output shall be the target's next state, and give its next law.
+
+    Attributes:
+        feature_weight: of the smooth L1 distance to the target's state, the mean over its values (EAGLE).
+        token_weight: of the cross-entropy against the target's law over all tokens (EAGLE).
+        topk_weight: of the part of that cross-entropy that the target's best tokens make (HASS: 1.0).
+        topk: how many they are.
+    """
+
+    feature_weight: float = Field(default=1.0, ge=0.0)
+    token_weight: float = Field(default=0.1, ge=0.0)
+    topk_weight: float = Field(default=0.0, ge=0.0)
+    topk: int = Field(default=10, ge=1)
+
+    @model_validator(mode="after")
+    def _something_is_learned(self) -> "RegressionConfig":
+        if not self.feature_weight and not self.token_weight and not self.topk_weight:
+            raise ValueError("one of the weights must be above 0")
+        return self
 
 
 class TrainingConfig(_Section):
@@ -93,6 +140,9 @@ class TrainingConfig(_Section):
         ttt_length: steps K of training-time test.
         step_decay: weight of step k is ``step_decay ** k``; used when ``step_weights`` is null.
         step_weights: weight of each step, ``ttt_length`` numbers.
+        detach_steps: no gradient flows through the state that a step hands to the next (HASS).
+        feature_noise: noise on the target's states; null has none.
+        regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss_normalisation: ``tokens``: the mean over the supervised rows of the global batch, so long replies
             weigh more; ``sequence``: the mean over conversations of each one's own mean. Both divide by the
             sum of the step weights, so that the learning rate does not depend on ``ttt_length``.
@@ -120,6 +170,9 @@ class TrainingConfig(_Section):
     ttt_length: int = Field(default=7, ge=1, le=32)
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
+    detach_steps: bool = False
+    feature_noise: FeatureNoise | None = None
+    regression: RegressionConfig | None = None
     loss_normalisation: Literal["tokens", "sequence"] = "tokens"
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -223,3 +276,14 @@ class TrainConfig(_Section):
     training: TrainingConfig = TrainingConfig()
     judge: JudgeConfig = JudgeConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _loss_fits_the_head(self) -> "TrainConfig":
+        if self.training.regression is not None and self.head.kind != "eagle1":
+            raise ValueError(f"training.regression has no meaning for a head of the kind {self.head.kind}")
+        return self
+
+    @property
+    def regression(self) -> RegressionConfig | None:
+        """Weights of the loss of an EAGLE-1 head; None for other kinds."""
+        return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None

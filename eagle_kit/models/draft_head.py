@@ -8,7 +8,7 @@ embedding of the token *after* it, and predicts the token after that one. Its de
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def last_norm(self) -> RMSNorm:
-        """The norm in front of :attr:`output`; its weight tells dtype and device."""
+        """The norm in front of :attr:`output`, or the head's last one; its weight tells dtype and device."""
 
     @property
     def cache(self) -> CacheSpec:
@@ -118,3 +118,31 @@ class DraftHead(nn.Module, ABC):
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
         """:meth:`forward`'s output ``[T, H]`` -> logits over the draft vocabulary ``[T, Vd]``."""
         return self.output(self.norm_for_head(fed_back))
+
+
+class TiedHead(DraftHead):
+    """A head that reads the target's final states and proposes any token through the target's output layer,
+    which it must be told (:meth:`bind`)."""
+
+    capture = ()
+    token_map = None
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.register_buffer("t2d", torch.ones(vocab_size, dtype=torch.bool), persistent=False)
+        self.bound: Linear | None = None
+
+    def bind(self, output: Linear) -> Self:
+        """Use the target's output layer, which stays the target's: it is no submodule of this one."""
+        self.__dict__["bound"] = output
+        return self
+
+    @property
+    def output(self) -> Linear:
+        """The target's output layer."""
+        assert self.bound is not None, "the head was not bound to a target"
+        return self.bound
+
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """``hidden`` as it is."""
+        return hidden

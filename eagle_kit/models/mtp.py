@@ -16,7 +16,7 @@ from torch import nn
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import CacheSpec
-from eagle_kit.models.draft_head import Block, DraftHead
+from eagle_kit.models.draft_head import Block, TiedHead
 from eagle_kit.models.layers import RMSNorm, Rope
 from eagle_kit.models.llama import make_attention, make_mlp
 
@@ -108,26 +108,17 @@ class MTPModule(Block):
         return self.shared_head.norm.add(self.mlp(normed), h)[0]
 
 
-class MTPHead(DraftHead):
+class MTPHead(TiedHead):
     """D modules. Without a head of its own it must be told the target's output layer (:meth:`bind`)."""
 
     config: MTPConfig
-    capture = ()
-    token_map = None
 
     def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
+        super().__init__(config.vocab_size)
         self.config, layer = config, config.layer
         self.layers = nn.ModuleList(MTPModule(layer) for _ in range(config.num_modules))
         self.lm_head = Linear(layer.hidden_size, layer.vocab_size, bias=False) if config.own_head else None
         self.rope = Rope(layer.rope_dim, layer.rope_theta, layer.rope_scaling)
-        self.register_buffer("t2d", torch.ones(layer.vocab_size, dtype=torch.bool), persistent=False)
-        self.bound: Linear | None = None
-
-    def bind(self, output: Linear) -> "MTPHead":
-        """Use the target's output layer, which stays the target's: it is no submodule of this one."""
-        self.__dict__["bound"] = output
-        return self
 
     @property
     def blocks(self) -> list[Block]:
@@ -137,15 +128,9 @@ class MTPHead(DraftHead):
     @property
     def output(self) -> Linear:
         """The head's own output layer, or the target's."""
-        output = self.lm_head or self.bound
-        assert output is not None, "the head was not bound to a target"
-        return output
+        return self.lm_head or super().output
 
     @property
     def last_norm(self) -> RMSNorm:
         """The last module's ``shared_head.norm``."""
         return self.layers[-1].shared_head.norm  # type: ignore[union-attr, return-value]
-
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """``hidden`` as it is."""
-        return hidden

@@ -8,7 +8,8 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear, pack_linears
-from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead, TiedHead
+from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import in_dtype
@@ -20,6 +21,7 @@ from eagle_kit.speculation.draft_model import (
     HeadDraft,
     MTPDraft,
     StandaloneDraft,
+    TiedDraft,
     load_standalone,
 )
 
@@ -90,20 +92,17 @@ def _token_map(file: str | Path | None, target: LlamaModel) -> torch.Tensor | No
     return load_token_map(file, target.config.vocab_size)
 
 
-def _nextn(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> MTPDraft:
+def _nextn(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
     from eagle_kit.checkpoints.mtp import load_mtp
 
     weight = target.embed_tokens.weight
-    return _mtp(load_mtp(folder, weight.dtype, weight.device, target=target), target, hot)
+    return _tied(load_mtp(folder, weight.dtype, weight.device, target=target), target, hot)
 
 
-def _eagle1(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> Eagle1Draft:
+def _eagle1(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
     from eagle_kit.checkpoints.eagle1 import load_eagle1
 
-    weight = target.embed_tokens.weight
-    head = load_eagle1(draft, target).to(device=weight.device, dtype=weight.dtype)
-    pack_linears(head.eval().requires_grad_(False))
-    return Eagle1Draft(head, target, hot)
+    return _tied(load_eagle1(folder, target), target, hot)
 
 
 def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
@@ -114,8 +113,8 @@ def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None)
 
 
 def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
-    if isinstance(head, MTPHead):
-        return _mtp(head.bind(target.lm_head), target, None)
+    if isinstance(head, TiedHead):
+        return _tied(head.bind(target.lm_head), target, None)
     assert isinstance(head, Eagle3Head)
     theirs, ours = head.config, target.config
     if (theirs.target_hidden_size, theirs.vocab_size) != (ours.hidden_size, ours.vocab_size):
@@ -136,17 +135,20 @@ def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
     return Eagle3Draft(head, target)
 
 
-def _mtp(head: MTPHead, target: LlamaModel, hot: torch.Tensor | None) -> MTPDraft:
+def _tied(head: TiedHead, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
     theirs, ours = head.config, target.config
     if (theirs.hidden_size, theirs.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise UserError(
-            f"The modules were made for hidden size {theirs.hidden_size} and vocabulary {theirs.vocab_size}, "
+            f"The draft was made for hidden size {theirs.hidden_size} and vocabulary {theirs.vocab_size}, "
             f"the target has {ours.hidden_size} and {ours.vocab_size}.",
-            "Use the modules' own target, or train some for this one.",
+            "Use the draft's own target, or train a draft for this one.",
         )
     weight = target.embed_tokens.weight
     head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
     pack_linears(head)
+    if isinstance(head, Eagle1Head):
+        return Eagle1Draft(head, target, hot)
+    assert isinstance(head, MTPHead)
     return MTPDraft(head, target, hot)
 
 

@@ -10,13 +10,12 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.config_parts import CacheSpec, KVSpec
-from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.models.eagle1 import Eagle1Head
 from eagle_kit.models.layers import Attend
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
-from eagle_kit.models.mtp import MTPHead
 
 
 class Readout(NamedTuple):
@@ -106,63 +105,37 @@ class Eagle3Draft(HeadDraft):
     """An EAGLE-3 head."""
 
 
-class MTPDraft(HeadDraft):
-    """MTP modules with the target's output layer: one for all steps of a draft, or one for each.
-
-    Args:
-        token_map: as of :class:`Eagle1Draft`.
-    """
-
-    def __init__(self, head: MTPHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
-        super().__init__(head, target)
-        self.last = _Output(head.output, token_map)
-        self.token_map, self.draft_vocab_size = self.last.token_map, self.last.size
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.last.logits(states)
-
-    def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(states, self.last.layer.weight, self.token_map)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self.last.to_target(draft_ids)
-
-
-class Eagle1Draft:
-    """An EAGLE-1 head with the target's output layer (see :class:`DraftModel`).
+class TiedDraft(HeadDraft):
+    """A head with the target's output layer.
 
     Args:
         token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
     """
 
-    first_slot = num_modules = 1
-    capture: tuple[int, ...] = ()
-
-    def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
-        self.head, self.target = head, target
-        config, weight = head.config, head.fc.weight
-        self.cache: CacheSpec = KVSpec(1, config.num_kv_heads, config.head_dim)
-        self.feature_size = config.hidden_size
-        self.dtype, self.device = weight.dtype, weight.device
-        self.output = _Output(target.lm_head, token_map)
-        self.draft_vocab_size = self.output.size
-
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def step(
-        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend)
+    def __init__(self, head: TiedHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        super().__init__(head, target)
+        self.output = _Output(head.output, token_map)
+        self.token_map, self.draft_vocab_size = self.output.token_map, self.output.size
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.output.logits(states)
 
     def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(states, self.output.layer.weight, self.output.token_map)
+        return Readout(states, self.output.layer.weight, self.token_map)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.output.to_target(draft_ids)
+
+
+class MTPDraft(TiedDraft):
+    """MTP modules: one for all steps of a draft, or one for each."""
+
+
+class Eagle1Draft(TiedDraft):
+    """An EAGLE-1 head."""
+
+    def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        super().__init__(head.bind(target.lm_head), target, token_map)
 
 
 class StandaloneDraft:
@@ -170,7 +143,7 @@ class StandaloneDraft:
     and its entries begin with the first token.
 
     Args:
-        token_map: as of :class:`Eagle1Draft`.
+        token_map: as of :class:`TiedDraft`.
     """
 
     first_slot, feature_size, num_modules = 0, 0, 1

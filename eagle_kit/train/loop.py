@@ -13,8 +13,7 @@ from eagle_kit.checkpoints.draft import read_metadata, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.draft_head import DraftHead
-from eagle_kit.models.mtp import MTPHead
+from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
@@ -245,7 +244,7 @@ class Trainer:
                     "Restore the data, or start a new run with output_dir=FOLDER.",
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            if isinstance(head, MTPHead):
+            if isinstance(head, TiedHead):
                 head.bind(found.target.lm_head)
             return freeze(head), optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)

@@ -18,6 +18,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.vocab_map import VocabMap
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.moe import Experts
@@ -34,6 +35,8 @@ def draft_config(config: HeadConfig, target: TargetConfig, *, name: str, tokeniz
     if config.kind == "mtp":
         check_family(target)
         return MTPConfig(target, config.num_modules or target.num_mtp_layers or 1, **about)
+    if config.kind == "eagle1":
+        return replace(_eagle1_config(config, target), **about)
     if config.kind == "eagle3-mla" and target.mla is None:
         raise UserError(
             "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
@@ -60,6 +63,24 @@ def _eagle3_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
         )
     latent = config.kind == "eagle3-mla"
     return DraftConfig.for_target(target, config.draft_vocab_size, latent=latent, **overrides)
+
+
+def _eagle1_config(config: HeadConfig, target: TargetConfig) -> Eagle1Config:
+    """The layer of an EAGLE-3 head over all tokens, behind EAGLE-1's ``fc``."""
+    like = DraftConfig.for_target(target, target.vocab_size)
+    return Eagle1Config(
+        hidden_size=like.hidden_size,
+        num_heads=like.num_heads,
+        num_kv_heads=like.num_kv_heads,
+        head_dim=like.head_dim,
+        intermediate_size=config.intermediate_size or like.intermediate_size,
+        vocab_size=like.vocab_size,
+        rms_norm_eps=like.rms_norm_eps,
+        rope_theta=like.rope_theta,
+        rope_scaling=like.rope_scaling,
+        fc_bias=config.fc_bias,
+        max_position_embeddings=like.max_position_embeddings,
+    )
 
 
 def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
@@ -98,6 +119,8 @@ def new_head(
     torch.manual_seed(config.seed)
     if isinstance(draft, MTPConfig):
         return freeze(_new_modules(config.head, draft, target, folder, device))
+    if isinstance(draft, Eagle1Config):
+        return Eagle1Head(draft).to(device=device, dtype=torch.float32).bind(target.lm_head)
     head = Eagle3Head(draft)
     # A target may have more rows than its tokenizer has tokens.
     in_draft = torch.zeros(draft.vocab_size, dtype=torch.bool)

@@ -10,6 +10,7 @@ import torch
 from eagle_kit.checkpoints.disk import nearest_folder
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.preview import preview
+from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
 from eagle_kit.train.progress import format_seconds
@@ -46,6 +47,8 @@ def describe(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitect
 def _captured(draft: HeadArchitecture) -> str:
     if isinstance(draft, MTPConfig):
         return f"its final states feed {draft.num_modules} MTP module{'s' * (draft.num_modules > 1)}"
+    if isinstance(draft, Eagle1Config):
+        return "its final states feed an EAGLE-1 head"
     return f"captured inputs of layers {list(draft.aux_layer_ids)}"
 
 

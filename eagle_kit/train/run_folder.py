@@ -63,7 +63,7 @@ class RunFolder:
                 f"There is no run to resume in {self.path}: run.yaml is missing.",
                 "Start without --resume, or set output_dir to the run's folder.",
             )
-        before = flatten(self._read()["config"])
+        before = flatten(_completed(self._read()["config"]))
         now = flatten(config.model_dump(mode="json"))
         changed = {
             key: (before.get(key), now.get(key))
@@ -168,6 +168,14 @@ def measure(flat: dict[str, Any]) -> dict[str, Any]:
         "judge.prompts": flat.get("judge.prompts"),
         "judge.max_tokens": flat.get("judge.max_tokens"),
     }
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with the defaults of settings that did not exist when it began."""
+    try:
+        return TrainConfig.model_validate(config).model_dump(mode="json")
+    except ValueError:
+        return config
 
 
 def versions() -> dict[str, str]:

@@ -9,11 +9,12 @@ import torch
 
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.mtp import MTPConfig, MTPHead
 
-HeadArchitecture = DraftConfig | MTPConfig
+HeadArchitecture = DraftConfig | MTPConfig | Eagle1Config
 
 
 class HeadSizes(NamedTuple):
@@ -33,7 +34,9 @@ class HeadSizes(NamedTuple):
 
 
 def make_head(config: HeadArchitecture) -> DraftHead:
-    """A new head of either kind, on the default device."""
+    """A new head of any kind, on the default device."""
+    if isinstance(config, Eagle1Config):
+        return Eagle1Head(config)
     return MTPHead(config) if isinstance(config, MTPConfig) else Eagle3Head(config)
 
 
@@ -58,7 +61,9 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     if moe is not None:
         inner = moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size
     return HeadSizes(
-        fuse=sum(p.numel() for name, p in head.named_parameters() if name.startswith("fc.")),
+        fuse=sum(
+            p.numel() for name, p in head.named_parameters() if name.startswith("fc.") and name not in met
+        ),
         before=sum(met.values()) - behind,
         behind=behind,
         output=config.draft_vocab_size * config.hidden_size,
@@ -69,13 +74,14 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     )
 
 
-def attended(config: TargetConfig | DraftConfig) -> int:
+def attended(config: TargetConfig | DraftConfig | Eagle1Config) -> int:
     """Products of a query with one key and of its probability with the value, over all heads."""
-    value = config.mla.v_head_dim if config.mla else config.head_dim
+    mla = None if isinstance(config, Eagle1Config) else config.mla
+    value = mla.v_head_dim if mla else config.head_dim
     return config.num_heads * (config.head_dim + value)
 
 
-def _met(parameter: torch.Tensor, config: TargetConfig | DraftConfig) -> int:
+def _met(parameter: torch.Tensor, config: TargetConfig | DraftConfig | Eagle1Config) -> int:
     """Weights of a matrix, or of the K of E in a stack, that a token meets."""
     if parameter.ndim == 3:
         moe = config.moe if isinstance(config, TargetConfig) else None

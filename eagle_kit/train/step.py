@@ -15,6 +15,7 @@ from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
+from eagle_kit.train.noise import add_noise
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.parallel import sum_gradients, sum_numbers
 from eagle_kit.train.schedule import Schedule
@@ -101,6 +102,7 @@ class Stepper:
         store: StateStore | None = None,
     ) -> None:
         training = config.training
+        self.seed, self.regression = config.seed, config.regression
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
         self.optimizer = make_optimizer(head, training)
@@ -126,7 +128,7 @@ class Stepper:
             ],
         )
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        sums = self._backward(forwards, counts, num_documents)
+        sums = self._backward(forwards, counts, num_documents, state.step)
         sum_gradients(self.accelerator, self.parameters)
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
@@ -167,7 +169,7 @@ class Stepper:
         ]
 
     def _backward(
-        self, forwards: list[Forward], counts: Sequence[float], num_documents: float
+        self, forwards: list[Forward], counts: Sequence[float], num_documents: float, step: int
     ) -> list[float]:
         """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
         matches and rows that carried loss, end to end."""
@@ -177,7 +179,9 @@ class Stepper:
             weights = row_weights(
                 forward, self.training.weights, self.training.loss_normalisation, counts, num_documents
             )
-            features = self._features(forward)
+            features, inputs = self._features(forward), None
+            if (noise := self.training.feature_noise) is not None:
+                inputs = add_noise(features, noise, forward, seed=self.seed, step=step)
             with self.accelerator.autocast():
                 result = ttt_forward_backward(
                     self.head,
@@ -187,6 +191,9 @@ class Stepper:
                     self.target_rows,
                     forward.plan,
                     weights,
+                    inputs=inputs,
+                    regression=self.regression,
+                    detach_steps=self.training.detach_steps,
                 )
             total += result.loss
             sums += torch.stack((result.losses, result.matches, result.leading, result.learned))

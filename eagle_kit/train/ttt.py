@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import supervised_rows, teacher_of, token_of
+from eagle_kit.train.regression import regression_loss
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_probs, positions_of
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
@@ -58,7 +60,7 @@ class TTTResult(NamedTuple):
 
     Attributes:
         loss: what was differentiated.
-        losses: cross-entropies, unweighted, of the rows that carry loss.
+        losses: cross-entropies (or whatever is learned), unweighted, of the rows that carry loss.
         matches: rows whose draft choice is the target's choice.
         leading: rows that match at this step and at all before.
         learned: rows that carry loss: supervised, and the target's choice is in the draft vocabulary.
@@ -91,6 +93,10 @@ def ttt_forward_backward(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
+    *,
+    inputs: TargetFeatures | None = None,
+    regression: RegressionConfig | None = None,
+    detach_steps: bool = False,
 ) -> TTTResult:
     """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
 
@@ -100,14 +106,19 @@ def ttt_forward_backward(
         features: the target's view of the row.
         target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+        inputs: what the head reads in place of ``features``, which it then only learns from (noise).
+        regression: the loss is EAGLE-1's, with these weights, in place of the cross-entropy.
+        detach_steps: no gradient flows through what a step hands to the next.
     """
     steps = len(plan.rows)
     nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
         return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
     run = _run_steps if len(head.blocks) == 1 else _run_layers
-    outputs = run(head, embed_weight, ids, features, plan)
-    loss, losses, matches, leading, learned = _loss(head, outputs, features, target_head, plan, row_weights)
+    outputs = run(head, embed_weight, ids, inputs or features, plan, detach_steps)
+    loss, losses, matches, leading, learned = _loss(
+        head, outputs, features, target_head, plan, row_weights, regression
+    )
     if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
         loss.backward()
     counts = torch.tensor(plan.counts, dtype=torch.float64)
@@ -115,7 +126,12 @@ def ttt_forward_backward(
 
 
 def _run_steps(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    detach_steps: bool,
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
     layer, scale = head.blocks[0], head.config.attention_scale
@@ -137,7 +153,8 @@ def _run_steps(
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
         embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
-        x, residual = layer.inputs(fed_back[kept], embeds)
+        hidden = fed_back[kept].detach() if detach_steps else fed_back[kept]
+        x, residual = layer.inputs(hidden, embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
         own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
@@ -148,7 +165,12 @@ def _run_steps(
 
 
 def _run_layers(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    detach_steps: bool,
 ) -> list[torch.Tensor]:
     """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
@@ -165,6 +187,7 @@ def _run_layers(
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
         hidden = head.feed_back(layer.finish(residual, attended))
         outputs.append(hidden[rows])
+        hidden = hidden.detach() if detach_steps else hidden
     return outputs
 
 
@@ -194,6 +217,7 @@ def _loss(
     target_head: torch.Tensor,
     plan: RowPlan,
     row_weights: list[torch.Tensor],
+    regression: RegressionConfig | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weighted loss over all steps; then ``losses, matches, leading, learned`` of :class:`TTTResult`.
 
@@ -223,7 +247,12 @@ def _loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         probs = draft_vocab_probs(features.hidden[wanted], target_head)
-        result = linear_soft_cross_entropy(torch.cat(h), head.output.weight, probs, index, torch.cat(weights))
+        states, output, c = torch.cat(h), head.output.weight, torch.cat(weights)
+        if regression is None:
+            result = linear_soft_cross_entropy(states, output, probs, index, c)
+        else:
+            hidden = features.hidden[wanted]
+            result = regression_loss(states, output, hidden, probs, index, c, regression)
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
         sizes = [rows.shape[0] for rows in mine]

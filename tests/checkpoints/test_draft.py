@@ -275,7 +275,7 @@ def test_a_piece_of_the_wrong_height_is_named_and_not_mistaken_for_its_neighbour
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle"]}, "architecture LlamaForCausalLMEagle, not EAGLE-3"),
+        ({"architectures": ["LlamaForCausalLMMedusa"]}, "architecture LlamaForCausalLMMedusa, not EAGLE-3"),
         ({"architectures": None}, "not EAGLE-3"),
         ({"num_hidden_layers": 2}, "2 layers"),
         ({"hidden_act": "gelu"}, "'gelu'"),

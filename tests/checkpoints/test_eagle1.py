@@ -270,7 +270,8 @@ def test_an_unreadable_draft_is_a_finding_and_an_unknown_target_an_error(tmp_pat
 
 def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
     """Cut into published tensors and loaded again, a head gives the same numbers."""
-    sizes = {key: CONFIG[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")}
+    keys = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+    sizes = {key: CONFIG[key] for key in keys}
     config = Eagle1Config(num_heads=6, num_kv_heads=2, head_dim=8, rope_theta=1e4, rope_scaling=None, **sizes)
     head = randomise(Eagle1Head(config), 5, 0.2).eval().requires_grad_(False)
     state = dict(head.state_dict())
