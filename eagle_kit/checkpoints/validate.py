@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
 from eagle_kit.checkpoints.kind import algorithm_of
-from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
+from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS, flatten_config
 from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
@@ -54,23 +54,32 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     folder = resolve_target(target)
     target_config = read_target_config(folder)
     try:
-        match algorithm_of(draft_folder):
+        algorithm = algorithm_of(draft_folder)
+        layout = [] if algorithm == "STANDALONE" else [_layout(Path(draft_folder))]
+        match algorithm:
             case "EAGLE3":
-                return _eagle3(Path(draft_folder), folder, target_config)
+                return layout + _eagle3(Path(draft_folder), folder, target_config)
             case "EAGLE":
                 from eagle_kit.checkpoints.eagle1 import validate_eagle1
 
-                return validate_eagle1(draft_folder, folder)
+                return layout + validate_eagle1(draft_folder, folder)
             case "NEXTN":
-                return _mtp(Path(draft_folder), folder, target_config)
+                return layout + _mtp(Path(draft_folder), folder, target_config)
             case "STANDALONE":
                 return _standalone(Path(draft_folder), folder, target_config)
     except UserError as error:
         return [Finding("error", "checkpoint", error.cause, error.remedy)]
 
 
+def _layout(draft_folder: Path) -> Finding:
+    """Whose layout it is. Raises UserError, with the reason, for heads of a kind that we do not have."""
+    from eagle_kit.checkpoints.formats.recognise import recognise
+
+    return Finding("ok", "layout", f"{recognise(draft_folder).maker}.")
+
+
 def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> list[Finding]:
-    raw = read_json(draft_folder / CONFIG)
+    raw = flatten_config(read_json(draft_folder / CONFIG), str(draft_folder))
     draft = read_draft_config(draft_folder, target_config)
     return [
         *_sizes(draft, target_config),
@@ -173,7 +182,10 @@ def _layers(draft: DraftConfig, target: TargetConfig, eagle: dict[str, Any]) -> 
             f"the draft reads the inputs of layers {ids}, which look like the usual {usual} in the numbering "
             "'output of layer i' that SpecForge and ModelOpt write."
         )
-        remedy = f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config.'
+        remedy = (
+            f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config, or import '
+            "it with --format sglang."
+        )
         return Finding("warning", "layer ids", cause, remedy)
     return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
 

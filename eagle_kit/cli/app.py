@@ -25,6 +25,7 @@ COMMANDS = {
     "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
+    "import": Command("bring a draft of another project into our layout", "eagle_kit.cli.import_"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
