@@ -59,12 +59,12 @@ def target(tmp_path_factory: pytest.TempPathFactory):
     return root
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-mla", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-mla", "eagle1", "mtp"])
 def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState
 
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
-    head = {"kind": kind} if kind == "mtp" else {"kind": kind, "draft_vocab_size": 128}
+    head = {"kind": kind, "draft_vocab_size": 128} if "eagle3" in kind else {"kind": kind}
     config = {
         "target": str(target / "target"),
         "output_dir": str(tmp_path / "run"),
@@ -97,7 +97,7 @@ def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch)
         assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
         emitted = sum(reply.stats.num_emitted_tokens for reply in drafted)
         assert emitted / sum(reply.stats.num_verifies for reply in drafted) > 2
-    if kind == "eagle3":
+    if kind in ("eagle3", "eagle1"):
         evaluation = ["--target", str(target / "target"), "--draft", str(tmp_path / "draft"), "--limit", "2"]
         evaluation += ["--tasks", "ours", "--shapes", "3,1,4", "--max-tokens", "16", "--max-context", "200"]
         assert main(["eval", *evaluation, "--no-plots", "--out", str(tmp_path / "eval")]) == 0
