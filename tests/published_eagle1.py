@@ -1,5 +1,5 @@
 """EAGLE-1 as published, over whole documents at once and in fp64: the head's definition (EAGLE's ``cnets1``)
-and the training step (``train/main.py``; HASS's ``main_hass.py``), with nothing of the package but the weights.
+and the training step (``train/main.py``; HASS's ``main_hass.py``), with nothing of ours but the weights.
 
 q, k, v and gate, up are cut apart; keys are repeated for their group; masks are added; shifted sequences.
 """

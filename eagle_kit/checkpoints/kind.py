@@ -6,6 +6,7 @@ from typing import Literal
 from eagle_kit.checkpoints.layout import ARCHITECTURES
 from eagle_kit.checkpoints.mtp import is_mtp_config
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import FAMILIES
 from eagle_kit.models.loader import read_json
 
 Algorithm = Literal["EAGLE3", "EAGLE", "NEXTN", "STANDALONE"]
@@ -31,7 +32,8 @@ def algorithm_of(folder: str | Path) -> Algorithm:
         return "EAGLE3"
     if is_mtp_config(config):
         return "NEXTN"
-    if "eagle" in str(names[0]).lower() or (config.get("num_hidden_layers") == 1 and _has_fc(folder)):
+    is_small_llama = names[0] in {"?", *FAMILIES} and config.get("num_hidden_layers") == 1
+    if "eagle" in str(names[0]).lower() or (is_small_llama and _has_fc(folder)):
         return "EAGLE"
     return "STANDALONE"
 
