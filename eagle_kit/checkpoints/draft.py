@@ -217,7 +217,8 @@ def load_draft(
     folder = Path(folder)
     if folder.is_dir() and mtp.is_mtp_config(read_json(folder / CONFIG)):
         return mtp.load_mtp(folder, dtype, device, target=target)
-    if folder.is_dir() and algorithm_of(folder) == "EAGLE":
+    names = read_json(folder / CONFIG).get("architectures") if folder.is_dir() else None
+    if names and algorithm_of(folder) == "EAGLE":
         from eagle_kit.checkpoints.eagle1 import load_eagle1
 
         return load_eagle1(folder, target).train().requires_grad_(True).to(device=device, dtype=dtype)

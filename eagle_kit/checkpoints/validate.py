@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
+from eagle_kit.checkpoints.formats.recognise import recognise, refuse_other_heads
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS, flatten_config
 from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
@@ -55,27 +56,28 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     target_config = read_target_config(folder)
     try:
         algorithm = algorithm_of(draft_folder)
-        layout = [] if algorithm == "STANDALONE" else [_layout(Path(draft_folder))]
+        refuse_other_heads(read_json(Path(draft_folder) / CONFIG), Path(draft_folder))
         match algorithm:
             case "EAGLE3":
-                return layout + _eagle3(Path(draft_folder), folder, target_config)
+                return _with_layout(_eagle3(Path(draft_folder), folder, target_config), draft_folder)
             case "EAGLE":
                 from eagle_kit.checkpoints.eagle1 import validate_eagle1
 
-                return layout + validate_eagle1(draft_folder, folder)
+                return _with_layout(validate_eagle1(draft_folder, folder), draft_folder)
             case "NEXTN":
-                return layout + _mtp(Path(draft_folder), folder, target_config)
+                return _with_layout(_mtp(Path(draft_folder), folder, target_config), draft_folder)
             case "STANDALONE":
                 return _standalone(Path(draft_folder), folder, target_config)
     except UserError as error:
         return [Finding("error", "checkpoint", error.cause, error.remedy)]
 
 
-def _layout(draft_folder: Path) -> Finding:
-    """Whose layout it is. Raises UserError, with the reason, for heads of a kind that we do not have."""
-    from eagle_kit.checkpoints.formats.recognise import recognise
-
-    return Finding("ok", "layout", f"{recognise(draft_folder).maker}.")
+def _with_layout(findings: list[Finding], draft_folder: str | Path) -> list[Finding]:
+    """Whose layout it is, in front of the other findings, unless the draft could not be read. Raises
+    UserError, with the reason, for heads of a kind that we do not have."""
+    if [finding.subject for finding in findings] == ["checkpoint"]:
+        return findings
+    return [Finding("ok", "layout", f"{recognise(draft_folder).maker}."), *findings]
 
 
 def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> list[Finding]:

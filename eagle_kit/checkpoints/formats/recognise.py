@@ -23,7 +23,8 @@ OTHERS = {
     "dspark": "a DSpark draft",
     "mlpspeculator": "an MLP speculator",
     "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",
-    "llama4": "an EAGLE head with a Llama 4 layer",
+    "eaglellama4": "an EAGLE head with a Llama 4 layer",
+    "llama4forcausallmeagle": "an EAGLE head with a Llama 4 layer",
 }
 """Parts of names of architectures -> what they are."""
 
@@ -51,7 +52,7 @@ def recognise(folder: str | Path) -> Layout:
     folder = Path(folder)
     algorithm = algorithm_of(folder)
     config = read_json(folder / "config.json")
-    _refuse_others(config, folder)
+    refuse_other_heads(config, folder)
     names = tensor_names(folder)
     own = config.get(OWN)
     written = own.get("format", "eagle-kit") if isinstance(own, dict) else None
@@ -116,7 +117,7 @@ def _eagle1(config: dict[str, Any]) -> tuple[Format, str]:
     return "eagle", f"EAGLE-1, as EAGLE's repository has it ({name} with an fc)"
 
 
-def _refuse_others(config: dict[str, Any], folder: Path) -> None:
+def refuse_other_heads(config: dict[str, Any], folder: Path) -> None:
     """Raise UserError for heads of a kind that we do not have."""
     words = [*(config.get("architectures") or [])]
     words += [config.get("model_type"), config.get("speculators_model_type")]
@@ -136,7 +137,7 @@ def tensor_names(folder: Path) -> set[str]:
             with safe_open(folder / WEIGHTS, framework="pt") as file:
                 return set(file.keys())
         except (SafetensorError, OSError):
-            pass  # the loader says what is wrong with it
+            return set()  # the loader says what is wrong with it
     if (folder / WEIGHTS).is_file() or (folder / OLD_WEIGHTS).is_file():
         return set(read_draft_tensors(folder))
     shards = sorted(folder.glob("*.safetensors"))
