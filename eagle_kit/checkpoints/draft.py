@@ -14,11 +14,12 @@ from eagle_kit.checkpoints import mtp
 from eagle_kit.checkpoints.disk import ANOTHER_FOLDER, check_disk_space, sync_files
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import (
-    canonical_name,
+    canonical_tensors,
     config_from_dict,
     config_to_dict,
     fuse,
     published_shapes,
+    refuse_other_parts,
     to_published,
 )
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
@@ -57,16 +58,31 @@ def save_draft(
         UserError: the folder holds something else, or the disk is full; what was there before stays as it
             was.
     """
+    tensors, config = _published(head, dtype)
+    kind = str(dtype).removeprefix("torch.")
+    write_draft(folder, tensors, config | {"dtype": kind, "torch_dtype": kind}, metadata=metadata, card=card)
+
+
+def write_draft(
+    folder: str | Path,
+    tensors: dict[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any],
+    card: str | None = None,
+) -> None:
+    """Write the files of a draft, as :func:`save_draft` does, whatever their layout is.
+
+    Args:
+        tensors: by the names they have in the file; none shares memory with another.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(os.path.abspath(folder))
     _check_replaceable(folder)
-    tensors, config = _published(head, dtype)
-    kind = str(dtype).removeprefix("torch.")
-    config |= {"dtype": kind, "torch_dtype": kind}
     texts = {
-        CONFIG: json.dumps(config, indent=2) + "\n",
+        CONFIG: json.dumps(dict(config), indent=2) + "\n",
         METADATA: json.dumps(dict(metadata), indent=2) + "\n",
     }
     if card is not None:
@@ -154,7 +170,8 @@ def read_state(folder: str | Path, config: DraftConfig) -> dict[str, torch.Tenso
     """
     folder = Path(folder)
     raw = read_json(folder / CONFIG)
-    tensors = {canonical_name(name): tensor for name, tensor in read_draft_tensors(folder).items()}
+    refuse_other_parts(raw, published := read_draft_tensors(folder), str(folder))
+    tensors = canonical_tensors(published, str(folder))
     d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, str(folder))
     fingerprint = (raw.get("eagle_kit") or {}).get("vocab_map")
     if fingerprint is not None and fingerprint != map_fingerprint(d2t):

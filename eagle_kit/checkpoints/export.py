@@ -1,4 +1,5 @@
-"""From a run or a checkpoint to the folder that is published."""
+"""From a run or a checkpoint to the folder that is published, in our layout or another's; and from another's
+to ours."""
 
 import re
 from collections.abc import Mapping
@@ -8,12 +9,24 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.draft import OLD_WEIGHTS, WEIGHTS, load_draft, read_metadata, save_draft
+from eagle_kit.checkpoints import mtp
+from eagle_kit.checkpoints.draft import CONFIG, OLD_WEIGHTS, WEIGHTS, load_draft, write_draft
+from eagle_kit.checkpoints.eagle1 import read_eagle1_config
+from eagle_kit.checkpoints.formats.convert import IMPORTED, read_draft, write_draft_as
+from eagle_kit.checkpoints.formats.files import OWN, DraftFiles, Format, Served, without_keys
+from eagle_kit.checkpoints.formats.recognise import Kind, Layout
+from eagle_kit.checkpoints.layout import config_from_dict
 from eagle_kit.checkpoints.model_card import model_card
+from eagle_kit.checkpoints.mtp import read_mtp_config
 from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.loader import read_json
+from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.eagle1 import Eagle1Config
+from eagle_kit.models.loader import read_json, read_target_config
+from eagle_kit.models.mtp import MTPConfig, MTPHead
+from eagle_kit.models.source import PACKAGED_TARGETS, resolve_target
 
+PEER_ENGINES: tuple[Format, ...] = ("sglang", "vllm")
 ABSOLUTE_FOLDER = re.compile(r"(?<![\w.:/~-])/(?:[\w.@+-]+/)+")
 
 
@@ -37,36 +50,159 @@ def export_draft(
     out: str | Path,
     *,
     target: str | Path | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     eval_summary: str | Path | None = None,
+    format: Format = "eagle-kit",
+    licence: str = "",
 ) -> Path:
     """Write a servable draft with its model card; it is checked against its target first.
 
     Args:
-        run_or_checkpoint: see :func:`find_checkpoint`.
+        run_or_checkpoint: see :func:`find_checkpoint`; in any layout.
         out: see :func:`~eagle_kit.checkpoints.draft.save_draft`; everything is written at once or not at all.
         target: default the one it was trained for.
-        dtype: of the weights on disk.
-        eval_summary: ``summary.json`` of an evaluation of this draft, for the card.
+        dtype: of the weights on disk; None leaves every tensor as it is.
+        eval_summary: ``summary.json`` of an evaluation of this draft, or its folder, for the card.
+        format: the layout that is written.
+        licence: for the card, an identifier of the Hugging Face hub.
 
     Returns:
         The checkpoint that was exported.
 
     Raises:
-        UserError: no draft there, one that does not fit its target, an evaluation of other drafts, no disk
-            space.
+        UserError: no draft there, one that does not fit its target, a part that the format has no place for,
+            an evaluation of other drafts, no disk space.
     """
     source = find_checkpoint(run_or_checkpoint)
-    head = load_draft(source)
-    name = str(target or head.config.target)
+    name = str(target or recorded_target(source))
     if name:
         raise_on_errors(validate_draft(source, name))
-    head.config = replace(head.config, target=without_folders(head.config.target))
-    metadata = {key: without_folders(value) for key, value in read_metadata(source).items()}
-    summary = None if eval_summary is None else measured(read_json(Path(eval_summary)), (Path(out), source))
-    card = model_card(head.config, metadata, summary, str(out), dtype)
-    save_draft(head, out, metadata=metadata, dtype=dtype, card=card)
+    served = served_by(name)
+    files, seen = read_draft(source, target=served.config)
+    files = cast(files, seen.kind, dtype)
+    summary = None if eval_summary is None else measured(read_summary(eval_summary), (Path(out), source))
+    write_with_card(files, seen.kind, format, served, out, summary=summary, licence=licence)
     return source
+
+
+def import_draft(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    format: Format | None = None,
+    target: str | Path | None = None,
+    licence: str = "",
+) -> Layout:
+    """Write a draft of any layout in ours, every tensor bit for bit.
+
+    Args:
+        format: what ``folder`` is in; needed only where it cannot be recognised.
+        target: gives the usual layer ids to a draft that names none.
+
+    Returns:
+        What the draft was recognised as.
+
+    Raises:
+        UserError: as :func:`~eagle_kit.checkpoints.formats.convert.read_draft`; no disk space.
+    """
+    served = served_by(str(target or ""))
+    files, seen = read_draft(folder, format=format, target=served.config)
+    write_with_card(files, seen.kind, "eagle-kit", served, out, licence=licence)
+    return seen
+
+
+def served_by(name: str) -> Served:
+    """What is known of a target; nothing when ``name`` is empty. Raises UserError when it cannot be read."""
+    if not name:
+        return Served()
+    folder = resolve_target(name)
+    packaged = PACKAGED_TARGETS.get(name.lower())
+    hub_id = packaged.hub_id if packaged else without_folders(name)
+    architectures = read_json(folder / "config.json").get("architectures") or ()
+    return Served(read_target_config(folder), hub_id, tuple(architectures))
+
+
+def recorded_target(folder: Path) -> str:
+    """The target that a draft's ``config.json`` names; empty when it names none."""
+    return str((read_json(folder / CONFIG).get(OWN) or {}).get("target") or "")
+
+
+def cast(files: DraftFiles, kind: Kind, dtype: torch.dtype | None) -> DraftFiles:
+    """Floating tensors in ``dtype``, but for those that must stay exact; fp8 modules are dequantised."""
+    if dtype is None:
+        return files
+    name = str(dtype).removeprefix("torch.")
+    config: dict[str, Any] = {**files.config, "dtype": name, "torch_dtype": name}
+    if kind == "mtp":
+        head = load_draft(files.where)
+        assert isinstance(head, MTPHead)
+        config = without_keys(config, ("quantization_config",)) | mtp.config_to_dict(head.config)
+        return replace(files, config=config, tensors=mtp.to_published(head, dtype))
+    floating = {name for name, tensor in files.tensors.items() if tensor.is_floating_point()}
+    tensors = {key: value.to(dtype) if key in floating else value for key, value in files.tensors.items()}
+    return replace(files, config=config, tensors=tensors)
+
+
+def write_with_card(
+    files: DraftFiles,
+    kind: Kind,
+    format: Format,
+    served: Served,
+    out: str | Path,
+    *,
+    summary: dict[str, Any] | None = None,
+    licence: str = "",
+) -> None:
+    """Write a draft in ``format``, absolute folders left out of everything that we wrote ourselves."""
+    own = without_folders(files.config.get(OWN) or {})
+    config = {**files.config, OWN: own} if OWN in files.config else files.config
+    metadata = {
+        key: value if key == IMPORTED else without_folders(value) for key, value in files.metadata.items()
+    }
+    files = replace(files, config=config, metadata=metadata)
+    written = write_draft_as(files, kind, format, served)
+    reasons: dict[str, str] = {}
+    for peer in PEER_ENGINES:
+        try:
+            write_draft_as(files, kind, peer, served)
+        except UserError as error:
+            reasons[peer] = error.cause
+    dtypes = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
+    card = model_card(
+        head_config(files, kind),
+        metadata,
+        summary,
+        str(out),
+        dtypes.pop() if len(dtypes) == 1 else None,
+        format=format,
+        reasons=reasons,
+        licence=licence,
+    )
+    tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
+    write_draft(out, tensors, written.config, metadata=metadata, card=card)
+
+
+def head_config(files: DraftFiles, kind: Kind) -> DraftConfig | Eagle1Config | MTPConfig:
+    """The architecture of a draft in our layout."""
+    match kind:
+        case "eagle3":
+            return config_from_dict(files.config, files.where)
+        case "eagle1":
+            return read_eagle1_config(files.config, Path(files.where), set(files.tensors))
+        case "mtp":
+            own = files.config.get(OWN) or {}
+            return replace(read_mtp_config(files.where), target=own.get("target", ""))
+
+
+def read_summary(path: str | Path) -> dict[str, Any]:
+    """``summary.json`` of an evaluation, given itself or its folder. Raises UserError when it is missing."""
+    path = Path(path)
+    path = path / "summary.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(
+            f"The file {path} does not exist.", "Give the summary.json of an eagle-kit eval, or its folder."
+        )
+    return read_json(path)
 
 
 def without_folders(value: Any) -> Any:

@@ -5,6 +5,7 @@ the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the ot
 names the same tensors with other numbers, and mixing them fails silently.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,8 @@ from eagle_kit.models.loader import check_activation
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER)
+OLDER_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
 SHIFTS = {"input": 0, "output": 1}
 """Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
@@ -70,9 +73,37 @@ def published_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def canonical_name(name: str) -> str:
-    """EAGLE's name for any spelling: ``midlayer.*`` or ``layers.0.*``, with ``model.`` or without."""
+    """EAGLE's name for any spelling: ``midlayer.*`` or ``layers.0.*``, with ``model.`` or without; SGLang's
+    older ``aux_norm_*`` are ``fc_norm.*``."""
     name = name.removeprefix("model.")
+    module, _, leaf = name.partition(".")
+    if module in OLDER_NORMS:
+        return f"fc_norm.{OLDER_NORMS.index(module)}.{leaf}"
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def canonical_tensors(tensors: dict[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint by :func:`canonical_name`.
+
+    A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries
+    have one.
+
+    Raises:
+        UserError: one that is not zero, which our layer does not have, or one tensor under two names.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        name = canonical_name(name)
+        if name in out:
+            raise UserError(f"The draft in {where} has {name} twice.", "Use a complete checkpoint.")
+        out[name] = tensor
+    if OUTPUT_BIAS in out and bool(out.pop(OUTPUT_BIAS).any()):
+        raise UserError(
+            f"The draft in {where} has a bias behind its attention ({OUTPUT_BIAS}), which our EAGLE-3 head "
+            "has not.",
+            "Serve it with the engine it was made for.",
+        )
+    return out
 
 
 def fuse(tensors: dict[str, torch.Tensor], config: DraftConfig) -> dict[str, torch.Tensor]:
@@ -140,6 +171,8 @@ def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | 
     Raises:
         UserError: another architecture, a missing key, or layer ids that cannot be known.
     """
+    config = flatten_config(config, where)
+    refuse_other_parts(config, (), where)
     name = (config.get("architectures") or ["?"])[0]
     if name not in ARCHITECTURES:
         raise UserError(
@@ -168,7 +201,7 @@ def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | 
             rope_scaling=scaling,
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             aux_layer_ids=_layer_ids(config, where, target),
-            fc_norm=bool(config.get("fc_norm", False)),
+            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
             norm_output=bool(config.get("norm_output", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -180,6 +213,73 @@ def config_from_dict(config: dict[str, Any], where: str, target: TargetConfig | 
         raise UserError(
             f"The draft's config.json in {where} has no {key}.", "Copy it from its source."
         ) from None
+
+
+def flatten_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """An EAGLE-3 ``config.json`` of the speculators project in the flat form; any other as it is.
+
+    Raises:
+        UserError: another algorithm than EAGLE-3, a decoder layer that is not Llama's, or a key left out that
+            speculators and vLLM fill in differently.
+    """
+    algorithm = config.get("speculators_model_type")
+    if algorithm is None:
+        return config
+    if algorithm != "eagle3":
+        raise UserError(
+            f"The draft in {where} is a speculators model of the kind {algorithm!r}, which we have no head "
+            "for.",
+            "Use one of the kind eagle3.",
+        )
+    layer = config.get("transformer_layer_config") or {}
+    if layer.get("model_type") != "llama":
+        raise UserError(
+            f"The draft in {where} has a decoder layer of the kind {layer.get('model_type')!r}.",
+            "Use a head whose transformer_layer_config has the model_type llama.",
+        )
+    if "norm_before_residual" not in config:
+        raise UserError(
+            f"The config.json in {where} does not say norm_before_residual, which speculators then takes for "
+            "false and vLLM for true.",
+            "Write the one that the head was trained with into it.",
+        )
+    own = config.get("eagle_kit") or {}
+    flags = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "target_hidden_size")
+    ids = config.get(LAYER_IDS)
+    return {
+        **(own.get("extra") or {}),
+        **layer,
+        **{key: config[key] for key in flags if key in config},
+        "architectures": [LLAMA_LAYER[0]],
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "eagle_config": {} if ids is None else {LAYER_IDS: ids, CONVENTION: "input"},
+        **{key: config[key] for key in ("dtype", "torch_dtype", "eagle_kit") if key in config},
+    }
+
+
+def refuse_other_parts(config: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise UserError, with the reason, for heads that call themselves EAGLE-3 and have parts ours has not.
+
+    Args:
+        names: of the tensors; none when only the config is known.
+    """
+    names = set(names)
+    eagle = config.get("eagle_config") or {}
+    endings = {name.rpartition(".self_attn.")[2] for name in names}
+    parts = {
+        "one norm over all captured states in front of fc (norm_before_fc)": bool(
+            config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in names
+        ),
+        "norms of queries and keys, as Qwen3's layers do": bool({"q_norm.weight", "k_norm.weight"} & endings),
+        "parallel drafting": "mask_hidden" in names or "pard_token" in config,
+        "no captured states (use_aux_hidden_state is false)": eagle.get("use_aux_hidden_state") is False,
+    }
+    for part, found in parts.items():
+        if found:
+            raise UserError(
+                f"The draft in {where} has {part}, which our EAGLE-3 head has not.",
+                "Serve it with the engine it was made for.",
+            )
 
 
 def _layer_ids(config: dict[str, Any], where: str, target: TargetConfig | None) -> tuple[int, ...]:

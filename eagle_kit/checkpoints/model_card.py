@@ -1,22 +1,26 @@
 """The README of a draft, written from what is known, nothing else."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints.serve_commands import Draft, serve_commands
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.models.source import PACKAGED_TARGETS
 
 AnyConfig = DraftConfig | MTPConfig | Eagle1Config
-TITLES = {
-    MTPConfig: ("mtp", "MTP draft module"),
-    Eagle1Config: ("eagle", "EAGLE-1 draft head"),
-    DraftConfig: ("eagle3", "EAGLE-3 draft head"),
+KINDS = {
+    MTPConfig: ("mtp", "mtp", "MTP draft module"),
+    Eagle1Config: ("eagle1", "eagle", "EAGLE-1 draft head"),
+    DraftConfig: ("eagle3", "eagle3", "EAGLE-3 draft head"),
 }
-"""Kind of config -> tag and title."""
+"""Kind of config -> kind of draft, tag and title."""
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SETTINGS = (
     "ttt_length",
     "learning_rate",
@@ -33,33 +37,87 @@ def model_card(
     metadata: dict[str, Any],
     summary: dict[str, Any] | None,
     folder: str,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    format: str = "eagle-kit",
+    reasons: Mapping[str, str] | None = None,
+    licence: str = "",
 ) -> str:
-    """Markdown: what it is, how it was trained, how it was measured, how to serve it.
+    """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known.
 
     Args:
         metadata: ``eagle_kit.json`` of the checkpoint.
         summary: ``summary.json`` of an evaluation with the rows of this draft only, or None.
         folder: where the draft lies, for the commands.
-        dtype: of its weights.
+        dtype: of its weights; None when they are of several.
+        format: the layout of its files.
+        reasons: why SGLang or vLLM cannot serve it, by their formats.
+        licence: an identifier of the Hugging Face hub; empty when none was given.
     """
     target = config.target or "its target"
     packaged = PACKAGED_TARGETS.get(target)
     hub_id = packaged.hub_id if packaged else target
-    tag, title = TITLES[type(config)]
+    kind, tag, title = KINDS[type(config)]
+    modules = config.num_modules if isinstance(config, MTPConfig) else 1
+    draft = Draft(kind, format, folder, target, hub_id, modules)
     sections = [
-        f"---\nlibrary_name: eagle_kit\nbase_model: {hub_id}\ntags: [{tag}, speculative-decoding]\n---",
+        _front_matter(hub_id, tag, licence),
         f"# {title} for {target}",
         _what(config, hub_id if packaged else "", dtype),
         "## Training\n\n" + ("\n".join(_training(metadata)) or "Nothing is recorded about the training."),
         "## Accept length\n\n" + "\n".join(_evaluation(summary, target, folder)),
-        "## Serve\n\n" + _serve(target, hub_id, folder, config),
+        "## Serve\n\n" + serve_commands(draft, reasons or {}),
+        "## Limits\n\n" + "\n".join(_limits(config, metadata, summary, target, licence)),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _what(config: AnyConfig, packaged_from: str, dtype: torch.dtype) -> str:
-    kind = str(dtype).removeprefix("torch.")
+def _front_matter(hub_id: str, tag: str, licence: str) -> str:
+    """The hub's YAML; a base model only where it is a repository's name."""
+    lines = ["library_name: eagle_kit", "pipeline_tag: text-generation"]
+    if REPOSITORY.fullmatch(hub_id):
+        lines += [f"base_model: {hub_id}"]
+    if licence:
+        lines += [f"license: {json.dumps(licence)}"]
+    return "\n".join(["---", *lines, f"tags: [{tag}, speculative-decoding]", "---"])
+
+
+def _limits(
+    config: AnyConfig, metadata: dict[str, Any], summary: dict[str, Any] | None, target: str, licence: str
+) -> Iterator[str]:
+    """What is known to be missing, and what nobody has tried."""
+    yield (
+        f"* It drafts for {target} only. A verifying engine gives the target's own replies with any draft; "
+        "with other weights, another chat template or other kinds of prompts fewer tokens are accepted."
+    )
+    if not config.template_hash:
+        yield "* Which chat template it was trained with is not recorded."
+    data = metadata.get("data")
+    if isinstance(data, dict) and "vocab_coverage" in data and config.draft_vocab_size < config.vocab_size:
+        yield (
+            f"* It can propose {config.draft_vocab_size:,} of {config.vocab_size:,} tokens, "
+            f"{100 * data['vocab_coverage']:.1f} % of those in its training replies."
+        )
+    if summary is None:
+        yield "* Accept lengths per task have not been measured."
+    else:
+        where = summary.get("target") or {}
+        if "cuda" not in str(where.get("device")):
+            yield "* It has not been measured on a GPU; the speed-ups above are a CPU's."
+        if (summary.get("settings") or {}).get("temperature") in (None, 0, 0.0):
+            yield "* The figures above are of greedy decoding; sampled replies have not been measured."
+    yield "* It has not been served with SGLang or vLLM."
+    if not licence:
+        yield (
+            "* No licence was given when this page was written; before publishing, name one, and mind those "
+            f"of {target} and of the training data."
+        )
+    if origin := metadata.get("imported"):
+        yield f"* It was imported: {origin['layout']}. Weights and numbers above are as they were there."
+
+
+def _what(config: AnyConfig, packaged_from: str, dtype: torch.dtype | None) -> str:
+    kind = "several types" if dtype is None else str(dtype).removeprefix("torch.")
     if isinstance(config, MTPConfig):
         text = _what_modules(config, kind)
     elif isinstance(config, Eagle1Config):
@@ -119,6 +177,8 @@ def _training(metadata: dict[str, Any]) -> Iterator[str]:
         yield f"* data: {_listed({key.replace('_', ' '): value for key, value in data.items()})}"
     elif data:
         yield f"* data: {data}"
+    if began := (config.get("head") or {}).get("start_from"):
+        yield f"* began with the weights of: {began}"
     if "step" in metadata:
         yield f"* optimiser steps: {metadata['step']:,}"
     if "tokens_seen" in metadata:
@@ -162,58 +222,6 @@ def _evaluation(summary: dict[str, Any] | None, target: str, folder: str) -> Ite
     yield f"* settings: {_listed(chosen)}"
     yield f"* versions: {_listed(summary.get('versions') or {})}"
     yield f"* date: {summary.get('date', 'unknown')}"
-
-
-def _serve(target: str, hub_id: str, folder: str, config: AnyConfig) -> str:
-    if isinstance(config, MTPConfig):
-        return _serve_modules(target, hub_id, folder, config.num_modules)
-    if isinstance(config, Eagle1Config):
-        return _serve_eagle1(target, hub_id, folder, config.fc_bias)
-    speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 4}}'
-    return f"""```sh
-eagle-kit generate --target {target} --draft {folder} --shape 5,4,16 --prompt 'Why is the sky blue?'
-
-python -m sglang.launch_server --model-path {hub_id} --speculative-algorithm EAGLE3 \\
-    --speculative-draft-model-path {folder} \\
-    --speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16
-
-vllm serve {hub_id} --speculative-config '{speculative}'
-```
-
-The commands of SGLang and vLLM follow their documentation; the tool that wrote this page did not run them."""
-
-
-def _serve_eagle1(target: str, hub_id: str, folder: str, fc_bias: bool) -> str:
-    """SGLang's ``fc`` always has a bias."""
-    text = f"""```sh
-eagle-kit generate --target {target} --draft {folder} --shape 5,4,16 --prompt 'Why is the sky blue?'
-"""
-    if not fc_bias:
-        return text + "```"
-    return f"""{text}
-python -m sglang.launch_server --model-path {hub_id} --speculative-algorithm EAGLE \\
-    --speculative-draft-model-path {folder} \\
-    --speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16
-```
-
-The command of SGLang follows its documentation; the tool that wrote this page did not run it."""
-
-
-def _serve_modules(target: str, hub_id: str, folder: str, count: int) -> str:
-    steps = 3 if count == 1 else count
-    shape = f"{steps},1,{steps + 1}"
-    text = f"""```sh
-eagle-kit generate --target {target} --draft {folder} --shape {shape} --prompt 'Why is the sky blue?'
-"""
-    if count > 1:
-        return text + "```"
-    return f"""{text}
-python -m sglang.launch_server --model-path {hub_id} --speculative-algorithm NEXTN \\
-    --speculative-draft-model-path {folder} \\
-    --speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}
-```
-
-The command of SGLang follows its documentation; the tool that wrote this page did not run it."""
 
 
 def _listed(facts: dict[str, Any]) -> str:

@@ -145,10 +145,19 @@ def has_modules(folder: str | Path) -> bool:
     return bool(read_published(Path(folder), lambda name: name.removeprefix("model.") == wanted))
 
 
+def first_layer(folder: Path, config: MTPConfig) -> int:
+    """The number that the first module has in the names of tensors: 0 in folders of ours and of SGLang's,
+    else that of the layer behind the last one."""
+    layers = config.layer.num_layers
+    if layers != config.num_modules or not is_mtp_config(read_json(folder / "config.json")):
+        return layers
+    behind = f"layers.{layers}.eh_proj.weight"  # there when vLLM is meant
+    return layers if read_published(folder, lambda name: name.removeprefix("model.") == behind) else 0
+
+
 def read_modules(folder: Path, config: MTPConfig) -> dict[str, torch.Tensor]:
     """The tensors of the modules as ``layers.{i}.*``, i from 0. Raises UserError when there are none."""
-    layers, count = config.layer.num_layers, config.num_modules
-    first = 0 if layers == count and is_mtp_config(read_json(folder / "config.json")) else layers
+    first, count = first_layer(folder, config), config.num_modules
     pattern = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
     def is_wanted(name: str) -> bool:

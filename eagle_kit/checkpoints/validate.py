@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_config, read_state
+from eagle_kit.checkpoints.formats.recognise import recognise, refuse_other_heads
 from eagle_kit.checkpoints.kind import algorithm_of
-from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
+from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS, flatten_config
 from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
@@ -54,23 +55,33 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     folder = resolve_target(target)
     target_config = read_target_config(folder)
     try:
-        match algorithm_of(draft_folder):
+        algorithm = algorithm_of(draft_folder)
+        refuse_other_heads(read_json(Path(draft_folder) / CONFIG), Path(draft_folder))
+        match algorithm:
             case "EAGLE3":
-                return _eagle3(Path(draft_folder), folder, target_config)
+                return _with_layout(_eagle3(Path(draft_folder), folder, target_config), draft_folder)
             case "EAGLE":
                 from eagle_kit.checkpoints.eagle1 import validate_eagle1
 
-                return validate_eagle1(draft_folder, folder)
+                return _with_layout(validate_eagle1(draft_folder, folder), draft_folder)
             case "NEXTN":
-                return _mtp(Path(draft_folder), folder, target_config)
+                return _with_layout(_mtp(Path(draft_folder), folder, target_config), draft_folder)
             case "STANDALONE":
                 return _standalone(Path(draft_folder), folder, target_config)
     except UserError as error:
         return [Finding("error", "checkpoint", error.cause, error.remedy)]
 
 
+def _with_layout(findings: list[Finding], draft_folder: str | Path) -> list[Finding]:
+    """Whose layout it is, in front of the other findings, unless the draft could not be read. Raises
+    UserError, with the reason, for heads of a kind that we do not have."""
+    if [finding.subject for finding in findings] == ["checkpoint"]:
+        return findings
+    return [Finding("ok", "layout", f"{recognise(draft_folder).maker}."), *findings]
+
+
 def _eagle3(draft_folder: Path, folder: Path, target_config: TargetConfig) -> list[Finding]:
-    raw = read_json(draft_folder / CONFIG)
+    raw = flatten_config(read_json(draft_folder / CONFIG), str(draft_folder))
     draft = read_draft_config(draft_folder, target_config)
     return [
         *_sizes(draft, target_config),
@@ -173,7 +184,10 @@ def _layers(draft: DraftConfig, target: TargetConfig, eagle: dict[str, Any]) -> 
             f"the draft reads the inputs of layers {ids}, which look like the usual {usual} in the numbering "
             "'output of layer i' that SpecForge and ModelOpt write."
         )
-        remedy = f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config.'
+        remedy = (
+            f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config, or import '
+            "it with --format sglang."
+        )
         return Finding("warning", "layer ids", cause, remedy)
     return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
 

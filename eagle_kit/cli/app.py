@@ -26,6 +26,7 @@ COMMANDS = {
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
     "report": Command("the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
+    "import": Command("bring a draft of another project into our layout", "eagle_kit.cli.import_"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),

@@ -1,32 +1,64 @@
-"""`eagle-kit export RUN --out DIR`: a servable draft in bfloat16 with a model card."""
+"""`eagle-kit export RUN --out DIR`: a servable draft with a model card, for this engine or another."""
 
 import argparse
 from pathlib import Path
 
 from eagle_kit.core.errors import UserError
 
+FORMATS = ("eagle-kit", "sglang", "vllm", "speculators", "eagle")
+DTYPES = ("bfloat16", "float16", "float32", "keep")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``export``."""
     parser.add_argument(
-        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run folder (its best) or checkpoint"
+        "source", type=Path, metavar="RUN_OR_DRAFT", help="run folder (its best), checkpoint or draft"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the draft goes")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="eagle-kit", help="layout of the files (default %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default %(default)s)"
+    )
     parser.add_argument("--target", help="folder, hub id or known name; default the one it was trained for")
     parser.add_argument(
-        "--eval", type=Path, metavar="SUMMARY", help="summary.json whose figures go into the card"
+        "--eval", type=Path, metavar="DIR", help="results of an eagle-kit eval whose figures go into the card"
+    )
+    parser.add_argument(
+        "--license",
+        default="",
+        metavar="ID",
+        help="of the card, as apache-2.0",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Export and say where."""
-    if args.eval is not None and not args.eval.is_file():
+    if args.eval is not None and not args.eval.exists():
         raise UserError(
-            f"The file {args.eval} does not exist.", "Give the summary.json of an eagle-kit eval."
+            f"The folder {args.eval} does not exist.", "Give the result folder of an eagle-kit eval."
         )
+    import torch
+
     from eagle_kit.checkpoints.export import export_draft
 
-    export_draft(args.source, args.out, target=args.target, eval_summary=args.eval)
+    export_draft(
+        args.source,
+        args.out,
+        target=args.target,
+        eval_summary=args.eval,
+        format=args.format,
+        dtype=None if args.dtype == "keep" else getattr(torch, args.dtype),
+        licence=args.license,
+    )
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    print(f"{args.out}: {size / 1e6:.1f} MB; serve it with eagle-kit generate --draft {args.out}")
+    uses = {
+        "sglang": "its README.md has SGLang's command",
+        "vllm": "its README.md has vLLM's command",
+        "speculators": "load it with speculators, or serve it with vLLM",
+        "eagle": "load it with EAGLE's EaModel",
+    }
+    use = uses.get(args.format, f"serve it with eagle-kit generate --draft {args.out}")
+    print(f"{args.out}: {size / 1e6:.1f} MB; {use}")
     return 0

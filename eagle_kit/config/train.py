@@ -61,8 +61,8 @@ EAGLE3_KEYS = {
     *("fc_norm", "norm_output", "norm_before_residual"),
 }
 KEYS_OF_KIND = {
-    "eagle3": {*EAGLE3_KEYS, "intermediate_size"},
-    "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size"},
+    "eagle3": {*EAGLE3_KEYS, "intermediate_size", "start_from"},
+    "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size", "start_from"},
     "eagle1": {"intermediate_size", "fc_bias"},
     "mtp": {"num_modules", "init"},
 }
@@ -87,6 +87,8 @@ class HeadConfig(_Section):
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
+        start_from: a draft folder of any known layout, whose weights, sizes and vocabulary the run begins
+            with: all but ``kind`` is left to it.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -104,6 +106,7 @@ class HeadConfig(_Section):
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
     fc_bias: bool = True
+    start_from: str | None = None
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
@@ -113,12 +116,16 @@ class HeadConfig(_Section):
             is_mine = name in {"kind", *KEYS_OF_KIND[self.kind]}
             if not is_mine and getattr(self, name) != field.default:
                 raise ValueError(f"{name} has no meaning for a head of the kind {self.kind}")
+            is_left = name not in ("kind", "start_from") and getattr(self, name) == field.default
+            if self.start_from is not None and name not in ("kind", "start_from") and not is_left:
+                raise ValueError(f"{name} is that of the head that start_from names")
         return self
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens that the head can propose; None for all of them."""
-        return self.draft_vocab_size if "draft_vocab_size" in KEYS_OF_KIND[self.kind] else None
+        """Tokens that the head can propose; None for all of them, or those of ``start_from``."""
+        chosen = "draft_vocab_size" in KEYS_OF_KIND[self.kind] and self.start_from is None
+        return self.draft_vocab_size if chosen else None
 
 
 class RegressionConfig(_Section):

@@ -26,7 +26,7 @@ from eagle_kit.data.records import (
     read_conversations,
 )
 from eagle_kit.data.template import TokenizedChat, prompt_token_ids, tokenize_chat
-from eagle_kit.data.vocab_map import VocabMap, build_vocab_map, load_vocab_map, tokenizer_hash
+from eagle_kit.data.vocab_map import VocabMap, build_vocab_map, load_vocab_map, tokenizer_hash, vocab_map_of
 from eagle_kit.models.source import cache_folder
 
 FORMAT = 2
@@ -94,6 +94,11 @@ class PreparedData:
         start = int(self._ends[document - 1]) if document else 0
         span = slice(start, int(self._ends[document]))
         return TokenizedChat(np.asarray(self._ids[span]), np.asarray(self._reply[span]))
+
+    def use_vocabulary(self, tokens: np.ndarray) -> None:
+        """Take the target ids ``tokens``, int64 ascending, for the draft vocabulary."""
+        counts, old = np.load(self.folder / "counts.npy"), self.vocab_map
+        self.vocab_map = vocab_map_of(tokens, counts, old.fingerprint, old.tokenizer)
 
     @property
     def skip_file(self) -> Path:

@@ -115,10 +115,15 @@ def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str,
             "Lower it.",
         )
     hot = np.sort(np.argsort(-counts, kind="stable")[:draft_vocab_size])
+    return vocab_map_of(hot, counts, fingerprint, tokenizer)
+
+
+def vocab_map_of(tokens: np.ndarray, counts: np.ndarray, fingerprint: str, tokenizer: str) -> VocabMap:
+    """The map of ``tokens``, int64 target ids ascending; the rest as in :func:`build_vocab_map`."""
     t2d = np.zeros(len(counts), dtype=bool)
-    t2d[hot] = True
-    offsets = hot.astype(np.int64) - np.arange(draft_vocab_size)
-    return VocabMap(offsets, t2d, _coverage(counts, hot), fingerprint, tokenizer)
+    t2d[tokens] = True
+    offsets = tokens.astype(np.int64) - np.arange(len(tokens))
+    return VocabMap(offsets, t2d, _coverage(counts, tokens), fingerprint, tokenizer)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

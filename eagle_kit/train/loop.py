@@ -99,6 +99,8 @@ class Trainer:
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
         self.state = TrainState()
         self.head, optimizer_state = self._make_head()
+        if config.head.start_from is not None and self.head.token_map is not None:
+            data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.ingredients, self.head.config)
         if optimizer_state is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle_kit.checkpoints.draft import load_draft, read_draft_config
 from eagle_kit.checkpoints.mtp import check_family, has_modules, load_mtp
 from eagle_kit.checkpoints.validate import template_hash
 from eagle_kit.config.train import HeadConfig, TrainConfig
@@ -37,11 +38,31 @@ def draft_config(config: HeadConfig, target: TargetConfig, *, name: str, tokeniz
         return MTPConfig(target, config.num_modules or target.num_mtp_layers or 1, **about)
     if config.kind == "eagle1":
         return replace(_eagle1_config(config, target), **about)
+    if config.start_from is not None:
+        return replace(_old_config(config, target), **about)
     if config.kind == "eagle3-mla" and target.mla is None:
         raise UserError(
             "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
         )
     return replace(_eagle3_config(config, target), **about)
+
+
+def _old_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
+    """The architecture of the head that ``start_from`` names."""
+    assert config.start_from is not None
+    found = read_draft_config(config.start_from, target)
+    for name, has, needs in (
+        ("kind", "eagle3" if found.mla is None else "eagle3-mla", config.kind),
+        ("target_hidden_size", found.target_hidden_size, target.hidden_size),
+        ("vocab_size", found.vocab_size, target.vocab_size),
+    ):
+        if has != needs:
+            raise UserError(
+                f"The head of head.start_from, {config.start_from}, has the {name} {has}, and this run needs "
+                f"{needs}.",
+                "Name a head of this target and kind, or leave head.start_from out.",
+            )
+    return found
 
 
 def _eagle3_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
@@ -122,6 +143,11 @@ def new_head(
         return freeze(_new_modules(config.head, draft, target, folder, device))
     if isinstance(draft, Eagle1Config):
         return Eagle1Head(draft).to(device=device, dtype=torch.float32).bind(target.lm_head)
+    if config.head.start_from is not None:
+        old = load_draft(config.head.start_from, torch.float32, device, target=target)
+        assert isinstance(old, Eagle3Head)
+        old.config = draft
+        return old
     head = Eagle3Head(draft)
     # A target may have more rows than its tokenizer has tokens.
     in_draft = torch.zeros(draft.vocab_size, dtype=torch.bool)

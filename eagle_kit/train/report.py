@@ -144,7 +144,10 @@ def metadata(
             "fingerprint": data.fingerprint,
             "vocab_coverage": data.vocab_map.coverage,
         },
-        "config": {"training": config.training.model_dump(mode="json")},
+        "config": {
+            "head": config.head.model_dump(mode="json"),
+            "training": config.training.model_dump(mode="json"),
+        },
         "step": state.step,
         "tokens_seen": state.tokens,
         "seconds": round(state.seconds, 1),

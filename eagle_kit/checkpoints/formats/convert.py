@@ -1,0 +1,116 @@
+"""Between our layout and the others', by kind of head; a draft from elsewhere goes back as it came."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp
+from eagle_kit.checkpoints.formats.files import (
+    FORMATS,
+    OWN,
+    DraftFiles,
+    Format,
+    Served,
+    config_hash,
+    read_files,
+)
+from eagle_kit.checkpoints.formats.recognise import Kind, Layout, recognise
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.config import TargetConfig
+
+KINDS: dict[Kind, ModuleType] = {"eagle3": eagle3, "eagle1": eagle1, "mtp": mtp}
+IMPORTED = "imported"
+"""Key of ``eagle_kit.json`` for what a draft from elsewhere was."""
+
+
+def read_draft(
+    folder: str | Path, *, format: Format | None = None, target: TargetConfig | None = None
+) -> tuple[DraftFiles, Layout]:
+    """Any draft -> our layout, and what was recognised.
+
+    Args:
+        format: what the folder is in; needed only where two formats look the same.
+        target: needed only by drafts that name no layer ids.
+
+    Raises:
+        UserError: not a draft of ours; two formats that number layers differently are possible; a tensor too
+            many or too few.
+    """
+    seen = recognise(folder)
+    files = read_files(folder)
+    written = format or seen.format
+    if seen.format is not None and format is not None and not _is_possible(format, seen):
+        raise UserError(
+            f"The draft in {folder} is not in the format {format}: it was recognised as {seen.maker}.",
+            f"Import it as {seen.format}, or leave the format out.",
+        )
+    if written is None:
+        raise UserError(
+            f"The draft in {folder} does not say whether it means inputs or outputs of the layers it names.",
+            "Give --format sglang for heads of SpecForge, SGLang and ModelOpt (outputs), --format vllm for "
+            "heads of EAGLE and vLLM (inputs).",
+        )
+    if written == "eagle-kit":
+        return files, seen
+    module = KINDS[seen.kind]
+    ours: DraftFiles = module.read(files, written, target)
+    if OWN in files.config:
+        return ours, seen
+    names: dict[str, str] = module.tensor_names(files, ours)
+    left_out = files.tensors.keys() - set(names.values())
+    assert not any(bool(files.tensors[name].any()) for name in left_out)
+    origin = {
+        "format": written,
+        "layout": seen.maker,
+        "config": files.config,
+        "tensors": {name: [theirs, _dtype(files.tensors[theirs])] for name, theirs in names.items()},
+        "zeros": {
+            name: [list(files.tensors[name].shape), _dtype(files.tensors[name])] for name in sorted(left_out)
+        },
+        "config_here": config_hash(ours.config),
+    }
+    return DraftFiles(ours.config, ours.tensors, {**files.metadata, IMPORTED: origin}, ours.where), seen
+
+
+def _is_possible(format: Format, seen: Layout) -> bool:
+    """Whether a draft may be read as ``format`` though it looks like another: flat EAGLE-3 configs of other
+    projects differ in the numbering alone, and EAGLE-1 heads and modules in nothing that matters."""
+    if format == seen.format:
+        return True
+    if seen.maker.startswith("ours"):
+        return False
+    return "eagle-kit" not in (format, seen.format) and "speculators" not in (format, seen.format)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def write_draft_as(files: DraftFiles, kind: Kind, format: Format, served: Served) -> DraftFiles:
+    """Our layout -> ``format``. A draft that came in this format and was not changed goes back as it came.
+
+    Raises:
+        UserError: the format has no place for a part of the draft.
+    """
+    assert format in FORMATS
+    if format == "eagle-kit":
+        return files
+    origin = files.metadata.get(IMPORTED) or {}
+    if origin.get("format") == format and origin["config_here"] == config_hash(files.config):
+        return DraftFiles(origin["config"], _as_they_came(files.tensors, origin), files.metadata)
+    out: DraftFiles = KINDS[kind].write(files, format, served)
+    return out
+
+
+def _as_they_came(tensors: dict[str, torch.Tensor], origin: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """By the names and in the whole-number types of their source; floating ones as they are now."""
+    out = {
+        name: torch.zeros(shape, dtype=getattr(torch, kind))
+        for name, (shape, kind) in origin["zeros"].items()
+    }
+    for ours, (name, kind) in origin["tensors"].items():
+        value = tensors[ours]
+        out[name] = value if value.is_floating_point() else value.to(getattr(torch, kind))
+    return out

@@ -1,0 +1,236 @@
+"""EAGLE-3 heads for SGLang, vLLM, speculators and EAGLE's repository.
+
+Who numbers layers how: EAGLE and vLLM take "input of layer i", as we do. SGLang adds one to what config.json
+says, so there it is "output of layer i"; except for DeepSeek's targets, where it adds one only when the first
+id is 1. All of them capture in ascending order, whatever the order of the list.
+"""
+
+from typing import Any
+
+from eagle_kit.checkpoints.formats.files import (
+    CHECKED_VERSIONS,
+    OWN,
+    DraftFiles,
+    Format,
+    Served,
+    refuse,
+    without_keys,
+    zeros_for,
+)
+from eagle_kit.checkpoints.layout import (
+    CONVENTION,
+    LATENT_LAYER,
+    LAYER_IDS,
+    LLAMA_LAYER,
+    OUTPUT_BIAS,
+    canonical_name,
+    canonical_tensors,
+    config_from_dict,
+    config_to_dict,
+    flatten_config,
+    published_shapes,
+    refuse_other_parts,
+)
+from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.loader import check_tensors
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+LAYER_KEYS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+"""What speculators keeps in ``transformer_layer_config``."""
+SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", "fc_norm", "norm_output", "norm_before_residual")
+
+
+def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
+    """Our layout -> that of ``peer``.
+
+    Raises:
+        UserError: the peer has no place for a part of the head, or would read it otherwise.
+    """
+    config = config_from_dict(files.config, files.where)
+    _check(config, files, peer)
+    raw, tensors = dict(files.config), dict(files.tensors)
+    ids = list(config.aux_layer_ids)
+    eagle = {**(raw.get("eagle_config") or {}), LAYER_IDS: ids, CONVENTION: "input"}
+    if config.draft_vocab_size == config.vocab_size and peer in ("vllm", "speculators", "eagle"):
+        if bool(tensors["d2t"].any()):
+            refuse(peer, "its draft vocabulary is the target's in another order")
+        del tensors["d2t"], tensors["t2d"]
+    if config.attention_bias:
+        tensors |= zeros_for(tensors, OUTPUT_BIAS, config.hidden_size)
+    if peer in ("vllm", "speculators"):
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    own = {**raw[OWN], "format": peer}
+    match peer:
+        case "sglang":
+            numbers, convention = _sglang_ids(config, served)
+            eagle |= {LAYER_IDS: numbers, CONVENTION: convention}
+        case "vllm":
+            # deepseek_v3 would be taken for DeepSeek's own MTP modules
+            latent = {"architectures": [LATENT_LAYER[0]], "model_type": "deepseek_v2"}
+            raw |= latent if config.mla else {"architectures": [LLAMA_LAYER[1]]}
+        case "speculators":
+            return DraftFiles(_speculators(raw, own, config, files, served), tensors, files.metadata)
+    return DraftFiles({**raw, "eagle_config": eagle, OWN: own}, tensors, files.metadata)
+
+
+def _check(config: DraftConfig, files: DraftFiles, peer: Format) -> None:
+    """Raise UserError for what ``peer`` would lose or read otherwise."""
+    ids = list(config.aux_layer_ids)
+    if ids != sorted(set(ids)):
+        refuse(peer, f"it reads the layers {ids}, and {peer} captures each once, in ascending order")
+    if EMBEDDING not in files.tensors and config.target_hidden_size != config.hidden_size:
+        refuse(peer, "it is narrower or wider than its target and brings no embedding of its own")
+    no_residual = "its class takes the residual before hidden_norm (norm_before_residual)"
+    if peer == "sglang" and config.norm_before_residual:
+        refuse(peer, no_residual)
+    if peer == "sglang" and config.attention_bias:
+        refuse(peer, "its EAGLE-3 classes have no biases of attention")
+    if config.mla and peer in ("speculators", "eagle"):
+        refuse(peer, "it has no EAGLE-3 layer with latent attention", "Export it for sglang or vllm.")
+    if config.mla and config.attention_bias:
+        refuse(peer, "its latent attention has no biases")
+    if config.mla and peer == "sglang" and config.mla.q_lora_rank is None:
+        refuse(peer, "its latent attention needs a bottleneck for queries (q_lora_rank)")
+    if config.mla and peer == "vllm" and not config.mla.interleaved:
+        refuse(peer, "its latent attention rotates pairs that lie side by side (rope_interleave)")
+    if peer == "speculators" and config.target_hidden_size != config.hidden_size:
+        refuse(peer, "its fc reads states of the head's own width only")
+    if peer == "eagle":
+        flags = ("fc_norm", "norm_output", "norm_before_residual", "attention_bias")
+        if found := [flag for flag in flags if getattr(config, flag)]:
+            refuse(peer, f"its head has no {found[0]}")
+        if config.rope_scaling:
+            refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
+        if not is_usual(ids):
+            refuse(peer, f"it captures the layers 2, L//2 and L-3, and this head reads {ids}")
+
+
+def is_usual(ids: list[int], shift: int = 0) -> bool:
+    """Whether ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
+    ids = [layer + shift for layer in ids]
+    return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
+
+
+def _sglang_ids(config: DraftConfig, served: Served) -> tuple[list[int], str]:
+    """The numbers that SGLang turns into our layers, and the convention that they are then written in."""
+    ids = list(config.aux_layer_ids)
+    lowered = [layer - 1 for layer in ids]
+    if served.config is not None and ids[-1] >= served.config.num_layers:
+        refuse("sglang", "it does not capture what the last layer gives")
+    if ids[0] == 2:  # the same in all of its targets
+        return lowered, "output"
+    if not (served.family or config.mla):
+        refuse("sglang", "how it numbers layers depends on the target's family", "Give it with --target.")
+    if served.family in DEEPSEEK or (config.mla and not served.family):
+        if ids[0] == 1:
+            refuse("sglang", "its DeepSeek classes cannot be told to capture the input of layer 1 first")
+        return ids, "input"
+    if ids[0] == 0:
+        refuse("sglang", "it has no number for the embedding (the input of layer 0)")
+    return lowered, "output"
+
+
+def _speculators(
+    raw: dict[str, Any], own: dict[str, Any], config: DraftConfig, files: DraftFiles, served: Served
+) -> dict[str, Any]:
+    """The config of an ``Eagle3SpeculatorConfig``."""
+    known = {*LAYER_KEYS, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
+    if extra := without_keys(raw, known):
+        own |= {"extra": extra}
+    eagle = without_keys(raw.get("eagle_config") or {}, (LAYER_IDS, CONVENTION, "use_aux_hidden_state"))
+    if eagle:
+        own |= {"eagle_config": eagle}
+    shapes = files.metadata.get("accept_length") or {}
+    steps = next((int(shape.split(",")[0]) for shape in shapes if shape[:1].isdigit()), 4)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": steps}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": served.name or config.target, "architectures": list(served.architectures)}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": CHECKED_VERSIONS["speculators"],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "transformer_layer_config": {key: raw[key] for key in LAYER_KEYS if key in raw},
+        **{key: raw[key] for key in SPECULATOR_KEYS if key in raw},
+        "draft_vocab_size": config.draft_vocab_size,
+        LAYER_IDS: list(config.aux_layer_ids),
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
+        OWN: own,
+    }
+
+
+def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
+    """The layout of ``peer`` -> ours, every tensor accounted for.
+
+    Args:
+        target: gives the usual layer ids to a config that names none.
+
+    Raises:
+        UserError: a part that our head has not; missing, unexpected or misshapen tensors; layer ids that
+            cannot be known.
+    """
+    refuse_other_parts(files.config, files.tensors, files.where)
+    raw = flatten_config(files.config, files.where)
+    eagle = dict(raw.get("eagle_config") or {})
+    if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
+        del eagle[LAYER_IDS]
+    if eagle.get(LAYER_IDS) and CONVENTION not in eagle:
+        eagle[CONVENTION] = "output" if peer == "sglang" else "input"
+    own = dict(raw.get(OWN) or {})
+    is_ours = own.pop("format", None) is not None
+    config = config_from_dict({**raw, "eagle_config": eagle}, files.where, target)
+    tensors = canonical_tensors(files.tensors, files.where)
+    d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
+    expected: dict[str, tuple[int, ...]] = published_shapes(config)
+    if EMBEDDING in tensors:
+        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
+    if has_no_head := HEAD not in tensors and raw.get("draft_vocab_size") in (None, config.vocab_size):
+        expected.pop(HEAD)
+    check_tensors(tensors, expected, files.where)
+    ours = config_to_dict(config)
+    if has_no_head:
+        ours["draft_vocab_size"] = None
+    if is_ours:  # keys that we do not know were ours already
+        known = {*ours, "norm_before_fc", "embed_requires_grad", "eagle_config"}
+        ours = without_keys(raw, known) | ours
+        ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
+        own.pop("extra", None)
+        ours[OWN] = {**own, **ours[OWN]}
+    ours[OWN] |= {"vocab_map": map_fingerprint(d2t)}
+    kind = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    ours = {"dtype": kind, "torch_dtype": kind} | ours
+    return DraftFiles(ours, tensors | {"d2t": d2t, "t2d": t2d}, files.metadata, files.where)
+
+
+def tensor_names(files: DraftFiles, ours: DraftFiles) -> dict[str, str]:
+    """Our name of every tensor in ``files`` that ``ours`` kept -> the name it has there."""
+    names = {canonical_name(name): name for name in files.tensors}
+    return {name: names[name] for name in ours.tensors if name in names}

@@ -1,0 +1,27 @@
+"""`eagle-kit import DRAFT --out DIR`: a draft of another project in our layout, bit for bit."""
+
+import argparse
+from pathlib import Path
+
+FORMATS = ("sglang", "vllm", "speculators", "eagle")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``import``."""
+    parser.add_argument("source", type=Path, metavar="DRAFT", help="draft folder of any layout")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the draft goes")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="layout of DRAFT, where it cannot be recognised by its files"
+    )
+    parser.add_argument("--target", help="folder, hub id or known name; for drafts that name no layers")
+    parser.add_argument("--license", default="", metavar="ID", help="of the card, as apache-2.0")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import and say what was recognised."""
+    from eagle_kit.checkpoints.export import import_draft
+
+    seen = import_draft(args.source, args.out, format=args.format, target=args.target, licence=args.license)
+    print(f"{args.source}: {seen.kind} head, {seen.maker}")
+    print(f"{args.out}: check it with eagle-kit validate {args.out} --target TARGET")
+    return 0

@@ -1,0 +1,66 @@
+"""A run that begins with a head that is there: its weights, its vocabulary, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from tiny_run import make_config, make_conversations
+
+from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.train.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A config, and the exported head of a run of it."""
+    folder = tmp_path_factory.mktemp("first")
+    config = make_config(folder)
+    assert main([str(config), "training.max_steps=30"]) == 0
+    export_draft(folder / "run", folder / "head")
+    return folder
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
+    other = make_conversations(tmp_path / "others.jsonl", count=30, seed=7)  # their frequent tokens differ
+    settings = [
+        *(
+            f"data.source={other}",
+            f"output_dir={tmp_path / 'run'}",
+            f"head={{start_from: {trained / 'head'}}}",
+        ),
+        *("training.warmup_steps=1", "training.max_steps=4", "training.learning_rate=1.0e-4"),
+    ]
+    config = trained / "config.yaml"
+    assert main([str(config), *settings, "--max-steps", "2"]) == 0
+    assert main([str(config), *settings, "--resume"]) == 0
+    old, new = load_draft(trained / "head"), load_draft(tmp_path / "run" / "step-4")
+    assert torch.equal(new.target_ids, old.target_ids)
+    assert new.config.intermediate_size == old.config.intermediate_size == 80
+    largest = max((p - q).abs().max().item() for p, q in zip(new.parameters(), old.parameters(), strict=True))
+    assert 0 < largest < 1e-3, "four small steps away"
+    first, fresh = rows(tmp_path / "run")[0], rows(trained / "run")[0]
+    assert first["loss"] < fresh["loss"] - 0.2
+    about = json.loads((tmp_path / "run" / "step-4" / "eagle_kit.json").read_text())
+    assert 0.5 < about["data"]["vocab_coverage"] <= 1.0
+    assert about["config"]["head"]["start_from"].endswith("head")
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("{start_from: HEAD, draft_vocab_size: 100}", "draft_vocab_size is that of the head"),
+        ("{start_from: HEAD, kind: mtp}", "start_from has no meaning"),
+        ("{start_from: HEAD, kind: eagle3-mla}", "has the kind eagle3, and this run needs eagle3-mla"),
+        ("{start_from: nowhere}", "nowhere does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, head, said):
+    head = head.replace("HEAD", str(trained / "head"))
+    assert main([str(trained / "config.yaml"), f"head={head}", f"output_dir={tmp_path / 'run'}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
