@@ -11,12 +11,15 @@ Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabul
 value.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
@@ -83,6 +86,17 @@ def plan_row(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> R
     return RowPlan(rows, [rows[0], *kept], [plan_rows(r, doc_start) for r in rows], needed, doc_start)
 
 
+class TTTOutput(NamedTuple):
+    """What a forward gives: ``loss`` to differentiate, fp32 (without a graph when no row learns), and
+    ``losses``, ``matches``, ``leading``, ``learned`` of :class:`TTTResult`."""
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    matches: torch.Tensor
+    leading: torch.Tensor
+    learned: torch.Tensor
+
+
 def ttt_forward_backward(
     head: DraftHead,
     embed_weight: torch.Tensor,
@@ -92,7 +106,26 @@ def ttt_forward_backward(
     plan: RowPlan,
     row_weights: list[torch.Tensor],
 ) -> TTTResult:
-    """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
+    """:func:`ttt_forward`, then backward; gradients are added to ``.grad`` of the head."""
+    out = ttt_forward(head, embed_weight, ids, features, target_head, plan, row_weights)
+    if out.loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
+        out.loss.backward()
+    counts = torch.tensor(plan.counts if plan.counts[0] else [0] * len(plan.rows), dtype=torch.float64)
+    return TTTResult(float(out.loss.detach()), *out[1:], counts)
+
+
+def ttt_forward(
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    target_head: torch.Tensor,
+    plan: RowPlan,
+    row_weights: list[torch.Tensor],
+    *,
+    recompute: bool = False,
+) -> TTTOutput:
+    """All K steps on one packed row.
 
     Args:
         embed_weight: the target's embedding ``[V, H]``, frozen.
@@ -100,55 +133,75 @@ def ttt_forward_backward(
         features: the target's view of the row.
         target_head: the target's output rows of the draft vocabulary, ``[Vd, H_target]``.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+        recompute: keep only what goes into every step, and run it again in the backward pass.
     """
-    steps = len(plan.rows)
-    nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
-        return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
+        nothing = torch.zeros(len(plan.rows), dtype=torch.float64)
+        return TTTOutput(torch.zeros((), device=ids.device), nothing, nothing, nothing, nothing)
     run = _run_steps if len(head.blocks) == 1 else _run_layers
-    outputs = run(head, embed_weight, ids, features, plan)
-    loss, losses, matches, leading, learned = _loss(head, outputs, features, target_head, plan, row_weights)
-    if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
-        loss.backward()
-    counts = torch.tensor(plan.counts, dtype=torch.float64)
-    return TTTResult(float(loss.detach()), losses, matches, leading, learned, counts)
+    outputs = run(head, embed_weight, ids, features, plan, recompute)
+    return TTTOutput(*_loss(head, outputs, features, target_head, plan, row_weights))
+
+
+def _call(recompute: bool, function: Callable[..., Any], *args: torch.Tensor) -> Any:
+    """``function(*args)``, with nothing but ``args`` kept for the backward pass when it is to recompute."""
+    return checkpoint(function, *args, use_reentrant=False) if recompute else function(*args)
 
 
 def _run_steps(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    recompute: bool,
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step, K tensors ``[R_k, H]``."""
     layer, scale = head.blocks[0], head.config.attention_scale
     positions = positions_of(plan.doc_start)
     length = int(plan.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
-    hidden = head.features(features.hidden[:length], features.aux[:length])
-    embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
-    x, residual = layer.inputs(hidden, embeds)
-    q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
-    rows = plan.rows[0]
-    attended = _attention(q[rows], k0, v0, None, None, plan.attention[0], scale)
-    fed_back = head.feed_back(layer.finish(residual[rows], attended))
-    outputs = [fed_back]
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(1, len(plan.rows)):
+
+    def first(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
+        x, residual = layer.inputs(hidden, embeds)
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
+        rows = plan.rows[0]
+        attended = _attention(q[rows], k, v, None, None, plan.attention[0], scale)
+        return head.feed_back(layer.finish(residual[rows], attended)), k, v
+
+    def later(
+        step: int, before: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *earlier: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, kept = plan.rows[step], plan.kept[step]
-        if rows.numel() == 0:
+        embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
+        x, residual = layer.inputs(before[kept], embeds)
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
+        own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
+        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
+        return head.feed_back(layer.finish(residual, attended)), k, v
+
+    hidden = head.features(features.hidden[:length], features.aux[:length])
+    fed_back, k0, v0 = _call(recompute, first, hidden)
+    outputs, own = [fed_back], []
+    for step in range(1, len(plan.rows)):
+        if plan.rows[step].numel() == 0:
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
-        embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
-        x, residual = layer.inputs(fed_back[kept], embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
-        own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
-        own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
-        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
-        fed_back = head.feed_back(layer.finish(residual, attended))
+        own = [part[plan.kept[step]] for part in own]
+        fed_back, k, v = _call(recompute, partial(later, step), fed_back, k0, v0, *own)
+        own += [k, v]
         outputs.append(fed_back)
     return outputs
 
 
 def _run_layers(
-    head: DraftHead, embed_weight: torch.Tensor, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    plan: RowPlan,
+    recompute: bool,
 ) -> list[torch.Tensor]:
     """:func:`_run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
@@ -157,13 +210,17 @@ def _run_layers(
     blocks = plan_rows(everything, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]
     hidden, outputs = head.features(features.hidden[:length], features.aux[:length]), []
-    for step, rows in enumerate(plan.rows):
+
+    def one(step: int, hidden: torch.Tensor) -> torch.Tensor:
         layer = head.blocks[step]
         tokens = ids[token_of(everything, step).clamp(max=len(ids) - 1)]
         x, residual = layer.inputs(hidden, torch.nn.functional.embedding(tokens, embed_weight))
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
-        hidden = head.feed_back(layer.finish(residual, attended))
+        return head.feed_back(layer.finish(residual, attended))
+
+    for step, rows in enumerate(plan.rows):
+        hidden = _call(recompute, partial(one, step), hidden)
         outputs.append(hidden[rows])
     return outputs
 
