@@ -4,6 +4,7 @@ A step is a pure function of the weights, the optimiser and the step counter: or
 rate follow from the counter, so a resumed run is bitwise the run that was never stopped.
 """
 
+import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.mtp import MTPHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
+from eagle_kit.train.launch import sharding_asked_for
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.parallel import check_trackers, make_accelerator, start_trackers, sum_numbers
+from eagle_kit.train.placement import output_layer, place_target
 from eagle_kit.train.progress import ProgressLine
 from eagle_kit.train.report import describe, describe_judge, estimate_run, judgement_line, metadata
 from eagle_kit.train.run_folder import RunFolder, flatten
@@ -26,6 +29,7 @@ from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import gather, state_store
 from eagle_kit.train.state import TrainState, load_checkpoint, restore_optimizer, save_checkpoint
 from eagle_kit.train.step import Stepper, StepResult
+from eagle_kit.train.strategy import on_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -86,9 +90,13 @@ class Trainer:
         self.head, optimizer_state = self._make_head()
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.ingredients, self.head.config)
-        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
+        sharding = sharding_asked_for(os.environ)
+        if isinstance(self.head, MTPHead):
+            self.head.bind(output_layer(self.ingredients.target, accelerator.device))
+        place_target(self.ingredients.target, config, accelerator)
+        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store, sharding)
         if optimizer_state is not None:
-            restore_optimizer(folder.checkpoints()[-1][1], self.stepper.optimizer, optimizer_state)
+            restore_optimizer(folder.checkpoints()[-1][1], self.stepper.strategy, optimizer_state)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
@@ -190,7 +198,9 @@ class Trainer:
         """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
         assert self.judge is not None
         started = time.perf_counter()
-        judgement = self.judge.judge(self.head)
+        whole = self.stepper.strategy.whole_head()
+        target = self.ingredients.target
+        judgement = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
         decoded = {shape: self._accept_length(stats) for shape, stats in judgement.decoded.items()}
         simulated = {shape: self._accept_length(stats) for shape, stats in judgement.simulated.items()}
         different = int(sum_numbers(self.accelerator, [judgement.num_different])[0])
@@ -215,7 +225,7 @@ class Trainer:
             )
             line.say(judgement_line(row))
             if is_better:
-                save_draft(self.head, self.folder.path / "best", metadata=self._metadata(decoded))
+                save_draft(whole, self.folder.path / "best", metadata=self._metadata(decoded))
         self.accelerator.wait_for_everyone()
         patience = self.config.judge.patience
         return patience is not None and state.num_worse >= patience
@@ -225,9 +235,11 @@ class Trainer:
         return emitted / verifies if verifies else 0.0
 
     def _save(self) -> None:
+        strategy = self.stepper.strategy
+        head, optimizer_state = strategy.whole_head(), strategy.optimizer_state()  # all processes gather
         if self.accelerator.is_main_process:
             path = self.folder.path / f"step-{self.state.step}"
-            save_checkpoint(path, self.head, self.stepper.optimizer, self.state, self._metadata())
+            save_checkpoint(path, head, optimizer_state, self.state, self._metadata())
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
@@ -245,8 +257,6 @@ class Trainer:
                     "Restore the data, or start a new run with output_dir=FOLDER.",
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            if isinstance(head, MTPHead):
-                head.bind(found.target.lm_head)
             return freeze(head), optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
         check_steps(config, draft)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from eagle_kit.checkpoints.disk import check_disk_space, sync_files
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead
+
+if TYPE_CHECKING:
+    from eagle_kit.train.strategy import Strategy
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
@@ -47,11 +50,15 @@ class TrainState:
 def save_checkpoint(
     folder: Path,
     head: DraftHead,
-    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
     state: TrainState,
     metadata: Mapping[str, Any],
 ) -> None:
     """Write ``folder`` (``step-N``): beside it first, then renamed.
+
+    Args:
+        head: whole.
+        optimizer_state: whole, as the optimiser of a single process has it.
 
     Raises:
         UserError: the disk has no room; nothing is left behind.
@@ -64,7 +71,7 @@ def save_checkpoint(
         save_draft(head, partial, metadata=dict(metadata))
         trainer = partial / "trainer"
         trainer.mkdir()
-        torch.save(optimizer.state_dict(), trainer / "optimizer.pt")
+        torch.save(dict(optimizer_state), trainer / "optimizer.pt")
         torch.save(_rng_state(), trainer / "rng.pt")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         sync_files(trainer)
@@ -99,19 +106,14 @@ def load_checkpoint(folder: Path, device: torch.device) -> tuple[DraftHead, dict
     return head, optimizer_state, state
 
 
-def restore_optimizer(
-    folder: Path, optimizer: torch.optim.Optimizer, optimizer_state: Mapping[str, Any]
-) -> None:
-    """Give ``optimizer`` the state that :func:`load_checkpoint` read from ``folder``.
+def restore_optimizer(folder: Path, strategy: "Strategy", optimizer_state: Mapping[str, Any]) -> None:
+    """Give ``strategy``'s optimiser the state that :func:`load_checkpoint` read from ``folder``.
 
     Raises:
         UserError: it is not the state of such an optimiser.
     """
     try:
-        optimizer.load_state_dict(dict(optimizer_state))
-        for parameter, moments in optimizer.state.items():
-            if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
-                raise ValueError("its moments have the sizes of another head")
+        strategy.load_optimizer_state(optimizer_state)
     except Exception as error:  # load_state_dict trusts what it is given
         raise _damaged(folder, error) from error
 

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle_kit.config.train import TrainConfig, TrainingConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
 from eagle_kit.train.order import DataOrder
-from eagle_kit.train.parallel import sum_gradients, sum_numbers
+from eagle_kit.train.module import TTTModule, autocast
+from eagle_kit.train.parallel import sum_numbers
 from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import Ingredients
 from eagle_kit.train.state import TrainState
+from eagle_kit.train.strategy import make_strategy
 from eagle_kit.train.teacher import TargetFeatures, capture_features
-from eagle_kit.train.ttt import ttt_forward_backward
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,12 +84,13 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the optimiser; mutates the head, the optimiser and the state it is given.
+    """Takes optimiser steps. Owns the strategy and the optimiser; mutates the head, the optimiser and the state it is given.
 
     Args:
         head: in fp32, trained in place.
         schedule: learning rate by step.
         store: captured states on disk, or None to run the target every time.
+        sharding: how the processes share the head, see :func:`eagle_kit.train.strategy.make_strategy`.
     """
 
     def __init__(
@@ -99,18 +101,21 @@ class Stepper:
         head: DraftHead,
         schedule: Schedule,
         store: StateStore | None = None,
+        sharding: str = "none",
     ) -> None:
         training = config.training
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
-        self.optimizer = make_optimizer(head, training)
-        self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
         self.forwards_per_step = training.gradient_accumulation or share
         self.rows_per_forward = share // self.forwards_per_step
-        rows, token_map = self.target.head_weight, head.token_map
-        self.target_rows = rows if token_map is None else rows[token_map].contiguous()
+        device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
+        if token_map is not None:
+            rows = rows[token_map.to(rows.device)].contiguous()
+        module = TTTModule(head, self.target.embed_tokens.weight.to(device), rows.to(device), training)
+        self.strategy = make_strategy(sharding, module, training, accelerator)
+        self.optimizer = self.strategy.optimizer
 
     def step(self, state: TrainState) -> StepResult:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
@@ -127,15 +132,8 @@ class Stepper:
         )
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
         sums = self._backward(forwards, counts, num_documents)
-        sum_gradients(self.accelerator, self.parameters)
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
-        )
         rate = self.schedule.learning_rate(state.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        grad_norm = self.strategy.update(rate, self.training.clip_norm)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         summed = sum_numbers(self.accelerator, sums)
@@ -173,46 +171,30 @@ class Stepper:
         matches and rows that carried loss, end to end."""
         total = 0.0
         sums = torch.zeros(4, len(counts), dtype=torch.float64)
-        for forward in forwards:
+        for number, forward in enumerate(forwards, 1):
+            last = number == len(forwards)
             weights = row_weights(
                 forward, self.training.weights, self.training.loss_normalisation, counts, num_documents
             )
             features = self._features(forward)
-            with self.accelerator.autocast():
-                result = ttt_forward_backward(
-                    self.head,
-                    self.target.embed_tokens.weight,
-                    forward.ids,
-                    features,
-                    self.target_rows,
-                    forward.plan,
-                    weights,
-                )
-            total += result.loss
-            sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
+            with autocast(self.training, forward.ids.device):
+                out = self.strategy.forward(forward, features, weights, last=last)
+                self.strategy.backward(out.loss, last=last)
+            total += float(out.loss.detach())
+            sums += torch.stack(out[1:])
         return [total, *sums.flatten().tolist()]
 
     def _features(self, forward: Forward) -> TargetFeatures:
         """The target's view of the rows, from the store when it holds all of them."""
-        if self.store is not None:
-            kept = self.store.load(forward.numbers, forward.ids.device)
-            if kept is not None:
-                return TargetFeatures(**kept)
+        kept = None if self.store is None else self.store.load(forward.numbers, forward.ids.device)
+        if self.training.target_placement == "fsdp":  # its layers are gathered by all processes or by none
+            missing = sum_numbers(self.accelerator, [float(kept is None)])[0]
+            kept = None if missing else kept
+        if kept is not None:
+            return TargetFeatures(**kept)
         features = capture_features(
             self.target, forward.ids, forward.doc_start, self.head.capture, forward.plan.needed
         )
         if self.store is not None:
             self.store.save(forward.numbers, forward.lengths, features._asdict())
         return features
-
-
-def make_optimizer(head: DraftHead, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained, with weight decay on matrices only."""
-    trained = [p for p in head.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True
-    )

@@ -1,0 +1,67 @@
+"""The training step as one module: what DDP, FSDP2 and DeepSpeed wrap.
+
+They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a weight of
+the head happens in here. Legend: T packed tokens, K steps of training-time test, H hidden, Vd draft vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.train.batch import Forward
+from eagle_kit.train.teacher import TargetFeatures
+from eagle_kit.train.ttt import TTTOutput, ttt_forward
+
+
+class TTTModule(nn.Module):
+    """Training-time test of ``head``, which is its only submodule.
+
+    Args:
+        head: what is trained.
+        embed_weight: the target's embedding ``[V, H]``, on the head's device.
+        target_rows: its output rows of the draft vocabulary ``[Vd, H_target]``, there too.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        embed_weight: torch.Tensor,
+        target_rows: torch.Tensor,
+        training: TrainingConfig,
+    ) -> None:
+        super().__init__()
+        self.head, self.training_config = head, training
+        self._frozen = (embed_weight, target_rows)  # a tuple, so that nobody shards or broadcasts them
+
+    def forward(
+        self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor]
+    ) -> TTTOutput:
+        """Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
+        the other processes wait for it."""
+        recompute = self.training_config.gradient_checkpointing == "steps"
+        with autocast(self.training_config, forward.ids.device):
+            out = ttt_forward(
+                self.head,
+                self._frozen[0],
+                forward.ids,
+                features,
+                self._frozen[1],
+                forward.plan,
+                row_weights,
+                recompute=recompute,
+            )
+        if out.loss.requires_grad:
+            return out
+        trained = (parameter for parameter in self.head.parameters() if parameter.requires_grad)
+        nothing = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
+        return out._replace(loss=out.loss + nothing)
+
+
+def autocast(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Matmuls in bfloat16 when the run's precision says so. Not accelerate's, which is off for DeepSpeed."""
+    if training.precision != "bfloat16":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
