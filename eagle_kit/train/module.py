@@ -37,27 +37,40 @@ class TTTModule(nn.Module):
         self._frozen = (embed_weight, target_rows)  # a tuple, so that nobody shards or broadcasts them
 
     def forward(
-        self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor]
+        self,
+        forward: Forward | None,
+        aux: torch.Tensor,
+        hidden: torch.Tensor,
+        argmax: torch.Tensor,
+        row_weights: list[torch.Tensor],
     ) -> TTTOutput:
         """Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
-        the other processes wait for it."""
+        the other processes wait for it. Without a ``forward`` all gradients are zeros.
+
+        The parts of :class:`TargetFeatures` come one by one, because hooks see tensors only when they are
+        arguments themselves.
+        """
+        if forward is None:
+            return TTTOutput(self._nothing(aux, hidden), *torch.zeros(4, 0, dtype=torch.float64))
         recompute = self.training_config.gradient_checkpointing == "steps"
         with autocast(self.training_config, forward.ids.device):
             out = ttt_forward(
                 self.head,
                 self._frozen[0],
                 forward.ids,
-                features,
+                TargetFeatures(aux, hidden, argmax),
                 self._frozen[1],
                 forward.plan,
                 row_weights,
                 recompute=recompute,
             )
-        if out.loss.requires_grad:
-            return out
+        return out if out.loss.requires_grad else out._replace(loss=out.loss + self._nothing(aux, hidden))
+
+    def _nothing(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Zero, a function of every trained weight and of ``inputs``."""
         trained = (parameter for parameter in self.head.parameters() if parameter.requires_grad)
         nothing = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
-        return out._replace(loss=out.loss + nothing)
+        return nothing + sum(tensor[:0].sum() for tensor in inputs)
 
 
 def autocast(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -8,7 +8,6 @@ them; DDP, FSDP2 and ZeRO take means, hence the loss is multiplied by the number
 What is saved is always whole and the same for every strategy, so that a run goes on under another one.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,12 @@ from torch import nn
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.mtp import MTPHead
+from eagle_kit.train.batch import Forward
 from eagle_kit.train.module import TTTModule
 from eagle_kit.train.optimizer import make_optimizer
 from eagle_kit.train.sizes import make_head
+from eagle_kit.train.teacher import TargetFeatures
+from eagle_kit.train.ttt import TTTOutput
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,9 +47,11 @@ class Strategy(ABC):
         """Add the gradient of one forward; ``last`` of the step's."""
         (loss * self.num_processes if self.num_processes > 1 else loss).backward()
 
-    def forward(self, *args: Any, last: bool) -> Any:
+    def forward(
+        self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
+    ) -> TTTOutput:
         """Call :attr:`module`; ``last`` as for :meth:`backward`."""
-        return self.module(*args)
+        return self.module(forward, *features, row_weights)
 
     @abstractmethod
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
@@ -82,20 +86,25 @@ class Replicated(Strategy):
         super().__init__(module, accelerator.num_processes)
         self.module = module
         if self.num_processes > 1:
-            # Buckets in the order of the weights: DDP would otherwise sort them by the first backward pass,
-            # and the first step after a resume would add up in another order than the same step without one.
-            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-            self.module = nn.parallel.DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
-            )
+            buffers = [name for name, _ in module.named_buffers()]  # the same everywhere, and never changed
+            ddp = nn.parallel.DistributedDataParallel
+            ddp._set_params_and_buffers_to_ignore_for_model(module, buffers)
+            self.module = ddp(module, gradient_as_bucket_view=True)
+            # DDP sorts its buckets once, by the first backward pass. With this one first, steps add up in the
+            # same order whether a run was resumed before them or not.
+            none = torch.zeros(0, device=accelerator.device)
+            self.module(None, none, none, none, []).loss.backward()
+            module.zero_grad(set_to_none=False)
         self.optimizer = make_optimizer(self.head, training)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
 
-    def forward(self, *args: Any, last: bool) -> Any:
+    def forward(
+        self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
+    ) -> TTTOutput:
         """See :meth:`Strategy.forward`; gradients meet in the last backward pass."""
         if isinstance(self.module, nn.parallel.DistributedDataParallel):
             self.module.require_backward_grad_sync = last
-        return self.module(*args)
+        return super().forward(forward, features, row_weights, last=last)
 
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
         """See :meth:`Strategy.update`; a missing gradient counts as zero."""

@@ -12,9 +12,12 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.mtp import MTPHead
+from eagle_kit.train.batch import Forward
 from eagle_kit.train.module import TTTModule
 from eagle_kit.train.optimizer import make_optimizer
 from eagle_kit.train.strategy import Strategy, copy_head
+from eagle_kit.train.teacher import TargetFeatures
+from eagle_kit.train.ttt import TTTOutput
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,6 +36,8 @@ class Zero(Strategy):
         self, stage: int, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator"
     ) -> None:
         deepspeed = _deepspeed()
+        if accelerator.device.type == "cpu":  # its collectives over shared memory would be compiled first
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super().__init__(module, accelerator.num_processes)
         self.stage, self._device = stage, accelerator.device
         self._bound = module.head.bound if isinstance(module.head, MTPHead) else None
@@ -61,6 +66,16 @@ class Zero(Strategy):
             dist_init_required=False,
         )
         self.module, self.optimizer = self.engine, self.engine.optimizer
+
+    def forward(
+        self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
+    ) -> TTTOutput:
+        """See :meth:`Strategy.forward`. Stage 3 frees weights and gradients when the gradients of the module's
+        inputs are there; without any it would do so before they were made."""
+        if self.stage == 3:
+            features.aux.requires_grad_()
+            features.hidden.requires_grad_()
+        return super().forward(forward, features, row_weights, last=last)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """See :meth:`Strategy.backward`."""
@@ -94,6 +109,7 @@ class Zero(Strategy):
         ]
         if not steps:
             return {"state": {}, "param_groups": groups}
+        self._link()
         state = {}
         for number, parameter in enumerate(self._parameters):
             whole = {
@@ -120,8 +136,7 @@ class Zero(Strategy):
             step = torch.zeros((), dtype=torch.float32, device=part.device)
             inner.state[part] = {"step": step, **{name: torch.zeros_like(part) for name in MOMENTS}}
             step.copy_(state["state"][0]["step"])
-        if self.stage < 3:
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+        self._link()
         for number, parameter in enumerate(self._parameters):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             for name in MOMENTS:
@@ -137,6 +152,14 @@ class Zero(Strategy):
                     part = value[rank * size : (rank + 1) * size]
                     mine.zero_()
                     mine.view(-1)[: part.numel()].copy_(part)
+
+
+    def _link(self) -> None:
+        """Let every weight find its moments. DeepSpeed does so after the first group's first step, when the
+        other groups have none yet."""
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _deepspeed() -> Any:
