@@ -234,6 +234,11 @@ class TrainingConfig(_Section):
         sequences_per_step: packed rows of one optimiser step, over all processes.
         gradient_accumulation: forwards per optimiser step in each process; null is one packed row per
             forward.
+        gradient_checkpointing: ``steps`` keeps only what goes into every step of training-time test and runs
+            the step again in the backward pass: less memory for about a third more time.
+        target_placement: where the target runs: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto``
+            (its layers spread over all devices that a process sees), or ``fsdp`` (its layers sharded over the
+            processes).
         clip_norm: largest gradient norm; null does not clip.
         precision: ``float32``; ``tf32`` (float32 with TF32 matmuls on CUDA); ``bfloat16`` (target and
             matmuls in bfloat16, weights of the head and optimiser in float32).
@@ -276,6 +281,8 @@ class TrainingConfig(_Section):
     max_steps: int | None = Field(default=None, ge=1)
     sequences_per_step: int = Field(default=4, ge=1)
     gradient_accumulation: int | None = Field(default=None, ge=1)
+    gradient_checkpointing: Literal["off", "steps"] = "off"
+    target_placement: str = Field(default="same", pattern=r"^(same|cpu|auto|fsdp|cuda(:\d+)?)$")
     clip_norm: float | None = Field(default=0.5, gt=0.0)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cache_hidden_states: Literal["off", "disk"] = "off"
@@ -423,5 +430,14 @@ class TrainConfig(_Section):
             raise UserError(
                 "data.store has captured states, and training.cache_hidden_states asks for others.",
                 "Set training.cache_hidden_states=off, or leave data.store out.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_has_a_whole_target(self) -> "TrainConfig":
+        if self.training.target_placement == "fsdp" and self.judge.every:
+            raise ValueError(
+                "training.target_placement=fsdp leaves no process a whole target to decode with; "
+                "set judge.every=0"
             )
         return self

@@ -3,10 +3,10 @@
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -72,3 +72,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts(132, 90)
     facts = torch.cuda.get_device_properties(device)
     return DeviceFacts(facts.multi_processor_count, 10 * facts.major + facts.minor)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch kernels on ``device``: Triton takes the current CUDA device, not that of its arguments."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -5,12 +5,14 @@ Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's 
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.layers import MLP, Attend, Attention, RMSNorm, Rope
@@ -94,6 +96,13 @@ class LlamaModel(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self._devices: Sequence[torch.device] | None = None
+
+    def place_layers(self, devices: Sequence[torch.device] | None) -> None:
+        """Say that layer i is on ``devices[i]`` and everything else on ``devices[L]``, the first layer's too;
+        states are then moved between layers. None: all on one device."""
+        assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
+        self._devices = devices
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -124,11 +133,31 @@ class LlamaModel(nn.Module):
         for i, layer in enumerate(self.layers):
             if i in capture:
                 states[i] = h
+            if self._devices is not None:
+                normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, table, attend)
+                continue
             h, added = layer(normed, h, table, i, attend)
             normed, h = norms[i + 1].add(added, h)
         states[len(self.layers)] = h
-        aux = torch.cat([states[i] for i in capture], -1) if capture else h[:, :0]
+        aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
         return TargetOutput(normed, aux)
+
+    def _layer_elsewhere(
+        self,
+        i: int,
+        next_norm: RMSNorm,
+        normed: torch.Tensor,
+        h: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer i on its device, then the next norm on that of the layer it belongs to."""
+        assert self._devices is not None
+        here, there = self._devices[i], self._devices[i + 1]
+        with current_device(here):
+            h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), i, attend)
+        with current_device(there):
+            return next_norm.add(added.to(there), h.to(there))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""

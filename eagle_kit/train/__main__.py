@@ -14,6 +14,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, parent_command, start_cpu_processes
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
+GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
+"""What gloo says of a peer that is not there any more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_error(error, _process(os.environ))
         return 2
+    except Exception as error:
+        if not _lost_another_process(error, os.environ):
+            raise
+        gone = UserError(
+            "Another process of this run has ended.", "See what it says; then go on with --resume."
+        )
+        print_error(gone, _process(os.environ))
+        return 1
 
 
 def parse_duration(text: str) -> float:
@@ -67,6 +77,17 @@ def parse_duration(text: str) -> float:
     if seconds <= 0:
         raise UserError(f"The duration {text!r} is not above zero.", "Write for example 9m, 90s or 1h30m.")
     return seconds
+
+
+def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
+    """Whether a collective failed because a peer is gone, who has its own say."""
+    import torch
+
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
+    )
 
 
 def _process(environ: Mapping[str, str]) -> str:

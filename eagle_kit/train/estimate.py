@@ -196,10 +196,8 @@ def measure_matmul_rate(
     device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 0.4
 ) -> float:
     """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device now, in FLOP/s."""
-    x, w = (
-        torch.randn(1024, 1024, device=device, dtype=dtype),
-        torch.randn(4096, 1024, device=device, dtype=dtype),
-    )
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    x, w = (torch.randn(rows, 1024, device=device, dtype=dtype, generator=generator) for rows in (1024, 4096))
     flops = 2.0 * 1024 * 1024 * 4096
 
     def timed(repeats: int) -> float:

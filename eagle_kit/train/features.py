@@ -1,7 +1,7 @@
 """Where a step gets the target's view of its rows: from the target, or from captured states read ahead."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.prefetch import Prefetcher
@@ -18,6 +18,7 @@ class FeatureSource:
         target: run over rows that no store has.
         layer_ids: captured states, as inputs of these layers.
         store: read, and filled when it may grow; None runs the target every time.
+        everyone: whether what one process says holds for all, where a target is sharded over them.
 
     Attributes:
         wait_s: seconds that training waited for the disk so far.
@@ -25,8 +26,14 @@ class FeatureSource:
             only what the host spent, since nothing here waits for the device.
     """
 
-    def __init__(self, target: LlamaModel, layer_ids: tuple[int, ...], store: StateStore | None) -> None:
-        self.target, self.layer_ids, self.store = target, layer_ids, store
+    def __init__(
+        self,
+        target: LlamaModel,
+        layer_ids: tuple[int, ...],
+        store: StateStore | None,
+        everyone: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.target, self.layer_ids, self.store, self.everyone = target, layer_ids, store, everyone
         self.wait_s = self.capture_s = 0.0
         self._ahead: Prefetcher | None = None
 
@@ -50,9 +57,10 @@ class FeatureSource:
             parts = None if self._ahead is None else self._ahead.take(forward.numbers)
             kept = store.load(forward.numbers, device) if parts is None else store.decode(parts, device)
             self.wait_s += time.perf_counter() - started
-            if kept is not None:
+            has_all = self.everyone(kept is not None)
+            if kept is not None and has_all:
                 return TargetFeatures(**kept)
-            if not store.can_grow:
+            if kept is None and not store.can_grow:
                 raise UserError(
                     f"The store {store.folder} lacks one of the rows {forward.numbers}.",
                     "Run its eagle-kit data capture command again.",

@@ -18,12 +18,51 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 
 UNUSED_FLAGS = {
-    "ACCELERATE_USE_FSDP": "--use_fsdp",
-    "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
     "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
 }
-"""What accelerate's launcher sets -> the flag that makes it do so; each process holds a whole head here."""
+"""What accelerate's launcher sets -> the flag that makes it do so; we know no use for it."""
+FIXED_SETTINGS = {
+    "ACCELERATE_USE_FSDP": {
+        "FSDP_VERSION": ("fsdp_version", ("2",), "Set it to 2."),
+        "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", ("false",), "Set it to false."),
+        "FSDP_RESHARD_AFTER_FORWARD": (
+            "fsdp_reshard_after_forward",
+            ("true", "full_shard"),
+            "Set it to true.",
+        ),
+        "FSDP_ACTIVATION_CHECKPOINTING": (
+            "fsdp_activation_checkpointing",
+            ("false",),
+            "Set it to false, and training.gradient_checkpointing=steps in the run's own config.",
+        ),
+    },
+    "ACCELERATE_USE_DEEPSPEED": {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": (
+            "deepspeed_config_file",
+            ("none",),
+            "Write zero_stage into accelerate's file instead.",
+        ),
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", ("2", "3"), "Set it to 2 or 3."),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+            "offload_optimizer_device",
+            ("none",),
+            "Set it to none.",
+        ),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "Set it to none."),
+        "ACCELERATE_GRADIENT_CLIPPING": (
+            "gradient_clipping",
+            ("none", "auto"),
+            "Leave it out, and set training.clip_norm in the run's own config.",
+        ),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+            "gradient_accumulation_steps",
+            ("1", "auto"),
+            "Leave it out, and set training.gradient_accumulation in the run's own config.",
+        ),
+    },
+}
+"""Of a launch with this variable: variable -> setting of the launcher, values that we follow, remedy."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -41,14 +80,22 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
         environ: of this process, where the launcher leaves what it was asked for.
 
     Raises:
-        UserError: sharding or compilation was asked for, or a precision other than ``training.precision``.
+        UserError: sharding of a kind that we do not do, compilation, or a precision other than
+            ``training.precision``.
     """
     for variable, flag in UNUSED_FLAGS.items():
-        if environ.get(variable, "").lower() in ("true", "1"):
+        if _is_set(environ, variable):
             raise UserError(
-                f"accelerate was launched with {flag}, but every process holds the whole head here.",
+                f"accelerate was launched with {flag}, which has no effect here.",
                 f"Launch without {flag}.",
             )
+    for launch, settings in FIXED_SETTINGS.items():
+        if not _is_set(environ, launch):
+            continue
+        for variable, (name, allowed, remedy) in settings.items():
+            value = environ.get(variable, allowed[0]).lower()
+            if value not in allowed:
+                raise UserError(f"accelerate was launched with {name} {value}, which has no effect.", remedy)
     if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
         raise UserError(
             f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",
@@ -61,6 +108,22 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",
             f"{wanted} with --mixed_precision no.",
         )
+
+
+def sharding_asked_for(environ: Mapping[str, str]) -> str:
+    """How the launcher wants the processes to share the head: ``"none"`` (each has all of it), ``"fsdp2"``,
+    ``"zero2"`` or ``"zero3"``; of one process always ``"none"``."""
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return "none"
+    if _is_set(environ, "ACCELERATE_USE_FSDP"):
+        return "fsdp2"
+    if _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return f"zero{environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
+    return "none"
+
+
+def _is_set(environ: Mapping[str, str], variable: str) -> bool:
+    return environ.get(variable, "").lower() in ("true", "1")
 
 
 def cpu_processes_to_start(environ: Mapping[str, str], parent_command: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ A step is a pure function of the weights, the optimiser and the step counter: or
 rate follow from the counter, so a resumed run is bitwise the run that was never stopped.
 """
 
+import os
 import shlex
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +17,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
+from eagle_kit.train.launch import sharding_asked_for
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.parallel import make_accelerator, sum_numbers
+from eagle_kit.train.placement import output_layer, place_target
 from eagle_kit.train.progress import ProgressLine
 from eagle_kit.train.report import (
     describe,
@@ -40,6 +43,7 @@ from eagle_kit.train.state import (
     save_checkpoint,
 )
 from eagle_kit.train.step import Stepper, StepResult
+from eagle_kit.train.strategy import on_device
 from eagle_kit.train.trackers import check_trackers, draws_report, start_trackers
 
 if TYPE_CHECKING:
@@ -105,10 +109,14 @@ class Trainer:
         store = state_store(config, self.ingredients, self.head.config)
         if optimizer_state is not None:
             self._check_states("computed" if store is None or store.is_exact else store.format)
-        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store)
+        sharding = sharding_asked_for(os.environ)
+        if isinstance(self.head, TiedHead):
+            self.head.bind(output_layer(self.ingredients.target, accelerator.device))
+        place_target(self.ingredients.target, config, accelerator)
+        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store, sharding)
         if optimizer_state is not None:
             last = folder.checkpoints()[-1][1]
-            restore_optimizer(last, self.stepper.optimizer, optimizer_state)
+            restore_optimizer(last, self.stepper.strategy, optimizer_state)
             if self.stepper.ema is not None:
                 restore_raw_weights(last, self.stepper.ema)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
@@ -221,7 +229,8 @@ class Trainer:
         """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
         assert self.judge is not None
         started = time.perf_counter()
-        mine = self.judge.judge(self.head)
+        whole, target = self.stepper.strategy.whole_head(), self.ingredients.target
+        mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
         figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
         decoded = figures["accept_length"]
         state, chosen = self.state, decoded[self.config.judge.shapes[0]]
@@ -243,7 +252,7 @@ class Trainer:
             self.accelerator.log(judgement_scalars(row), step=state.step)
             line.say(judgement_line(row, state.num_worse, self.config.judge.patience))
             if is_better:
-                save_draft(self.head, self.folder.path / "best", metadata=self._metadata(decoded))
+                save_draft(whole, self.folder.path / "best", metadata=self._metadata(decoded))
         self._report()
         self.accelerator.wait_for_everyone()
         patience = self.config.judge.patience
@@ -260,10 +269,12 @@ class Trainer:
         return nullcontext() if ema is None else ema.applied()
 
     def _save(self) -> None:
+        strategy = self.stepper.strategy
+        head, optimizer_state = strategy.whole_head(), strategy.optimizer_state()  # all processes gather
         if self.accelerator.is_main_process:
-            path, stepper = self.folder.path / f"step-{self.state.step}", self.stepper
+            path, ema = self.folder.path / f"step-{self.state.step}", self.stepper.ema
             with self._servable():
-                save_checkpoint(path, self.head, stepper.optimizer, self.state, self._metadata(), stepper.ema)
+                save_checkpoint(path, head, optimizer_state, self.state, self._metadata(), ema)
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
@@ -281,8 +292,6 @@ class Trainer:
                     "Restore the data, or start a new run with output_dir=FOLDER.",
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            if isinstance(head, TiedHead):
-                head.bind(found.target.lm_head)
             return freeze(head), optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
         check_steps(config, draft)

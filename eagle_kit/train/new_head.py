@@ -156,7 +156,8 @@ def new_head(
     head.to(device=device, dtype=torch.float32)
     if config.head.lm_head_init == "target":
         with torch.no_grad():
-            head.lm_head.weight.copy_(target.head_weight[head.target_ids])
+            rows = head.target_ids.to(target.head_weight.device)
+            head.lm_head.weight.copy_(target.head_weight[rows])
             _soften(head.norm, target)
     return head
 

@@ -1,9 +1,4 @@
-"""Processes, devices and precision: everything that asks accelerate for something.
-
-Gradients are summed here and nowhere else, so that a sharded optimiser can take this function's place. A
-step's loss is divided by counts of the *global* batch before its backward pass; the sum over processes is
-then the gradient of the global batch, whatever the number of processes.
-"""
+"""Processes, devices and precision: everything that asks accelerate for something."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +30,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
         ) from None
     accelerator = Accelerator(
         cpu=_is_on_cpu(),
-        mixed_precision="bf16" if config.training.precision == "bfloat16" else "no",
+        mixed_precision="no",  # see eagle_kit.train.module.autocast
         log_with=list(tracker_options(config)) or None,
         project_config=ProjectConfiguration(
             project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
@@ -72,20 +67,6 @@ def _set_up(device: torch.device, config: TrainConfig) -> None:
         _share_cores(config.training.cpu_threads)
     elif config.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
-
-
-def sum_gradients(accelerator: "Accelerator", parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its sum over the processes; a missing one counts as zero. One collective."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    if accelerator.num_processes == 1:
-        return
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = accelerator.reduce(torch.cat([grad.reshape(-1) for grad in grads]), reduction="sum")
-    assert isinstance(total, torch.Tensor)
-    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[float]:

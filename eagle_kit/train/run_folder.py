@@ -29,6 +29,8 @@ FREE_TO_CHANGE = (
     "data.preview",
     "training.cache_hidden_states",
     "training.cpu_threads",
+    "training.gradient_checkpointing",
+    "training.target_placement",
     "training.save_every",
     "training.keep_last",
     "training.log_every",
@@ -128,7 +130,10 @@ class RunFolder:
     def rotate(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints."""
         for _, folder in self.checkpoints()[:-keep]:
-            shutil.rmtree(folder)
+            going = folder.with_name(f".{folder.name}.partial.old")  # killed meanwhile, it is half a one
+            shutil.rmtree(going, ignore_errors=True)
+            folder.rename(going)
+            shutil.rmtree(going)
 
     def _tidy(self) -> None:
         """Remove half-written checkpoints; put back a ``best/`` that was set aside for a new one."""

@@ -17,6 +17,7 @@ from eagle_kit.data.vocab_map import tokenizer_hash
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.models.loader import load_target
 from eagle_kit.models.source import load_tokenizer, resolve_target, target_fingerprint, target_revision
+from eagle_kit.train.placement import loading_device
 from eagle_kit.train.sizes import HeadArchitecture
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Ingredients:
     """What training needs besides the head.
 
     Attributes:
-        target: frozen, in the run's precision, on the process's device.
+        target: frozen, in the run's precision, where ``training.target_placement`` loads it.
         folder: where it was loaded from.
         tokenizer: the target's.
         data: packed rows, vocabulary map, held-out prompts.
@@ -53,7 +54,8 @@ def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> In
             progress=accelerator.is_local_main_process,
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
-    target = load_target(folder, dtype=dtype, device=str(accelerator.device))
+    device = loading_device(config.training.target_placement, accelerator)
+    target = load_target(folder, dtype=dtype, device=str(device))
     return Ingredients(target, folder, tokenizer, data)
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.ema import Ema
-from eagle_kit.train.optimizer import check_moments, optimizer_name
+from eagle_kit.train.optimizer import optimizer_name
+
+if TYPE_CHECKING:
+    from eagle_kit.train.strategy import Strategy
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
@@ -50,13 +53,17 @@ class TrainState:
 def save_checkpoint(
     folder: Path,
     head: DraftHead,
-    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
     state: TrainState,
     metadata: Mapping[str, Any],
     ema: Ema | None = None,
 ) -> None:
     """Write ``folder`` (``step-N``): beside it first, then renamed. With ``ema``, which is applied to the
     head now, the draft is the average, and the weights that training goes on with lie in ``trainer/``.
+
+    Args:
+        head: whole.
+        optimizer_state: whole, as the optimiser of a single process has it.
 
     Raises:
         UserError: the disk has no room; nothing is left behind.
@@ -70,7 +77,7 @@ def save_checkpoint(
         save_draft(head, partial, metadata=dict(metadata))
         trainer = partial / "trainer"
         trainer.mkdir()
-        torch.save(optimizer.state_dict(), trainer / "optimizer.pt")
+        torch.save(dict(optimizer_state), trainer / "optimizer.pt")
         torch.save(_rng_state(), trainer / "rng.pt")
         if ema is not None:
             torch.save(ema.raw(), trainer / RAW_WEIGHTS)
@@ -107,25 +114,21 @@ def load_checkpoint(folder: Path, device: torch.device) -> tuple[DraftHead, dict
     return head, optimizer_state, state
 
 
-def restore_optimizer(
-    folder: Path, optimizer: torch.optim.Optimizer, optimizer_state: Mapping[str, Any]
-) -> None:
-    """Give ``optimizer`` the state that :func:`load_checkpoint` read from ``folder``.
+def restore_optimizer(folder: Path, strategy: "Strategy", optimizer_state: Mapping[str, Any]) -> None:
+    """Give ``strategy``'s optimiser the state that :func:`load_checkpoint` read from ``folder``.
 
     Raises:
         UserError: it is not the state of such an optimiser.
     """
     try:
-        found, wanted = (
-            optimizer_name(groups) for groups in (optimizer_state["param_groups"], optimizer.param_groups)
-        )
+        groups = strategy.optimizer.param_groups
+        found, wanted = optimizer_name(optimizer_state["param_groups"]), optimizer_name(groups)
         if found != wanted:
             raise UserError(
                 f"The optimiser state in {folder / 'trainer'} is of {found}; training.optimizer is {wanted}.",
                 f"Set training.optimizer={found}, or start a new run with output_dir=FOLDER.",
             )
-        optimizer.load_state_dict(dict(optimizer_state))
-        check_moments(optimizer)
+        strategy.load_optimizer_state(optimizer_state)
     except UserError:
         raise
     except Exception as error:  # load_state_dict trusts what it is given

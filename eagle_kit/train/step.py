@@ -19,15 +19,16 @@ from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.clock import StepClock
 from eagle_kit.train.ema import Ema
 from eagle_kit.train.features import FeatureSource
+from eagle_kit.train.module import TTTModule, autocast
 from eagle_kit.train.noise import add_noise
-from eagle_kit.train.optimizer import make_optimizer, set_learning_rate
 from eagle_kit.train.order import DataOrder
-from eagle_kit.train.parallel import sum_gradients, sum_numbers
+from eagle_kit.train.parallel import sum_numbers
 from eagle_kit.train.schedule import Schedule, ttt_length_at
 from eagle_kit.train.setup import Ingredients
 from eagle_kit.train.state import TrainState
+from eagle_kit.train.strategy import make_strategy
 from eagle_kit.train.teacher import TargetFeatures
-from eagle_kit.train.ttt import Objective, ttt_forward_backward
+from eagle_kit.train.ttt import Objective
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -92,13 +93,14 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the optimiser and ``ema``, the average of weights or None; mutates head,
-    both and the state it is given.
+    """Takes optimiser steps. Owns the strategy with the optimiser, and ``ema``, the average of weights or
+    None; mutates head, all of these and the state it is given.
 
     Args:
         head: in fp32, trained in place.
         schedule: learning rate by step.
         store: captured states on disk, or None to run the target every time.
+        sharding: how the processes share the head, see :func:`eagle_kit.train.strategy.make_strategy`.
     """
 
     def __init__(
@@ -109,23 +111,28 @@ class Stepper:
         head: DraftHead,
         schedule: Schedule,
         store: StateStore | None = None,
+        sharding: str = "none",
     ) -> None:
         training = config.training
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.seed, self._expected_step = config.seed, -1
         self.target, self.data, self.head = ingredients.target, ingredients.data, head
-        self.optimizer = make_optimizer(head, training)
-        self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
-        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight)
-        self.objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
-        self.parameters = [p for p in head.parameters() if p.requires_grad]
-        self.features = FeatureSource(self.target, head.capture, store)
+        shares = training.target_placement == "fsdp"  # its layers are gathered by all processes or by none
+        everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
+        self.features = FeatureSource(self.target, head.capture, store, everyone)
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
         self.forwards_per_step = training.gradient_accumulation or share
         self.rows_per_forward = share // self.forwards_per_step
-        rows, token_map = self.target.head_weight, head.token_map
-        self.target_rows = rows if token_map is None else rows[token_map].contiguous()
+        device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
+        if token_map is not None:
+            rows = rows[token_map.to(rows.device)].contiguous()
+        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
+        objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
+        embeds = self.target.embed_tokens.weight.to(device)
+        module = TTTModule(head, embeds, rows.to(device), training, objective)
+        self.strategy = make_strategy(sharding, module, training, accelerator)
+        self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
 
     def step(self, state: TrainState) -> StepResult:
         """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
@@ -147,17 +154,10 @@ class Stepper:
         clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
         sums = self._backward(forwards, counts, num_documents, state.step, clock)
-        sum_gradients(self.accelerator, self.parameters)
-        clock.lap("communication")
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.training.clip_norm or float("inf"))
-        )
         rate = self.schedule.learning_rate(state.step)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        grad_norm = self.strategy.update(rate, self.training.clip_norm)
         if self.ema is not None:
             self.ema.update(state.step)
-        self.optimizer.zero_grad(set_to_none=False)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         clock.lap("optimizer")
@@ -226,29 +226,22 @@ class Stepper:
         matches and rows that carried loss, end to end."""
         total = 0.0
         sums = torch.zeros(4, len(counts), dtype=torch.float64)
-        for forward in forwards:
+        for number, forward in enumerate(forwards, 1):
+            last = number == len(forwards)
             step_weights = self.training.weights[: len(counts)]
             normalisation = self.training.loss_normalisation
             weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
             clock.lap("data")
             features = self.features.get(forward)
             clock.lap("capture")
-            with self.accelerator.autocast():
-                result = ttt_forward_backward(
-                    self.head,
-                    self.target.embed_tokens.weight,
-                    forward.ids,
-                    features,
-                    self.target_rows,
-                    forward.plan,
-                    weights,
-                    self.objective,
-                    inputs=self._with_noise(features, forward, step),
-                    clock=clock,
-                )
+            inputs = self._with_noise(features, forward, step)
+            with autocast(self.training, forward.ids.device):
+                out = self.strategy.forward(forward, inputs, features.hidden, weights, last=last)
+                clock.lap("forward")
+                self.strategy.backward(out.loss, last=last)
             clock.lap("backward")
-            total += result.loss
-            sums += torch.stack((result.losses, result.matches, result.leading, result.learned))
+            total += float(out.loss.detach())
+            sums += torch.stack(out[1:])
         return [total, *sums.flatten().tolist()]
 
     def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.packed_attention import document_spans, packed_attention
 from eagle_kit.models.llama import LlamaModel
@@ -46,18 +47,23 @@ def capture_features(
         ids, doc_start: int64 ``[T]``.
         layer_ids: captured states, as inputs of these layers.
         needed: bool ``[T]``, positions whose most likely token is wanted.
+
+    The target may be on another device than ``ids``, where the features are returned.
     """
+    device, home = target.embed_tokens.weight.device, ids.device
     spans = document_spans(doc_start)
     scale = target.config.attention_scale
-    out = target(
-        ids,
-        positions_of(doc_start),
-        lambda layer, q, k, v: packed_attention(q, k, v, spans, scale),
-        layer_ids,
-    )
+    with current_device(device):
+        out = target(
+            ids.to(device),
+            positions_of(doc_start).to(device),
+            lambda layer, q, k, v: packed_attention(q, k, v, spans, scale),
+            layer_ids,
+        )
+        best = vocab_argmax(out.hidden[needed.to(device)], target.head_weight)
     argmax = torch.full_like(ids, -1)
-    argmax[needed] = vocab_argmax(out.hidden[needed], target.head_weight)
-    return TargetFeatures(out.aux, out.hidden, argmax)
+    argmax[needed] = best.to(home)
+    return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)
 
 
 @torch.no_grad()

@@ -11,12 +11,15 @@ Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabul
 value.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
@@ -24,7 +27,6 @@ from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import published_rows, supervised_rows, teacher_of, token_of
-from eagle_kit.train.clock import StepClock
 from eagle_kit.train.regression import regression_loss
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs, positions_of
 
@@ -129,6 +131,17 @@ def plan_row(
 CROSS_ENTROPY = Objective()
 
 
+class TTTOutput(NamedTuple):
+    """What a forward gives: ``loss`` to differentiate, fp32 (without a graph when no row learns), and
+    ``losses``, ``matches``, ``leading``, ``learned`` of :class:`TTTResult`."""
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    matches: torch.Tensor
+    leading: torch.Tensor
+    learned: torch.Tensor
+
+
 def ttt_forward_backward(
     head: DraftHead,
     embed_weight: torch.Tensor,
@@ -140,9 +153,31 @@ def ttt_forward_backward(
     objective: Objective = CROSS_ENTROPY,
     *,
     inputs: TargetFeatures | None = None,
-    clock: StepClock | None = None,
 ) -> TTTResult:
-    """Forward and backward of all K steps on one packed row; gradients are added to ``.grad`` of the head.
+    """:func:`ttt_forward`, then backward; gradients are added to ``.grad`` of the head."""
+    out = ttt_forward(
+        head, embed_weight, ids, features, target_head, plan, row_weights, objective, inputs=inputs
+    )
+    if out.loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
+        out.loss.backward()
+    counts = torch.tensor(plan.counts if plan.counts[0] else [0] * len(plan.rows), dtype=torch.float64)
+    return TTTResult(float(out.loss.detach()), *out[1:], counts)
+
+
+def ttt_forward(
+    head: DraftHead,
+    embed_weight: torch.Tensor,
+    ids: torch.Tensor,
+    features: TargetFeatures,
+    target_head: torch.Tensor,
+    plan: RowPlan,
+    row_weights: list[torch.Tensor],
+    objective: Objective = CROSS_ENTROPY,
+    *,
+    inputs: TargetFeatures | None = None,
+    recompute: bool = False,
+) -> TTTOutput:
+    """All K steps on one packed row.
 
     Args:
         embed_weight: the target's embedding ``[V, H]``, frozen.
@@ -152,23 +187,19 @@ def ttt_forward_backward(
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
         objective: what is minimised.
         inputs: what the head reads in place of ``features``, which it then only learns from (noise).
-        clock: gets a lap between forward and backward.
+        recompute: keep only what goes into every step, and run it again in the backward pass.
     """
-    steps = len(plan.rows)
-    nothing = torch.zeros(steps, dtype=torch.float64)
     if plan.counts[0] == 0:
-        return TTTResult(0.0, nothing, nothing, nothing, nothing, nothing)
+        nothing = torch.zeros(len(plan.rows), dtype=torch.float64)
+        return TTTOutput(torch.zeros((), device=ids.device), nothing, nothing, nothing, nothing)
     run = run_steps if len(head.blocks) == 1 else _run_layers
-    outputs = run(head, embed_weight, ids, inputs or features, plan, objective.detach_steps)
-    loss, losses, matches, leading, learned = _loss(
-        head, outputs, features, target_head, plan, row_weights, objective
-    )
-    if clock is not None:
-        clock.lap("forward")
-    if loss.requires_grad:  # not when every choice of the teacher is outside the draft vocabulary
-        loss.backward()
-    counts = torch.tensor(plan.counts, dtype=torch.float64)
-    return TTTResult(float(loss.detach()), losses, matches, leading, learned, counts)
+    outputs = run(head, embed_weight, ids, inputs or features, plan, objective.detach_steps, recompute)
+    return TTTOutput(*_loss(head, outputs, features, target_head, plan, row_weights, objective))
+
+
+def _call(recompute: bool, function: Callable[..., Any], *args: torch.Tensor) -> Any:
+    """``function(*args)``, with nothing but ``args`` kept for the backward pass when it is to recompute."""
+    return checkpoint(function, *args, use_reentrant=False) if recompute else function(*args)
 
 
 def run_steps(
@@ -177,35 +208,46 @@ def run_steps(
     ids: torch.Tensor,
     features: TargetFeatures,
     plan: RowPlan,
-    detach_steps: bool,
+    detach_steps: bool = False,
+    recompute: bool = False,
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step that carry loss, K tensors ``[R_k, H]``."""
     layer, scale = head.blocks[0], head.config.attention_scale
     positions = positions_of(plan.doc_start)
     length = int(plan.computed[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
-    hidden = head.features(features.hidden[:length], features.aux[:length])
-    embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
-    x, residual = layer.inputs(hidden, embeds)
-    q, k0, v0 = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
-    rows = plan.computed[0]
-    attended = _attention(q[rows], k0, v0, None, None, plan.attention[0], scale)
-    fed_back = head.feed_back(layer.finish(residual[rows], attended))
-    outputs = [_at_rows(fed_back, plan, 0)]
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(1, len(plan.rows)):
+
+    def first(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        embeds = torch.nn.functional.embedding(ids[token_of(everything, 0)], embed_weight)
+        x, residual = layer.inputs(hidden, embeds)
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
+        rows = plan.computed[0]
+        attended = _attention(q[rows], k, v, None, None, plan.attention[0], scale)
+        return head.feed_back(layer.finish(residual[rows], attended)), k, v
+
+    def later(
+        step: int, before: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *earlier: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, kept = plan.computed[step], plan.kept[step]
-        if rows.numel() == 0:
+        embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
+        x, residual = layer.inputs(before[kept], embeds)
+        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
+        own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
+        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
+        return head.feed_back(layer.finish(residual, attended)), k, v
+
+    hidden = head.features(features.hidden[:length], features.aux[:length])
+    fed_back, k0, v0 = _call(recompute, first, hidden)
+    outputs = [_at_rows(fed_back, plan, 0)]
+    own: list[torch.Tensor] = []
+    for step in range(1, len(plan.rows)):
+        if plan.computed[step].numel() == 0:
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
-        embeds = torch.nn.functional.embedding(ids[token_of(rows, step)], embed_weight)
-        hidden = fed_back[kept].detach() if detach_steps else fed_back[kept]
-        x, residual = layer.inputs(hidden, embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
-        own = [(a[kept], b[kept]) for a, b in own] + [(k, v)]
-        own_k, own_v = (torch.stack(parts, 2) for parts in zip(*own, strict=True))
-        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
-        fed_back = head.feed_back(layer.finish(residual, attended))
+        own = [part[plan.kept[step]] for part in own]
+        before = fed_back.detach() if detach_steps else fed_back
+        fed_back, k, v = _call(recompute, partial(later, step), before, k0, v0, *own)
+        own += [k, v]
         outputs.append(_at_rows(fed_back, plan, step))
     return outputs
 
@@ -223,6 +265,7 @@ def _run_layers(
     features: TargetFeatures,
     plan: RowPlan,
     detach_steps: bool,
+    recompute: bool,
 ) -> list[torch.Tensor]:
     """:func:`run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
@@ -231,13 +274,17 @@ def _run_layers(
     blocks = plan_rows(everything, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]
     hidden, outputs = head.features(features.hidden[:length], features.aux[:length]), []
-    for step, rows in enumerate(plan.rows):
+
+    def one(step: int, hidden: torch.Tensor) -> torch.Tensor:
         layer = head.blocks[step]
         tokens = ids[token_of(everything, step).clamp(max=len(ids) - 1)]
         x, residual = layer.inputs(hidden, torch.nn.functional.embedding(tokens, embed_weight))
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
-        hidden = head.feed_back(layer.finish(residual, attended))
+        return head.feed_back(layer.finish(residual, attended))
+
+    for step, rows in enumerate(plan.rows):
+        hidden = _call(recompute, partial(one, step), hidden)
         outputs.append(hidden[rows])
         hidden = hidden.detach() if detach_steps else hidden
     return outputs

@@ -4,8 +4,13 @@ Legend: T packed tokens, Hq / Hkv heads, D head size.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
+
+LONG = 4096
+"""Tokens of a document from which narrow values are filled up with zeros: torch has no flash attention for
+them, and scores of a whole document would be there at once."""
 
 
 def document_spans(doc_start: torch.Tensor) -> list[tuple[int, int]]:
@@ -27,4 +32,9 @@ def packed_attention(
     Returns:
         ``[T, Hq, D]``.
     """
-    return torch.cat([prefill_attention(q[a:b], k[a:b], v[a:b], scale) for a, b in spans])
+    size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
+    out = []
+    for a, b in spans:
+        values = pad(v[a:b], (0, missing)) if missing > 0 and b - a >= LONG else v[a:b]
+        out.append(prefill_attention(q[a:b], k[a:b], values, scale)[..., :size])
+    return torch.cat(out)

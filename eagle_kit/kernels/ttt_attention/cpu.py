@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kernels.ttt_attention.plan import QueryBlock
+from eagle_kit.kernels.ttt_attention.plan import QueryBlocks
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,7 +36,7 @@ class _TTTAttention(torch.autograd.Function):
         v: torch.Tensor,
         own_k: torch.Tensor,
         own_v: torch.Tensor,
-        blocks: list[QueryBlock],
+        blocks: QueryBlocks,
         scale: float,
     ) -> torch.Tensor:
         r, hq, d = q.shape
@@ -119,7 +119,7 @@ def ttt_attention(
     v: torch.Tensor,
     own_k: torch.Tensor,
     own_v: torch.Tensor,
-    blocks: list[QueryBlock],
+    blocks: QueryBlocks,
     scale: float,
 ) -> torch.Tensor:
     """The reference's contract, for fp32 on a CPU."""

@@ -3,6 +3,7 @@
 Legend: R query rows, T packed tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from typing import NamedTuple
 import torch
 
 BLOCK_ROWS = 256
+KEPT_MASK_ENTRIES = 1 << 22
+"""Masks of a plan are kept up to this many entries in all (16 MB); of longer documents each is made when its
+block is computed, because together they would have R x T / 2 entries."""
 
 
 class QueryBlock(NamedTuple):
@@ -45,25 +49,51 @@ class QueryPlan:
         return self.doc_start[self.rows].int(), (self.rows + 1).int()
 
     @cached_property
-    def blocks(self) -> list[QueryBlock]:
-        """The rows in blocks of one document. Masks have block x document entries, so nothing grows with T x
-        T."""
-        blocks: list[QueryBlock] = []
-        rows, doc_start = self.rows, self.doc_start
-        if rows.numel() == 0:
-            return blocks
-        _, counts = torch.unique_consecutive(doc_start[rows], return_counts=True)
-        start = 0
-        for count in counts.tolist():
-            for first in range(start, start + count, self.block_rows):
-                stop = min(first + self.block_rows, start + count)
-                mine = rows[first:stop]
-                key_start, key_stop = int(doc_start[mine[0]]), int(mine[-1]) + 1
-                later = torch.arange(key_start, key_stop, device=rows.device)[None] > mine[:, None]
-                mask = torch.zeros(later.shape, device=rows.device).masked_fill_(later, float("-inf"))
-                blocks.append(QueryBlock(first, stop, key_start, key_stop, mask))
-            start += count
-        return blocks
+    def blocks(self) -> "QueryBlocks":
+        """The rows in blocks of one document. Masks have block x document entries, and of long documents
+        only one is there at a time, so nothing grows with T x T."""
+        return QueryBlocks(self)
+
+
+class QueryBlocks:
+    """The blocks of a plan, in order; may be iterated over any number of times.
+
+    Attributes:
+        rows: of the plan.
+        extents: ``start, stop, key_start, key_stop`` of every block.
+    """
+
+    def __init__(self, plan: QueryPlan) -> None:
+        self.rows, self.extents = plan.rows, list(_extents(plan))
+        entries = sum((b - a) * (d - c) for a, b, c, d in self.extents)
+        self._kept = list(self._masked()) if entries <= KEPT_MASK_ENTRIES else None
+
+    def __iter__(self) -> Iterator[QueryBlock]:
+        return self._masked() if self._kept is None else iter(self._kept)
+
+    def _masked(self) -> Iterator[QueryBlock]:
+        for start, stop, key_start, key_stop in self.extents:
+            mask = causal_mask(self.rows[start:stop], key_start, key_stop)
+            yield QueryBlock(start, stop, key_start, key_stop, mask)
+
+
+def causal_mask(rows: torch.Tensor, key_start: int, key_stop: int) -> torch.Tensor:
+    """fp32 ``[n, key_stop - key_start]``: 0 where the key is not after the row, else -inf."""
+    later = torch.arange(key_start, key_stop, device=rows.device)[None] > rows[:, None]
+    return torch.zeros(later.shape, device=rows.device).masked_fill_(later, float("-inf"))
+
+
+def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
+    rows, doc_start = plan.rows, plan.doc_start
+    if rows.numel() == 0:
+        return
+    start = 0
+    _, counts = torch.unique_consecutive(doc_start[rows], return_counts=True)
+    for count in counts.tolist():
+        for first in range(start, start + count, plan.block_rows):
+            stop = min(first + plan.block_rows, start + count)
+            yield first, stop, int(doc_start[rows[first]]), int(rows[stop - 1]) + 1
+        start += count
 
 
 def plan_rows(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:

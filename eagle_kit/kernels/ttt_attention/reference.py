@@ -4,8 +4,9 @@ Legend: R query rows, T packed tokens, J own keys of a row, Hq / Hkv heads, G = 
 """
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from eagle_kit.kernels.ttt_attention.plan import QueryBlock
+from eagle_kit.kernels.ttt_attention.plan import QueryBlocks, causal_mask
 
 
 def ttt_attention(
@@ -14,7 +15,7 @@ def ttt_attention(
     v: torch.Tensor,
     own_k: torch.Tensor,
     own_v: torch.Tensor,
-    blocks: list[QueryBlock],
+    blocks: QueryBlocks,
     scale: float,
 ) -> torch.Tensor:
     """One softmax over the step-0 keys up to the row, in its document, and the row's own keys of later steps.
@@ -29,16 +30,31 @@ def ttt_attention(
         ``[R, Hq, D]``; differentiable through autograd.
     """
     out = [q[:0]]
-    hkv = k.shape[1]
-    for start, stop, key_start, key_stop, mask in blocks:
-        n = stop - start
-        rows = q[start:stop].unflatten(1, (hkv, -1)).float()
-        keys, values = k[key_start:key_stop].float(), v[key_start:key_stop].float()
-        prefix = torch.einsum("nhgd,thd->nhgt", rows, keys) * scale + mask[:, None, None]
-        own = torch.einsum("nhgd,nhjd->nhgj", rows, own_k[start:stop].float()) * scale
-        weights = torch.cat((prefix, own), -1).softmax(-1)
-        on_prefix, on_own = weights.split((keys.shape[0], own.shape[-1]), -1)
-        block = torch.einsum("nhgt,thd->nhgd", on_prefix, values)
-        block = block + torch.einsum("nhgj,nhjd->nhgd", on_own, own_v[start:stop].float())
-        out.append(block.reshape(n, -1, q.shape[2]).to(q.dtype))
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, own_k, own_v))
+    for start, stop, key_start, key_stop in blocks.extents:
+        at, seen = slice(start, stop), slice(key_start, key_stop)
+        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], blocks.rows[at], key_start, scale)
+        out.append(checkpoint(_attend, *args, use_reentrant=False) if keeps else _attend(*args))
     return torch.cat(out)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    row_of: torch.Tensor,
+    key_start: int,
+    scale: float,
+) -> torch.Tensor:
+    """One block of rows; computed again in the backward pass, where autograd would keep R x T scores."""
+    rows = q.unflatten(1, (k.shape[1], -1)).float()
+    mask = causal_mask(row_of, key_start, key_start + k.shape[0])
+    prefix = torch.einsum("nhgd,thd->nhgt", rows, k.float()) * scale + mask[:, None, None]
+    own = torch.einsum("nhgd,nhjd->nhgj", rows, own_k.float()) * scale
+    weights = torch.cat((prefix, own), -1).softmax(-1)
+    on_prefix, on_own = weights.split((k.shape[0], own.shape[-1]), -1)
+    out = torch.einsum("nhgt,thd->nhgd", on_prefix, v.float())
+    out = out + torch.einsum("nhgj,nhjd->nhgd", on_own, own_v.float())
+    return out.reshape(q.shape).to(q.dtype)
