@@ -114,8 +114,6 @@ def test_processes_come_from_the_launcher_s_config_file() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "named"),
     [
-        ("ACCELERATE_USE_FSDP", "true", "--use_fsdp"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", "--use_deepspeed"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "--use_megatron_lm"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "--use_parallelism_config"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend inductor"),
