@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := demo,train,eval,serve,dev
+EXTRAS := demo,train,eval,serve,dev,deepspeed
 # A build for CPUs where one is on offer: a plain version also matches it, and is preferred by pip.
 TORCH_CPU ?= torch==2.13.0
 TORCH_CUDA ?= torch>=2.11

@@ -125,6 +125,7 @@ class LlamaModel(nn.Module):
             capture: which states to return, by the layer they are the *input* of; ``num_layers`` is the last
                 layer's output before the final norm.
         """
+        assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
         table = self.rope.table(positions)
         h = self.embed(ids)
         states: dict[int, torch.Tensor] = {}

@@ -110,7 +110,11 @@ def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> l
 
 
 def load_target(
-    name_or_path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name_or_path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    with_layers: bool = True,
 ) -> LlamaModel:
     """A frozen target in eval mode.
 
@@ -118,6 +122,8 @@ def load_target(
         name_or_path: whatever :func:`~eagle_kit.models.source.resolve_target` knows.
         dtype: of the weights in memory, those in blocks of fp8 too; RoPE frequencies and the biases of gates
             stay fp32.
+        with_layers: False reads embedding, final norm and output layer only, for who has captured states of a
+            target that is too large for this machine; such a model does not run.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
@@ -128,7 +134,11 @@ def load_target(
     block = read_fp8_block(read_json(folder / "config.json"), str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)
-    published = {name: value for name, value in read_published(folder).items() if not is_mtp(name, config)}
+    wanted = None
+    if not with_layers:
+        model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
+    tensors = read_published(folder, wanted)
+    published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
     parts = published_parts(model.named_parameters(), config, published)
@@ -139,6 +149,10 @@ def load_target(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
+
+
+def _is_outside_layers(name: str) -> bool:
+    return not name.removeprefix("model.").startswith("layers.")
 
 
 def fill(

@@ -42,6 +42,9 @@ def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelera
         UserError: sharding over one process, or judging with a target that is on several devices.
     """
     placement = config.training.target_placement
+    if not target.layers:  # it does not run
+        target.to(accelerator.device)
+        return
     if placement == "fsdp":
         if accelerator.num_processes == 1:
             raise UserError(

@@ -176,3 +176,13 @@ def test_rope_frequencies_survive_a_half_type(folder):
     head = Eagle3Head(DraftConfig.for_target(model.config, 17))
     assert torch.equal(head.to(torch.bfloat16).rope.inv_freq, exact)
     assert head.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_target_without_its_layers_has_the_rest_and_does_not_run(folder):
+    whole, part = load_target(folder), load_target(folder, with_layers=False)
+    assert len(part.layers) == 0
+    assert torch.equal(part.embed_tokens.weight, whole.embed_tokens.weight)
+    assert torch.equal(part.head_weight, whole.head_weight)
+    assert torch.equal(part.norm.weight, whole.norm.weight)
+    with pytest.raises(AssertionError, match="without its layers"):
+        part(torch.tensor([1]), torch.tensor([0]), lambda layer, q, k, v: v)
