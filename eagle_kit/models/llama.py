@@ -99,8 +99,8 @@ class LlamaModel(nn.Module):
         self._devices: Sequence[torch.device] | None = None
 
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
-        """Say that layer i is on ``devices[i]`` and everything else on ``devices[L]``, which is also the first
-        layer's; states are then moved between layers. None: all on one device."""
+        """Say that layer i is on ``devices[i]`` and everything else on ``devices[L]``, the device of layer 0;
+        states are then moved between layers. None: all on one device."""
         assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
         self._devices = devices
 

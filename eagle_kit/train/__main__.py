@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _lost_another_process(error, os.environ):
             raise
-        gone = UserError("Another process of this run has ended.", "See what it says; then go on with --resume.")
+        gone = UserError(
+            "Another process of this run has ended.", "See what it says; then go on with --resume."
+        )
         print_error(gone, _process(os.environ))
         return 1
 

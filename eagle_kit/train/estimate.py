@@ -135,6 +135,7 @@ def make_estimate(
     num_steps: int,
     flops_per_s: float,
     free_disk: float,
+    sharding: str = "none",
 ) -> Estimate:
     """Put the pieces together.
 
@@ -147,15 +148,18 @@ def make_estimate(
         num_steps: optimiser steps still to do.
         flops_per_s: see :func:`measure_matmul_rate`.
         free_disk: bytes.
+        sharding: how processes share the head, see :func:`eagle_kit.train.strategy.make_strategy`.
     """
     training = config.training
     cached = training.cache_hidden_states == "disk"
     params = num_draft_weights(draft)
     number = 2.0 if training.precision == "bfloat16" else 4.0
     target_bytes = number * num_target_weights(target)
+    if training.target_placement == "fsdp":
+        target_bytes /= num_processes
     memory = {
         "target": target_bytes,
-        "head, gradient and AdamW": 16.0 * params,
+        "head, gradient and AdamW": head_bytes(sharding, num_processes) * params,
         "activations": _activation_bytes(target, draft, work),
         "runtime": BASE_BYTES,
     }
@@ -189,9 +193,7 @@ def measure_matmul_rate(
 ) -> float:
     """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device now, in FLOP/s."""
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
-    x, w = (
-        torch.randn(rows, 1024, device=device, dtype=dtype, generator=generator) for rows in (1024, 4096)
-    )
+    x, w = (torch.randn(rows, 1024, device=device, dtype=dtype, generator=generator) for rows in (1024, 4096))
     flops = 2.0 * 1024 * 1024 * 4096
 
     def timed(repeats: int) -> float:
@@ -205,6 +207,16 @@ def measure_matmul_rate(
     timed(2)
     repeats = max(3, math.ceil(seconds / max(timed(3) / 3, 1e-6)))
     return flops * repeats / timed(repeats)
+
+
+def head_bytes(sharding: str, num_processes: int) -> float:
+    """Bytes per weight of the head between steps: fp32 weight, gradient and two moments. ZeRO keeps a second
+    fp32 copy of the weights in shards; FSDP2 and ZeRO-3 gather the weights, 4 bytes each, for a step."""
+    if sharding == "fsdp2":
+        return 4.0 + 16.0 / num_processes
+    if sharding == "zero2":
+        return 8.0 + 12.0 / num_processes
+    return 4.0 + 20.0 / num_processes if sharding == "zero3" else 16.0
 
 
 def num_target_weights(target: TargetConfig) -> int:

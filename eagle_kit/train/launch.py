@@ -95,7 +95,9 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
         for variable, (name, allowed, remedy) in settings.items():
             value = environ.get(variable, allowed[0]).lower()
             if value not in allowed:
-                raise UserError(f"accelerate was launched with {name} {value}, which we do not follow.", remedy)
+                raise UserError(
+                    f"accelerate was launched with {name} {value}, which we do not follow.", remedy
+                )
     if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
         raise UserError(
             f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",

@@ -1,7 +1,9 @@
 """The training step as one module: what DDP, FSDP2 and DeepSpeed wrap.
 
-They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a weight of
-the head happens in here. Legend: T packed tokens, K steps of training-time test, H hidden, Vd draft vocabulary.
+They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a weight
+of the head happens in here.
+
+Legend: V / Vd target / draft vocabulary, H hidden.
 """
 
 from contextlib import AbstractContextManager, nullcontext

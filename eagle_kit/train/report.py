@@ -1,5 +1,6 @@
 """What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.preview import preview
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
+from eagle_kit.train.launch import sharding_asked_for
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.run_folder import versions
 from eagle_kit.train.setup import Ingredients
@@ -98,6 +100,7 @@ def estimate_run(
             accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
         ),
         free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
+        sharding=sharding_asked_for(os.environ),
     )
 
 

@@ -128,7 +128,9 @@ class RunFolder:
     def rotate(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints."""
         for _, folder in self.checkpoints()[:-keep]:
-            going = folder.with_name(f".{folder.name}.partial.old")  # killed meanwhile, it is half a checkpoint
+            going = folder.with_name(
+                f".{folder.name}.partial.old"
+            )  # killed meanwhile, it is half a checkpoint
             shutil.rmtree(going, ignore_errors=True)
             folder.rename(going)
             shutil.rmtree(going)

@@ -15,8 +15,8 @@ from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.batch import Forward, make_forward, row_weights
 from eagle_kit.train.cache import StateStore
-from eagle_kit.train.order import DataOrder
 from eagle_kit.train.module import TTTModule, autocast
+from eagle_kit.train.order import DataOrder
 from eagle_kit.train.parallel import sum_numbers
 from eagle_kit.train.schedule import Schedule
 from eagle_kit.train.setup import Ingredients
@@ -84,7 +84,8 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the strategy and the optimiser; mutates the head, the optimiser and the state it is given.
+    """Takes optimiser steps. Owns the strategy and its optimiser; mutates the head, the optimiser and the state
+    it is given.
 
     Args:
         head: in fp32, trained in place.

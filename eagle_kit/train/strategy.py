@@ -1,7 +1,7 @@
-"""How processes share one head: each a whole copy, or shards of it. The choice is made by accelerate's launcher.
+"""How processes share one head: each has a whole copy, or shards. accelerate's launcher makes the choice.
 
-accelerate starts the processes and says what was asked for; the wrapping is done here, because its ``prepare``
-shards on GPUs only, and what is tested on CPUs should be what runs on GPUs. Whatever the strategy, a gradient
+accelerate starts the processes and says what was asked for; the wrapping is done here, because its
+``prepare`` shards on GPUs only, and what is tested on CPUs should be what runs on GPUs. Whatever the strategy, a gradient
 is that of the *global* batch: a step's loss is divided by counts over all processes, so gradients add up over
 them; DDP, FSDP2 and ZeRO take means, hence the loss is multiplied by the number of processes.
 
@@ -59,17 +59,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def whole_head(self) -> DraftHead:
-        """The head with all of its weights, for saving and decoding: the trained one itself where it is whole,
-        or a copy. All processes call it."""
+        """The head with all of its weights, for saving and decoding: the trained one where that is whole, or
+        a copy. All processes call it."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """The ``state_dict`` that the optimiser of a single process would have, on the CPU. All processes call
-        it."""
+        """The ``state_dict`` that the optimiser of a single process would have. All processes call it."""
 
     @abstractmethod
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`optimizer_state` of any strategy gave. Raises ValueError for another head's."""
+        """Take over what :meth:`optimizer_state` of any strategy gave. Raises ValueError when it is of another
+        head."""
 
     def _clip(self, parameters: list[nn.Parameter], limit: float | None) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))
@@ -143,7 +143,8 @@ class FullySharded(Strategy):
         self._device = accelerator.device
         self._bound = module.head.bound if isinstance(module.head, MTPHead) else None
         mesh = init_device_mesh(self._device.type, (self.num_processes,))
-        self.module = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        self.module = module
         self.optimizer = make_optimizer(self.head, training)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
 

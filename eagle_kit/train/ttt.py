@@ -183,7 +183,8 @@ def _run_steps(
 
     hidden = head.features(features.hidden[:length], features.aux[:length])
     fed_back, k0, v0 = _call(recompute, first, hidden)
-    outputs, own = [fed_back], []
+    outputs = [fed_back]
+    own: list[torch.Tensor] = []
     for step in range(1, len(plan.rows)):
         if plan.rows[step].numel() == 0:
             outputs += [fed_back[:0]] * (len(plan.rows) - step)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 2 and 3 (arXiv 1910.02054): shards of gradients and moments, or of weights as well.
+"""DeepSpeed's ZeRO (arXiv 1910.02054): shards of gradients and moments (stage 2), or of weights as well (3).
 
 Weights and moments are fp32; a run in bfloat16 casts inside the module, as elsewhere.
 """
@@ -66,12 +66,13 @@ class Zero(Strategy):
             dist_init_required=False,
         )
         self.module, self.optimizer = self.engine, self.engine.optimizer
+        self._zero: Any = self.engine.optimizer  # the same, for what DeepSpeed adds to an optimiser
 
     def forward(
         self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
     ) -> TTTOutput:
-        """See :meth:`Strategy.forward`. Stage 3 frees weights and gradients when the gradients of the module's
-        inputs are there; without any it would do so before they were made."""
+        """See :meth:`Strategy.forward`. Stage 3 frees weights and gradients when the module's inputs have their
+        gradients; if none did, that would be before the weights'."""
         if self.stage == 3:
             features.aux.requires_grad_()
             features.hidden.requires_grad_()
@@ -101,7 +102,7 @@ class Zero(Strategy):
     def optimizer_state(self) -> dict[str, Any]:
         """Gathered."""
         deepspeed = _deepspeed()
-        inner = self.optimizer.optimizer.state
+        inner = self._zero.optimizer.state
         steps = [mine["step"] for mine in inner.values() if "step" in mine]
         groups = [
             {**group, "lr": now["lr"]}
@@ -126,11 +127,11 @@ class Zero(Strategy):
             raise ValueError("it has other groups of weights")
         if not state["state"]:
             return
-        inner = self.optimizer.optimizer
+        inner = self._zero.optimizer
         parts = (
-            self.optimizer.fp32_partitioned_groups_flat
+            self._zero.fp32_partitioned_groups_flat
             if self.stage == 3
-            else self.optimizer.single_partition_of_fp32_groups
+            else self._zero.single_partition_of_fp32_groups
         )
         for part in parts:  # what AdamW would make in its first step
             step = torch.zeros((), dtype=torch.float32, device=part.device)
@@ -153,13 +154,12 @@ class Zero(Strategy):
                     mine.zero_()
                     mine.view(-1)[: part.numel()].copy_(part)
 
-
     def _link(self) -> None:
         """Let every weight find its moments. DeepSpeed does so after the first group's first step, when the
         other groups have none yet."""
         if self.stage < 3:
-            self.optimizer._hp_optimizer_states_linked = False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
 
 def _deepspeed() -> Any:

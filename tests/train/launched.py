@@ -1,7 +1,7 @@
-"""Run by accelerate's launcher in the tests of several processes: ``launched.py CONFIG OUT [NAME=SETTING ...]``.
+"""Run by accelerate's launcher in tests of several processes: ``launched.py CONFIG OUT [NAME=SETTING ...]``.
 
 Trains 6 steps with a checkpoint after 3 (``OUT/whole``), goes on from a copy of that checkpoint
-(``OUT/resumed``), and trains 2 steps under each setting that is named (``OUT/NAME``), all in one process group.
+(``OUT/resumed``), and trains 2 steps under each setting that is named (``OUT/NAME``), in one process group.
 """
 
 import os

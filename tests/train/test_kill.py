@@ -1,4 +1,4 @@
-"""kill -9 at the worst moments of a save: what is left resumes to the bit and loses the steps since the last one.
+"""kill -9 at the worst moments of a save: what is left resumes to the bit; the steps since are repeated.
 
 The kills are put in from outside: a child process runs the real command with one function made to end it.
 """

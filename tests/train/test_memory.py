@@ -73,7 +73,10 @@ def one_step(
     """Forward and backward over one packed row; the gradients."""
     generator = torch.Generator().manual_seed(1)
     length, size = len(reply), head.config.hidden_size
-    embed, target_head = torch.randn(128, size, generator=generator), torch.randn(96, size, generator=generator)
+    embed, target_head = (
+        torch.randn(128, size, generator=generator),
+        torch.randn(96, size, generator=generator),
+    )
     ids = torch.randint(96, (length,), generator=generator)
     features = TargetFeatures(
         torch.randn(length, 3 * size, generator=generator),

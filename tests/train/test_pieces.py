@@ -154,7 +154,16 @@ def test_what_accelerate_makes_of_our_files_is_accepted(name: str) -> None:
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     file = Path(__file__).parents[2] / "train" / "accelerate" / f"{name}.yaml"
-    asked = ["--config_file", str(file), "--num_processes", "2", "--main_process_port", "0", "train", "c.yaml"]
+    asked = [
+        "--config_file",
+        str(file),
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "train",
+        "c.yaml",
+    ]
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(asked))
     args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
     environ = prepare_deepspeed_cmd_env(args)[1] if name.startswith("zero") else prepare_multi_gpu_env(args)

@@ -28,7 +28,7 @@ def launch(folder: Path, config: Path, strategy: str) -> Path:
     """Run ``launched.py`` in two processes; returns where the runs are."""
     out = folder / strategy
     file = REPOSITORY / "train" / "accelerate" / f"{strategy}.yaml"
-    launcher = "--num_processes 2 --main_process_port 0".split()
+    launcher = ["--num_processes", "2", "--main_process_port", "0"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *launcher),

@@ -95,6 +95,7 @@ def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
             yield first, stop, int(doc_start[rows[first]]), int(rows[stop - 1]) + 1
         start += count
 
+
 def plan_rows(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
     """The plan of ``rows`` (ascending, int64 ``[R]``) with ``doc_start`` int64 ``[T]``."""
     return QueryPlan(rows, doc_start, block_rows)
