@@ -139,6 +139,7 @@ def make_estimate(
     num_steps: int,
     flops_per_s: float,
     free_disk: float,
+    sharding: str = "none",
 ) -> Estimate:
     """Put the pieces together.
 
@@ -151,6 +152,7 @@ def make_estimate(
         num_steps: optimiser steps still to do.
         flops_per_s: see :func:`measure_matmul_rate`.
         free_disk: bytes.
+        sharding: how processes share the head, see :func:`eagle_kit.train.strategy.make_strategy`.
     """
     training = config.training
     cached = training.cache_hidden_states == "disk"
@@ -158,10 +160,12 @@ def make_estimate(
     params = num_draft_weights(draft)
     number = 2.0 if training.precision == "bfloat16" else 4.0
     target_bytes = number * num_target_weights(target)
-    copies = 4 + (training.ema_decay is not None)  # weights, gradients, at most two moments, their average
+    if training.target_placement == "fsdp":
+        target_bytes /= num_processes
+    per_weight = head_bytes(sharding, num_processes) + 4.0 * (training.ema_decay is not None)
     memory = {
         "target": target_bytes,
-        "head, gradient and optimiser": 4.0 * copies * params,
+        "head, gradient and optimiser": per_weight * params,
         **_activation_bytes(config, target, draft, work),
         "runtime": BASE_BYTES,
     }
@@ -211,6 +215,16 @@ def measure_matmul_rate(
     timed(2)
     repeats = max(3, math.ceil(seconds / max(timed(3) / 3, 1e-6)))
     return flops * repeats / timed(repeats)
+
+
+def head_bytes(sharding: str, num_processes: int) -> float:
+    """Bytes per weight of the head between steps: fp32 weight, gradient and two moments. ZeRO keeps a second
+    fp32 copy of the weights in shards; FSDP2 and ZeRO-3 gather the weights, 4 bytes each, for a step."""
+    if sharding == "fsdp2":
+        return 4.0 + 16.0 / num_processes
+    if sharding == "zero2":
+        return 8.0 + 12.0 / num_processes
+    return 4.0 + 20.0 / num_processes if sharding == "zero3" else 16.0
 
 
 def num_target_weights(target: TargetConfig) -> int:

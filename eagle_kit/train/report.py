@@ -1,5 +1,6 @@
 """What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from eagle_kit.models.eagle1 import Eagle1Config
 from eagle_kit.models.mtp import MTPConfig
 from eagle_kit.train.clock import LAPS
 from eagle_kit.train.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
+from eagle_kit.train.launch import sharding_asked_for
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.run_folder import RunFolder, versions
 from eagle_kit.train.setup import Ingredients
@@ -102,6 +104,7 @@ def estimate_run(
             accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
         ),
         free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
+        sharding=sharding_asked_for(os.environ),
     )
 
 

@@ -140,7 +140,7 @@ class RunFolder:
         for old in self.path.glob(".best.old.*"):
             if not (self.path / "best").exists():
                 old.rename(self.path / "best")
-        for pattern in (".best.*", ".step-*.partial*"):
+        for pattern in (".best.*", ".step-*.partial*", "..step-*.partial.*"):
             for leftover in self.path.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.interrupt import Interrupt
-from eagle_kit.train.launch import check_launcher, cpu_processes_to_start
+from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, sharding_asked_for
 from eagle_kit.train.metrics import JsonLines
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.schedule import Schedule, ttt_length_at
@@ -126,6 +126,52 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=named):
         check_launcher({variable: value}, TrainingConfig())
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings", "named"),
+    [
+        ("FSDP", {"FSDP_VERSION": "1"}, "fsdp_version 1"),
+        ("FSDP", {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params true"),
+        ("FSDP", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing true"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed_config_file ds.json"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device cpu"),
+        ("DEEPSPEED", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping 1.0"),
+    ],
+)
+def test_sharding_settings_that_would_have_no_effect_are_refused(
+    flag: str, settings: dict[str, str], named: str
+) -> None:
+    launched = {f"ACCELERATE_USE_{flag}": "true"}
+    with pytest.raises(UserError, match=named):
+        check_launcher({**launched, **settings}, TrainingConfig())
+    check_launcher(settings, TrainingConfig())  # of another kind of launch
+
+
+@pytest.mark.parametrize("name", ["multi-gpu", "fsdp2", "zero2", "zero3"])
+def test_what_accelerate_makes_of_our_files_is_accepted(name: str) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = Path(__file__).parents[2] / "train" / "accelerate" / f"{name}.yaml"
+    asked = [
+        "--config_file",
+        str(file),
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "train",
+        "c.yaml",
+    ]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    environ = prepare_deepspeed_cmd_env(args)[1] if name.startswith("zero") else prepare_multi_gpu_env(args)
+    check_launcher(environ, TrainingConfig())
+    expected = {"multi-gpu": "none"}.get(name, name)
+    assert sharding_asked_for({**environ, "WORLD_SIZE": "2"}) == expected
+    assert sharding_asked_for({**environ, "WORLD_SIZE": "1"}) == "none"
 
 
 @pytest.mark.parametrize("asked", ["no", "bf16"])

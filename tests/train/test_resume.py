@@ -107,6 +107,27 @@ def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> No
     assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
 
 
+def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "1") == 0
+    (run.output / "judge-replies-1-of-2.json").mkdir()  # where the second process wants to write
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(str(run.config), "--resume", "--max-steps", "3", "judge.every=2", "judge.max_tokens=4"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert launched.returncode != 0
+    ours = launched.stderr.split("Traceback")[0]  # what follows is the launcher's own
+    assert "error in process 1 of 2: " in ours and "judge-replies-1-of-2.json" in ours
+    assert "gloo" not in launched.stderr and "RuntimeError" not in launched.stderr
+
+
 def test_schedule_does_not_depend_on_where_a_run_stops(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "3") == 0
