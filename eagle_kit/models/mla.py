@@ -25,7 +25,7 @@ LEAST_ROWS = 4
 
 
 class Queries(NamedTuple):
-    """Of T tokens, RoPE applied: the parts without it, ``nope [T, H, Dn]``, and with it, ``rope [T, H, Dr]``."""
+    """Of T tokens, rotated: the parts without RoPE, ``nope [T, H, Dn]``, and with it, ``rope [T, H, Dr]``."""
 
     nope: torch.Tensor
     rope: torch.Tensor
@@ -168,8 +168,8 @@ class LatentAttention(nn.Module):
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four or more: a token's
-    logits are not to depend on how many others share its window.
+    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four or more: a
+    token's logits are not to depend on how many others share its window.
     """
     t = len(x)
     if t < LEAST_ROWS and x.device.type == "cpu":
