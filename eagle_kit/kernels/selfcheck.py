@@ -133,7 +133,7 @@ def _linear(backend: str) -> float:
 
 def _packed_linear() -> float:
     x, weight = _randn(5, 96), _randn(65, 96, seed=1)
-    return _error(onednn.matmul(x, onednn.pack(weight)), x.double() @ weight.double().t())
+    return _error(onednn.packed_matmul(x, onednn.pack(weight)), x.double() @ weight.double().t())
 
 
 def _norm() -> float:

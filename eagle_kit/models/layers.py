@@ -203,4 +203,8 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down(self.gate_up_proj(x))
+
+    def down(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """What follows the first matmul: ``[T, 2 I]`` -> ``[T, H]``."""
+        return self.down_proj(swiglu(gate_up))

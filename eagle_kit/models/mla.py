@@ -9,13 +9,12 @@ Legend: T tokens, H heads, Dn / Dr sizes of a head's part without / with RoPE, D
 keys.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.layers import Attend, RMSNorm
@@ -25,6 +24,18 @@ LATENT_NORM_EPS = 1e-6
 LEAST_ROWS = 4
 
 
+class Queries(NamedTuple):
+    """Of T tokens, rotated: the parts without RoPE, ``nope [T, H, Dn]``, and with it, ``rope [T, H, Dr]``."""
+
+    nope: torch.Tensor
+    rope: torch.Tensor
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """``[T, H, Dn + Dr]``."""
+        return torch.cat(self, -1)
+
+
 class LatentHeads(Protocol):
     """What a layer can do with its latents, for those who attend."""
 
@@ -32,8 +43,8 @@ class LatentHeads(Protocol):
         """Rows ``[C, L + Dr]`` -> keys ``[C, H, Dn + Dr]`` and values ``[C, H, Dv]``."""
         ...
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries ``[T, H, Dn + Dr]`` -> queries that meet rows, ``[T, H, L + Dr]``."""
+    def absorb(self, q: Queries) -> torch.Tensor:
+        """Queries -> queries that meet rows, ``[T, H, L + Dr]``."""
         ...
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
@@ -44,15 +55,16 @@ class LatentHeads(Protocol):
 class LatentAttend(Attend, Protocol):
     """Attention over a store of latents: takes rows in place of keys and values."""
 
-    def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        """``q [T, H, Dn + Dr]``, RoPE applied, and the tokens' rows ``[T, L + Dr]`` of layer ``layer`` ->
-        ``[T, H, Dv]``."""
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        """Queries and rows ``[T, L + Dr]`` of T tokens, in layer ``layer`` -> ``[T, H, Dv]``."""
         ...
 
 
 class LatentAttention(nn.Module):
     """MLA around an :class:`~eagle_kit.models.layers.Attend`, which gets expanded keys and values, or a
     :class:`LatentAttend`."""
+
+    _packed: Joined | None = None
 
     def __init__(
         self,
@@ -79,30 +91,39 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
         self.o_proj = Linear(self.num_heads * mla.v_head_dim, output_size, bias=out_bias)
 
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`: what reads the input is one matmul."""
+        first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+        self._packed = pack_joined(first, self.kv_a_proj_with_mqa)
+
     def queries_and_rows(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, H_in]`` -> queries ``[T, H, Dn + Dr]`` and rows ``[T, L + Dr]``, both rotated."""
+    ) -> tuple[Queries, torch.Tensor]:
+        """``x [T, H_in]`` -> queries and rows ``[T, L + Dr]``, both rotated."""
         mla = self.config
-        if mla.q_lora_rank is None:
-            q = self.q_proj(x)
+        has_bottleneck = mla.q_lora_rank is not None
+        if self._packed is not None and takes_packed(x):
+            q, row = self._packed.outputs(x)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q = (self.q_a_proj if has_bottleneck else self.q_proj)(x)
+            row = self.kv_a_proj_with_mqa(x)
+        if has_bottleneck:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
-        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split(sizes, -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split_with_sizes(sizes, -1)
+        latent, k_rope = row.split_with_sizes((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
         shared = k_rope[:, None]
         heads = torch.cat((q_rope, shared, shared), 1)  # the last stands where others have a value
         q_rope, k, _ = rope_store(heads, table, num_heads=self.num_heads, interleaved=mla.interleaved)
         rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
-        return torch.cat((q_nope, q_rope), -1), rows
+        return Queries(q_nope, q_rope), rows
 
     def qkv(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [T, H_in]`` -> q and k ``[T, H, Dn + Dr]``, v ``[T, H, Dv]``: the expanded form."""
         q, rows = self.queries_and_rows(x, table)
-        return q, *self.expand(rows)
+        return q.whole, *self.expand(rows)
 
     def attended(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
@@ -111,7 +132,7 @@ class LatentAttention(nn.Module):
         q, rows = self.queries_and_rows(x, table)
         over_latents = getattr(attend, "latents", None)
         if over_latents is None:
-            return attend(layer, q, *self.expand(rows))
+            return attend(layer, q.whole, *self.expand(rows))
         return over_latents(layer, q, rows, self)
 
     def forward(
@@ -128,11 +149,10 @@ class LatentAttention(nn.Module):
         k_nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
         return torch.cat((k_nope, k_rope[:, None].expand(-1, self.num_heads, -1)), -1), v
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+    def absorb(self, q: Queries) -> torch.Tensor:
         """See :class:`LatentHeads`."""
-        size = self.config.qk_nope_head_dim
-        w_uk = self._per_head()[:, :size]
-        return torch.cat((_multiply(q[..., :size], w_uk), q[..., size:]), -1)
+        w_uk = self._per_head()[:, : self.config.qk_nope_head_dim]
+        return torch.cat((_multiply(q.nope, w_uk), q.rope), -1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`LatentHeads`."""
@@ -148,12 +168,10 @@ class LatentAttention(nn.Module):
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four: a token's
-    logits are not to depend on how many others share its window.
+    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four or more: a
+    token's logits are not to depend on how many others share its window.
     """
     t = len(x)
-    if t == 1 and x.device.type == "cpu":
-        x = x.expand(LEAST_ROWS, -1, -1)
-    elif t < LEAST_ROWS and x.device.type == "cpu":
-        x = F.pad(x, (0, 0, 0, 0, 0, LEAST_ROWS - t))
+    if t < LEAST_ROWS and x.device.type == "cpu":
+        x = torch.cat([x] * LEAST_ROWS)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]

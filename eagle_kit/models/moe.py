@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.layers import MLP
 
@@ -61,7 +61,7 @@ class Gate(Linear):
         weights = scores.gather(1, ids)
         if config.normalises:
             weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-        return ids, weights * config.scale
+        return ids, weights if config.scale == 1.0 else weights * config.scale
 
 
 class Experts(nn.Module):
@@ -87,6 +87,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts, and shared ones that see every token."""
 
+    _packed: Joined | None = None
+
     def __init__(self, hidden_size: int, config: MoEConfig, *, bias: bool = False) -> None:
         super().__init__()
         self.gate = Gate(hidden_size, config)
@@ -94,7 +96,17 @@ class MoE(nn.Module):
         shared = config.shared_intermediate_size
         self.shared_experts = MLP(hidden_size, shared, bias=bias) if shared else None
 
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`: the gate and the first layer of the shared experts read the same rows."""
+        if self.shared_experts is not None:
+            self._packed = pack_joined(self.gate, self.shared_experts.gate_up_proj)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""
-        out = self.experts(x, *self.gate(x))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        shared = self.shared_experts
+        if shared is None:
+            return self.experts(x, *self.gate(x))
+        if self._packed is not None and takes_packed(x):
+            logits, gate_up = self._packed.outputs(x)
+            return self.experts(x, *self.gate.choose(logits)) + shared.down(gate_up)
+        return self.experts(x, *self.gate(x)) + shared(x)

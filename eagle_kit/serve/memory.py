@@ -146,7 +146,7 @@ def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Ten
     seen = set()
     for model in models:
         for tensor in (*model.parameters(), *tree_leaves(packed_parts(model))):
-            if id(tensor) not in seen:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
 

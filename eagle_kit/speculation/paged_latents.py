@@ -18,7 +18,7 @@ from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
-from eagle_kit.models.mla import LatentAttend, LatentHeads
+from eagle_kit.models.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.speculation.paged_kv import PagedKV
 from eagle_kit.speculation.paged_store import PagedStore, Segment
 
@@ -72,9 +72,9 @@ class _WindowAttend(_LatentAttend):
     def __init__(self, store: PagedLatents, plan: WindowPlan, rows: torch.Tensor) -> None:
         self.store, self.plan, self.rows = store, plan, rows
 
-    def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held, spec = self.store.rows[layer], self.store.spec
-        store(held[None], self.rows, rows[:, None], 1.0)
+        _put(held, self.rows, rows)
         nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)
         out = mla_window_attention(nodes, held, self.plan, spec.scale, latent_dim=spec.latent_dim)
         return heads.project(out.flatten(0, 1))
@@ -88,21 +88,29 @@ class _PrefillAttend(_LatentAttend):
         self.written, self.cached = store._prompt_rows(segments)
         self.sizes = [segment.stop - segment.start for segment in segments]
 
-    def latents(self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held = self.store.rows[layer]
-        store(held[None], self.written, rows[:, None], 1.0)
+        _put(held, self.written, rows)
         if held.dtype != rows.dtype:  # a prompt in chunks is computed as if it were whole
             rounded = torch.empty_like(rows, dtype=held.dtype)
-            store(rounded[None], torch.arange(len(rows), device=rows.device), rows[:, None], 1.0)
+            _put(rounded, torch.arange(len(rows), device=rows.device), rows)
             rows = rounded.to(rows.dtype)
         out = []
-        parts = zip(q.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
+        parts = zip(q.whole.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
         for my_q, my_rows, before in parts:
             k, v = heads.expand(
                 torch.cat((_take(held, before, rows.dtype), my_rows)) if before.numel() else my_rows
             )
             out.append(prefill_attention(my_q, k, v, self.store.spec.scale))
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
+    """``held[at] = rows``, rounded to the store's type."""
+    if held.dtype == rows.dtype:
+        held.index_copy_(0, at, rows)
+    else:
+        store(held[None], at, rows[:, None], 1.0)
 
 
 def _take(held: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from eagle_kit.kernels.linear import Linear, linear, onednn
+from eagle_kit.kernels.linear import Linear, linear, onednn, pack_joined, pack_weights, packed_parts
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
 
@@ -27,7 +27,7 @@ def test_onednn_equals_torch_forward_and_backward(rows):
 
 @needs_onednn
 @torch.no_grad()
-@pytest.mark.parametrize("size", [576, 1152, 1536, 1728])
+@pytest.mark.parametrize("size", [128, 256, 576, 1152, 1536, 1728])
 def test_a_packed_row_does_not_depend_on_its_neighbours(size):
     layer = Linear(size, 960, bias=False)
     layer.pack()
@@ -35,6 +35,42 @@ def test_a_packed_row_does_not_depend_on_its_neighbours(size):
     together = layer(x)
     for rows in (1, 2, 3, 4, 5, 7, 8, 16, 33):
         assert torch.equal(layer(x[:rows].contiguous()), together[:rows]), f"{rows} rows"
+
+
+@needs_onednn
+@torch.no_grad()
+@pytest.mark.parametrize("outputs", [1, 8, 960])
+@pytest.mark.parametrize("size", [256, 4096])
+def test_a_lone_row_gets_company_only_where_it_is_summed_otherwise(size, outputs):
+    weight = torch.randn(outputs, size, generator=torch.Generator().manual_seed(1))
+    packed = onednn.pack(weight)
+    x = torch.randn(64, size, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([onednn.matmul(row, packed.blocked) for row in x.split(1)])
+    assert packed.needs_company != torch.equal(alone, onednn.matmul(x, packed.blocked))
+
+
+@needs_onednn
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_joined_layers_are_what_each_is_and_are_packed_once(rows, bias):
+    block = torch.nn.Module()
+    block.a, block.b = Linear(96, 40, bias=bias), Linear(96, 9, bias=bias)
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(0))
+    want = [torch.nn.functional.linear(x, layer.weight, layer.bias) for layer in (block.a, block.b)]
+    joined = pack_joined(block.a, block.b)
+    pack_weights(block)
+    assert not packed_parts(block)
+    for got, part in zip(joined.outputs(x), want, strict=True):
+        torch.testing.assert_close(got, part, atol=1e-5, rtol=1e-5)
+
+
+@needs_onednn
+def test_layers_of_which_one_has_a_bias_are_not_joined():
+    layers = Linear(8, 4, bias=False), Linear(8, 4, bias=True)
+    assert pack_joined(*layers) is None
+    layers[0].pack()
+    assert layers[0]._packed is not None
 
 
 def test_a_packed_layer_still_trains_on_its_own_weight():

@@ -6,7 +6,7 @@ import torch
 from tiny_mixtures import MIXTURES, randomised, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.kernels.experts import experts, reference
+from eagle_kit.kernels.experts import experts, pack_experts, reference
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.loader import load_target
 from eagle_kit.models.moe import Gate, MoE
@@ -68,6 +68,17 @@ def test_a_row_does_not_depend_on_its_company(work):
     for t in (0, 5, 7):
         alone = experts(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], gate_up, down)
         assert torch.equal(alone[0], whole[t])
+
+
+@torch.no_grad()
+def test_a_row_does_not_depend_on_its_company_when_packed(work):
+    x, ids, weights, gate_up, down = work
+    packed = pack_experts(gate_up, down)
+    whole = experts(*work, packed)
+    assert (whole - by_hand(*work)).abs().max() < 1e-5 * whole.abs().max()
+    for rows in (slice(5, 6), slice(7, 8), slice(4, 8)):
+        part = experts(x[rows], ids[rows], weights[rows], gate_up, down, packed)
+        assert torch.equal(part, whole[rows])
 
 
 def test_experts_are_differentiable_on_a_cpu(work):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.kernels.experts import reference
-from eagle_kit.kernels.linear import can_pack, onednn
+from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
 
 __all__ = ["PackedExperts", "experts", "pack_experts"]
 
@@ -21,8 +21,8 @@ __all__ = ["PackedExperts", "experts", "pack_experts"]
 class PackedExperts(NamedTuple):
     """Copies of every expert's weights in oneDNN's layout for few rows."""
 
-    gate_up: Sequence[torch.Tensor]
-    down: Sequence[torch.Tensor]
+    gate_up: Sequence[onednn.Packed]
+    down: Sequence[onednn.Packed]
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts | None:
@@ -53,9 +53,9 @@ def experts(
     Returns:
         ``[T, H]`` in the dtype of ``x``.
     """
+    if packed is not None and takes_packed(x):
+        return reference.by_expert(x, ids, weights, *packed, multiply=onednn.packed_matmul)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
-        if packed is not None and len(x) <= onednn.PACKED_MAX_ROWS and not torch.is_grad_enabled():
-            return reference.by_expert(x, ids, weights, *packed, multiply=onednn.matmul)
         return reference.by_expert(x, ids, weights, gate_up, down)
     if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)

@@ -4,6 +4,7 @@ Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,36 +13,41 @@ from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.swiglu import swiglu
 
 
+def beside_itself(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear` of rows ``[n, K]``, a lone one beside a copy of itself: it would be summed in another
+    order than one among others."""
+    return linear(x, weight) if len(x) > 1 else linear(x.expand(2, -1).contiguous(), weight)[:1]
+
+
 def by_expert(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Sequence[torch.Tensor] | torch.Tensor,
-    down: Sequence[torch.Tensor] | torch.Tensor,
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear,
+    gate_up: Sequence[Any] | torch.Tensor,
+    down: Sequence[Any] | torch.Tensor,
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor] = beside_itself,
 ) -> torch.Tensor:
     """One expert after another over its rows; who goes where is read on the host. Differentiable.
 
-    A lone row is multiplied beside a copy of itself: it would be summed in another order than one among
-    others, and a token's logits are not to depend on who shares its expert.
-
     Args:
-        gate_up, down: what ``multiply`` takes behind the rows, for each expert.
+        gate_up, down: what ``multiply`` takes behind the rows, for each expert. It must not let a row depend
+            on how many there are: a token's logits are not to depend on who shares its expert.
     """
+    chosen, k = ids.flatten().tolist(), ids.shape[1]
+    order = sorted(range(len(chosen)), key=chosen.__getitem__)
+    hit = sorted(set(chosen))
+    sizes = [chosen.count(expert) for expert in hit]
+    places = torch.tensor(order, device=x.device)
+    rows = torch.tensor([place // k for place in order], device=x.device)
+
+    def apply(inputs: torch.Tensor, networks: Sequence[Any] | torch.Tensor) -> torch.Tensor:
+        parts = zip(hit, inputs.split_with_sizes(sizes), strict=True)
+        return torch.cat([multiply(part, networks[expert]) for expert, part in parts])
+
+    added = apply(swiglu(apply(x.index_select(0, rows), gate_up)), down)
+    added = added * weights.reshape(-1, 1).index_select(0, places)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    places: dict[int, list[int]] = {}
-    for place, expert in enumerate(ids.flatten().tolist()):
-        places.setdefault(expert, []).append(place)
-    scale, one = weights.reshape(-1, 1), len(x) == 1
-    for expert, mine in sorted(places.items()):
-        at = torch.tensor(mine, device=x.device)
-        rows = at // ids.shape[1]
-        given = x if one else x[rows]
-        if len(mine) == 1:
-            given = given.expand(2, -1).contiguous()
-        added = multiply(swiglu(multiply(given, gate_up[expert])), down[expert])[: len(mine)] * scale[at]
-        out = out + added if one else out.index_add_(0, rows, added)
-    return out.to(x.dtype)
+    return out.index_add_(0, rows, added).to(x.dtype)
 
 
 def grouped(

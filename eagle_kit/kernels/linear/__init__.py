@@ -1,6 +1,6 @@
 """Linear layers: oneDNN for fp32 on a CPU, Triton for few rows on a GPU where that is faster, or torch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,31 +60,60 @@ def can_pack(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
 
 
+def takes_packed(x: torch.Tensor) -> bool:
+    """Whether rows ``x [T, K]`` are multiplied by packed weights, where there are any."""
+    return (
+        x.shape[0] <= onednn.PACKED_MAX_ROWS
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not isinstance(x, torch._subclasses.FakeTensor)
+    )
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for
     inference."""
 
-    _packed: torch.Tensor | None = None
+    _packed: onednn.Packed | None = None
+    _is_joined = False
 
     def pack(self) -> None:
-        """Keep a copy of the weight in oneDNN's layout for few rows; the module must not be trained
-        afterwards."""
-        if can_pack(self.weight):
+        """Keep a copy of the weight in oneDNN's layout for few rows, unless :func:`pack_joined` has one; the
+        module must not be trained afterwards."""
+        if can_pack(self.weight) and not self._is_joined:
             self._packed = onednn.pack(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
-        if self._packed is not None and self._takes_packed(x):
-            if isinstance(x, torch._subclasses.FakeTensor):
-                return reference.linear(x, self.weight, self.bias)
-            if x.shape[0] == 1:  # a lone row is summed in another order than one among others
-                return onednn.matmul(x.expand(2, -1).contiguous(), self._packed, self.bias)[:1]
-            return onednn.matmul(x, self._packed, self.bias)
+        packed = self._packed
+        if packed is not None and takes_packed(x):
+            return onednn.packed_matmul(x, packed, self.bias)
         return linear(x, self.weight, self.bias)
 
-    def _takes_packed(self, x: torch.Tensor) -> bool:
-        few = x.shape[0] <= onednn.PACKED_MAX_ROWS
-        return few and x.device.type == "cpu" and not torch.is_grad_enabled()
+
+class Joined(NamedTuple):
+    """Layers that read the same rows, packed as one matmul: ``sizes`` of their outputs."""
+
+    weight: onednn.Packed
+    bias: torch.Tensor | None
+    sizes: list[int]
+
+    def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``[T, K]``, of which :func:`takes_packed` holds -> ``[T, N]`` of each layer."""
+        return onednn.packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
+
+
+def pack_joined(*layers: Linear) -> Joined | None:
+    """Pack layers of the same inputs together, in place of each by itself; None where that cannot be."""
+    biases = [layer.bias for layer in layers]
+    has_bias = biases[0] is not None
+    if not all(can_pack(layer.weight) and (layer.bias is not None) == has_bias for layer in layers):
+        return None
+    for layer in layers:
+        layer._is_joined = True
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = torch.cat([bias.detach() for bias in biases]) if has_bias else None
+    return Joined(onednn.pack(weight), bias, [layer.out_features for layer in layers])
 
 
 def pack_weights(module: nn.Module) -> None:
@@ -96,5 +125,5 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def packed_parts(module: nn.Module) -> list[Any]:
-    """What :func:`pack_weights` has left in the parts of ``module``: tensors, or tuples of them."""
+    """What :func:`pack_weights` has left in the parts of ``module``: tuples with tensors in them."""
     return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]

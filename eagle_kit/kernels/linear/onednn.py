@@ -1,35 +1,60 @@
 """``y = x w^T + b`` in fp32 on a CPU through oneDNN.
 
 Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight
-once per row at small T. oneDNN also adds up K in the same order whatever T is, from two rows on (tested; the
-caller pads a lone row). So a token's logits do not depend on how many others share its window.
+once per row at small T. oneDNN also adds up K in the same order whatever T is, from two rows on (tested). So
+a token's logits do not depend on how many others share its window; a lone row gets company where it needs it.
 
 The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
 ``x^T``); oneDNN takes the transposed views as they are, if they are dense: for x^T of columns cut out of a
 matrix it falls back to loops that take 500 times as long.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 PACKED_MAX_ROWS = 256
 """Above this many rows the blocked weight layout, chosen for small T, is slower than the plain one."""
+COMPARED_OUTPUTS = 64
+_POINTWISE: Any = None
+if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 
 
 def available() -> bool:
     """Whether this torch has the oneDNN operators."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Copy ``weight [N, K]`` into oneDNN's blocked layout, an opaque tensor for :func:`matmul`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    return _POINTWISE is not None
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x [T, K]``, ``weight [N, K]`` (dense, a transposed view, or packed) -> ``[T, N]``, no gradient."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    """``x [T, K]``, ``weight [N, K]`` (dense, a transposed view, or blocked) -> ``[T, N]``, no gradient."""
+    return _POINTWISE(x, weight, bias, "none", [], "")
+
+
+class Packed(NamedTuple):
+    """A weight in oneDNN's ``blocked`` layout, an opaque tensor; whether one row of x ``needs_company`` to be
+    summed up in the order of two, as it does where K is split."""
+
+    blocked: torch.Tensor
+    needs_company: bool
+
+
+def pack(weight: torch.Tensor) -> Packed:
+    """Copy ``weight [N, K]`` into oneDNN's layout for :func:`packed_matmul`, and see what it does with a lone
+    row: another order of the sum changes most of the outputs."""
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    n, k = weight.shape
+    x = torch.randn(max(2, -(-COMPARED_OUTPUTS // n)), k, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        alone = torch.cat([matmul(row, blocked) for row in x[: max(1, len(x) - 1)].split(1)])
+        return Packed(blocked, not torch.equal(alone, matmul(x, blocked)[: len(alone)]))
+
+
+def packed_matmul(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x [T, K]`` -> ``[T, N]``, no gradient; a row's result does not depend on T."""
+    if weight.needs_company and len(x) == 1:
+        return matmul(x.expand(2, -1), weight.blocked, bias)[:1]
+    return matmul(x, weight.blocked, bias)
 
 
 class _Linear(torch.autograd.Function):

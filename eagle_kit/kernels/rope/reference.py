@@ -17,8 +17,10 @@ def rotate(
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], table, interleaved), x[..., size:]), -1)
     if interleaved:
-        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotate(halves, table).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2)
+        cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+        turned = torch.addcmul(halves * cos, halves.flip(-2), sin)
+        return turned.transpose(-1, -2).flatten(-2).to(x.dtype)
     half = size // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), -1)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
