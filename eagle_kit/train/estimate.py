@@ -171,8 +171,9 @@ def make_estimate(
     }
     if config.judge.every:
         memory["judging"] = _judge_bytes(config, target, draft, target_bytes)
+    copies = 3 + (training.ema_decay is not None)  # weights, two moments, the average
     disk = {
-        f"{training.keep_last + 1} checkpoints": 4.0 * (copies - 1) * params * (training.keep_last + 1),
+        f"{training.keep_last + 1} checkpoints": 4.0 * copies * params * (training.keep_last + 1),
         "best": 4.0 * params,
     }
     if cached:
