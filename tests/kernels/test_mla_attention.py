@@ -81,7 +81,7 @@ class ReadRows(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if any(isinstance(arg, torch.Tensor) and arg.data_ptr() == self.store for arg in args):
-            assert func == torch.ops.aten.index.Tensor, f"{func} reads the store too"
+            assert func == torch.ops.aten.index_select.default, f"{func} reads the store too"
             self.count += out.shape[:-1].numel()
         return out
 
