@@ -84,8 +84,8 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimiser steps. Owns the strategy and its optimiser; mutates the head, the optimiser and the state
-    it is given.
+    """Takes optimiser steps. Owns the strategy and its optimiser; mutates the head, the optimiser
+    and the state it is given.
 
     Args:
         head: in fp32, trained in place.

@@ -1,9 +1,9 @@
 """How processes share one head: each has a whole copy, or shards. accelerate's launcher makes the choice.
 
 accelerate starts the processes and says what was asked for; the wrapping is done here, because its
-``prepare`` shards on GPUs only, and what is tested on CPUs should be what runs on GPUs. Whatever the strategy, a gradient
-is that of the *global* batch: a step's loss is divided by counts over all processes, so gradients add up over
-them; DDP, FSDP2 and ZeRO take means, hence the loss is multiplied by the number of processes.
+``prepare`` shards on GPUs only, and what is tested on CPUs should be what runs on GPUs. Whatever the
+strategy, a gradient is that of the *global* batch: a step's loss is divided by counts over all processes, so
+gradients add up over them; DDP, FSDP2 and ZeRO take means, hence the loss is multiplied by their number.
 
 What is saved is always whole and the same for every strategy, so that a run goes on under another one.
 """
@@ -68,8 +68,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`optimizer_state` of any strategy gave. Raises ValueError when it is of another
-        head."""
+        """Take over what :meth:`optimizer_state` of any strategy gave. Raises ValueError for
+        another head's."""
 
     def _clip(self, parameters: list[nn.Parameter], limit: float | None) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))

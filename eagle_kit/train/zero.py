@@ -71,8 +71,8 @@ class Zero(Strategy):
     def forward(
         self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
     ) -> TTTOutput:
-        """See :meth:`Strategy.forward`. Stage 3 frees weights and gradients when the module's inputs have their
-        gradients; if none did, that would be before the weights'."""
+        """See :meth:`Strategy.forward`. Stage 3 frees weights when the module's inputs have their gradients; if
+        none had any, that would be too early."""
         if self.stage == 3:
             features.aux.requires_grad_()
             features.hidden.requires_grad_()
