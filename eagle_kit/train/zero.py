@@ -71,8 +71,8 @@ class Zero(Strategy):
     def forward(
         self, forward: Forward, features: TargetFeatures, row_weights: list[torch.Tensor], *, last: bool
     ) -> TTTOutput:
-        """See :meth:`Strategy.forward`. Stage 3 frees weights when the module's inputs have their gradients; if
-        none had any, that would be too early."""
+        """See :meth:`Strategy.forward`. Stage 3 frees weights when the gradients of the inputs are there; if
+        no input had one, that would be too early."""
         if self.stage == 3:
             features.aux.requires_grad_()
             features.hidden.requires_grad_()
