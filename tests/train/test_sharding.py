@@ -49,7 +49,9 @@ def launch(folder: Path, config: Path, strategy: str) -> Path:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "seconds")} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "seconds")} for line in lines
+    ]
 
 
 def check_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
