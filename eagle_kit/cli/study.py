@@ -116,6 +116,7 @@ def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:
     waiting = [one for one in runs if not (one.head / "config.json").is_file()]
     running: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]] = {}
     stopped = False
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs must not outlive this
     with tqdm(total=len(runs), initial=len(runs) - len(waiting), unit="run", desc="train") as bar:
         try:
             while waiting or running:
@@ -149,6 +150,8 @@ def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:
             for _, process in running.values():
                 process.wait()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if stopped:
         print("Stopped; every run has saved. Give the command again to go on.")
     return not stopped
@@ -180,7 +183,7 @@ def _last_words(folder: Path) -> str:
 def _interrupt(running: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]]) -> None:
     for _, process in running.values():
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # a run saves first; in the background SIGINT may be ignored
 
 
 def _export(one: StudyRun) -> None:
