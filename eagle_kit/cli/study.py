@@ -207,6 +207,7 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
         out=out / "eval",
         max_tokens=measure.max_tokens,
         limit=measure.limit,
+        batch_size=measure.batch_size,
         seed=measure.seed,
         draft_names=[one.name for one in runs],
         plots=False,
