@@ -331,6 +331,8 @@ class TrainingConfig(_Section):
             )
         if min(self.step_weights) < 0 or sum(self.step_weights) <= 0:
             raise ValueError("step_weights must be >= 0 and not all zero")
+        if self.ttt_curriculum is not None and not sum(self.step_weights[: self.ttt_curriculum.start]):
+            raise ValueError("step_weights are zero for all steps that ttt_curriculum starts with")
         return self
 
     @property
