@@ -418,6 +418,11 @@ class TrainConfig(_Section):
         """Weights of the loss of an EAGLE-1 head; None for other kinds."""
         return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None
 
+    @property
+    def runs_target(self) -> bool:
+        """Whether the target's layers are needed: not when all states are captured and nothing is judged."""
+        return self.data.store is None or self.judge.every > 0 or self.head.kind == "mtp"
+
     @model_validator(mode="after")
     def _noise_has_features(self) -> "TrainConfig":
         if self.training.feature_noise is not None and self.head.kind == "mtp":
