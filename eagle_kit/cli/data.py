@@ -162,7 +162,10 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
-    print(f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %")
+    if config.head.start_from is None:
+        print(f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %")
+    else:
+        print(f"vocabulary     that of {config.head.start_from}")
     print(f"held out       {len(data.heldout_prompts)} prompts")
     return 0
 
@@ -171,6 +174,11 @@ def _vocab(args: argparse.Namespace) -> int:
     from eagle_kit.checkpoints.disk import check_writable
 
     config = _config(args)
+    if config.head.start_from is not None:
+        raise UserError(
+            f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
+            "It needs no vocabulary map; to make one for a new head, leave head.start_from out.",
+        )
     if config.head.vocab_size is None:
         raise UserError(
             f"A head of the kind {config.head.kind} proposes every token.", "It needs no vocabulary map."

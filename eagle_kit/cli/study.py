@@ -101,12 +101,16 @@ def plan(study: StudyConfig, folder: Path) -> list[StudyRun]:
 
 
 def check(runs: Sequence[StudyRun]) -> None:
-    """Raise UserError when one of the configs is wrong, before any has run."""
+    """Raise UserError when one of the configs is wrong, before any has run, or when a run that is there, done
+    or not, had other settings."""
     from eagle_kit.config.load import load_config
     from eagle_kit.config.train import TrainConfig
+    from eagle_kit.train.run_folder import RunFolder
 
-    for one in runs:
-        load_config(TrainConfig, one.config, one.overrides)
+    configs = [load_config(TrainConfig, one.config, one.overrides) for one in runs]
+    for one, config in zip(runs, configs, strict=True):
+        if any(one.folder.glob("step-*")):
+            RunFolder(one.folder).check_resumable(config)
 
 
 def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:

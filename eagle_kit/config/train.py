@@ -331,6 +331,8 @@ class TrainingConfig(_Section):
             )
         if min(self.step_weights) < 0 or sum(self.step_weights) <= 0:
             raise ValueError("step_weights must be >= 0 and not all zero")
+        if self.ttt_curriculum is not None and not sum(self.step_weights[: self.ttt_curriculum.start]):
+            raise ValueError("step_weights are zero for all steps that ttt_curriculum starts with")
         return self
 
     @property
@@ -415,6 +417,11 @@ class TrainConfig(_Section):
     def regression(self) -> RegressionConfig | None:
         """Weights of the loss of an EAGLE-1 head; None for other kinds."""
         return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether the target's layers are needed: not when all states are captured and nothing is judged."""
+        return self.data.store is None or self.judge.every > 0 or self.head.kind == "mtp"
 
     @model_validator(mode="after")
     def _noise_has_features(self) -> "TrainConfig":

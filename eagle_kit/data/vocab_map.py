@@ -119,7 +119,9 @@ def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str,
 
 
 def vocab_map_of(tokens: np.ndarray, counts: np.ndarray, fingerprint: str, tokenizer: str) -> VocabMap:
-    """The map of ``tokens``, int64 target ids ascending; the rest as in :func:`build_vocab_map`."""
+    """The map of ``tokens``, int64 target ids ascending; the rest as in :func:`build_vocab_map`. A target may
+    have more rows than its tokenizer has tokens, and a head that is there may be able to say them."""
+    counts = np.pad(counts, (0, max(0, int(tokens.max(initial=-1)) + 1 - len(counts))))
     t2d = np.zeros(len(counts), dtype=bool)
     t2d[tokens] = True
     offsets = tokens.astype(np.int64) - np.arange(len(tokens))

@@ -1,7 +1,8 @@
 """`eagle-kit data capture`: the target runs over every packed row, and its states go into a store to keep.
 
 Any number of processes share the rows, row r belongs to process r mod n; what is stored already is not done
-again. A process that is killed loses the rows of the shard it was at.
+again. A process that is killed loses the rows of the shard it was at. A target that is sharded over the
+processes (``training.target_placement=fsdp``) runs in all of them or in none, so they keep step.
 """
 
 import datetime
@@ -21,7 +22,8 @@ from eagle_kit.train.batch import make_forward
 from eagle_kit.train.estimate import EXPECTED_EFFICIENCY, Workload, capture_flops, measure_matmul_rate
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.new_head import draft_config
-from eagle_kit.train.parallel import make_process_state
+from eagle_kit.train.parallel import largest, make_process_state
+from eagle_kit.train.placement import place_target
 from eagle_kit.train.progress import format_seconds
 from eagle_kit.train.run_folder import versions
 from eagle_kit.train.setup import Ingredients, gather, states_manifest
@@ -74,6 +76,8 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     _check_out(out)
     process = make_process_state(config)
     found = gather(config, process)
+    unjudged = config.judge.model_copy(update={"every": 0})
+    place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
     draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
     manifest = states_manifest(
         config,
@@ -111,20 +115,29 @@ def _capture_rows(
     interrupt: Interrupt,
     process: "PartialState",
 ) -> None:
-    """Run the target over ``rows``, one after the other, until all are done or a signal came."""
+    """Run the target over ``rows``, one after the other, until all are done or a signal came. Where all
+    processes are needed for a row, those that have none left run over the first one, and a signal to one is
+    a signal to all."""
     from tqdm import tqdm
 
+    keeps_step = config.training.target_placement == "fsdp"
+    rounds = int(largest(process, len(rows))) if keeps_step else len(rows)
     with tqdm(
         total=len(rows), unit="row", dynamic_ncols=True, disable=not process.is_local_main_process
     ) as bar:
         tokens = 0
-        for row in rows:
+        for number in range(rounds):
+            if keeps_step:
+                interrupt.requested = largest(process, interrupt.requested) > 0
             if interrupt.requested:
                 return
+            row = rows[number] if number < len(rows) else 0
             forward = make_forward(found.data, [row], 1, process.device)
             features = capture_features(
                 found.target, forward.ids, forward.doc_start, layer_ids, forward.plan.needed
             )
+            if number >= len(rows):
+                continue
             store.add([row], forward.lengths, features._asdict())
             tokens += len(forward.ids)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)

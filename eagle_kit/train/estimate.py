@@ -159,9 +159,7 @@ def make_estimate(
     kept = cached or config.data.store is not None
     params = num_draft_weights(draft)
     number = 2.0 if training.precision == "bfloat16" else 4.0
-    target_bytes = number * num_target_weights(target)
-    if training.target_placement == "fsdp":
-        target_bytes /= num_processes
+    target_bytes = number * _held_weights(config, target, num_processes)
     per_weight = head_bytes(sharding, num_processes) + 4.0 * (training.ema_decay is not None)
     memory = {
         "target": target_bytes,
@@ -231,6 +229,13 @@ def head_bytes(sharding: str, num_processes: int) -> float:
 def num_target_weights(target: TargetConfig) -> int:
     """Matrices of the target, embeddings included."""
     return num_weights(target)[1]
+
+
+def _held_weights(config: TrainConfig, target: TargetConfig, num_processes: int) -> float:
+    """Those of them that a process holds: embedding and output layer are always whole."""
+    ends = (1 if target.tie_word_embeddings else 2) * target.vocab_size * target.hidden_size
+    layers = num_target_weights(target) - ends if config.runs_target else 0
+    return ends + layers / (num_processes if config.training.target_placement == "fsdp" else 1)
 
 
 def num_draft_weights(draft: HeadArchitecture) -> int:

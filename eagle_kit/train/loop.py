@@ -7,6 +7,7 @@ rate follow from the counter, so a resumed run is bitwise the run that was never
 import os
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -253,15 +254,18 @@ class Trainer:
             line.say(judgement_line(row, state.num_worse, self.config.judge.patience))
             if is_better:
                 save_draft(whole, self.folder.path / "best", metadata=self._metadata(decoded))
-        self._report()
+        self._report(line.say)
         self.accelerator.wait_for_everyone()
         patience = self.config.judge.patience
         return patience is not None and state.num_worse >= patience
 
-    def _report(self) -> None:
-        """Draw report.html anew."""
+    def _report(self, say: Callable[[str], None] = print) -> None:
+        """Draw report.html anew; what keeps it from being drawn costs no step."""
         if self.accelerator.is_main_process and draws_report(self.config) and self.state.step:
-            write_report(self.folder.path)
+            try:
+                write_report(self.folder.path)
+            except UserError as error:
+                say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
 
     def _servable(self) -> AbstractContextManager[None]:
         """While inside, the head has the weights that are judged and served: their average, if any."""
@@ -292,6 +296,7 @@ class Trainer:
                     "Restore the data, or start a new run with output_dir=FOLDER.",
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
+            check_steps(config, head.config)  # the judge may be another one
             return freeze(head), optimizer_state
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
         check_steps(config, draft)
@@ -322,6 +327,8 @@ class Trainer:
         about = metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
         store = self.stepper.store
         about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
+        if store is not None:
+            about["data"]["source"] = store.manifest["data"]["source"]
         return about
 
     def _print(self, text: str) -> None:

@@ -72,7 +72,10 @@ class TTTModule(nn.Module):
                 inputs=TargetFeatures(aux, hidden, argmax),
                 recompute=recompute,
             )
-        return out if out.loss.requires_grad else out._replace(loss=out.loss + self._nothing(aux, hidden))
+        has_idle_blocks = len(forward.plan.rows) < len(self.head.blocks)  # a curriculum has not come to them
+        if out.loss.requires_grad and not has_idle_blocks:
+            return out
+        return out._replace(loss=out.loss + self._nothing(aux, hidden))
 
     def _nothing(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Zero, a function of every trained weight and of ``inputs``."""

@@ -80,6 +80,15 @@ def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[fl
     return total.tolist()
 
 
+def largest(process: "Accelerator | PartialState", number: float) -> float:
+    """The largest of all processes' numbers."""
+    if process.num_processes == 1:
+        return float(number)
+    shared = torch.tensor(float(number), dtype=torch.float64, device=process.device)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return float(shared)
+
+
 def _check_shares(config: TrainConfig, num_processes: int) -> None:
     rows, training = config.training.sequences_per_step, config.training
     if rows % num_processes:

@@ -15,10 +15,10 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.llama import LlamaModel
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
 
-def loading_device(placement: str, accelerator: "Accelerator") -> torch.device:
+def loading_device(placement: str, accelerator: "Accelerator | PartialState") -> torch.device:
     """Where the target is loaded to, before :func:`place_target`. Raises UserError for a GPU that is not
     there."""
     if placement == "same":
@@ -35,7 +35,7 @@ def loading_device(placement: str, accelerator: "Accelerator") -> torch.device:
     return device
 
 
-def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelerator") -> None:
+def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
     """Spread or shard a target that was loaded to :func:`loading_device`; after the head was made from it.
 
     Raises:
@@ -63,7 +63,7 @@ def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelera
         spread_layers(target, devices)
 
 
-def visible_devices(accelerator: "Accelerator") -> list[torch.device]:
+def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.device]:
     """The devices of this process, its own first: every P-th GPU of the machine's P processes."""
     if accelerator.device.type != "cuda":
         return [accelerator.device]
@@ -107,6 +107,7 @@ def shard_target(target: LlamaModel, device: torch.device) -> None:
 
 def output_layer(target: LlamaModel, device: torch.device) -> Linear:
     """The target's output layer on ``device``: itself where it is there, or a copy."""
-    if target.lm_head.weight.device == device:
+    here = torch.empty(0, device=device).device  # accelerate's ``cuda`` of one process is ``cuda:0``
+    if target.lm_head.weight.device == here:
         return target.lm_head
     return copy.deepcopy(target.lm_head).to(device)

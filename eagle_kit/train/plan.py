@@ -12,6 +12,7 @@ from functools import cached_property
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.data.state_format import bytes_per_token
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.train.activations import Numerics, training_bytes
 from eagle_kit.train.estimate import Workload, capture_flops, head_flops
@@ -126,11 +127,9 @@ class Planner:
         return Numerics(2 if self.config.training.precision == "bfloat16" else 4, is_gpu=True)
 
     def state_bytes(self, dtype: str) -> float:
-        """Disk that a token takes in a store: captured states and the last one, in ``bf16``, or in ``fp8``
-        with a scale in fp32 for each of them; and its most likely next token."""
-        states = len(self.draft.aux_layer_ids) + 1
-        size = states * self.target.hidden_size
-        return 4.0 + (2 * size if dtype == "bf16" else size + 4 * states)
+        """Disk that a token takes in a store of the format ``dtype``."""
+        sizes = len(self.draft.aux_layer_ids), self.target.hidden_size
+        return float(bytes_per_token(dtype, self.config.training.precision, *sizes))
 
     def shares(self, num_gpus: int) -> tuple[int, int] | None:
         """Forwards of a GPU in a step, and packed rows of each; None when the rows cannot be shared out."""

@@ -278,11 +278,12 @@ def _settings_path(path: Path) -> Path:
 
 
 def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
-    """Raise UserError when the replies that are there were made otherwise. Older files have no settings."""
+    """Raise UserError when the replies that are there were made otherwise. Files from before there were
+    settings have greedy replies."""
     try:
         before = json.loads(_settings_path(path).read_text(encoding="utf-8")) if num_found else {}
     except FileNotFoundError:
-        return
+        before = {"temperature": 0.0}
     except (OSError, ValueError) as error:
         raise UserError(f"{_settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
     for name, value in settings.items():

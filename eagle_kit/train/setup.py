@@ -55,13 +55,8 @@ def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> In
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     device = loading_device(config.training.target_placement, accelerator)
-    target = load_target(folder, dtype=dtype, device=str(device), with_layers=_runs_target(config))
+    target = load_target(folder, dtype=dtype, device=str(device), with_layers=config.runs_target)
     return Ingredients(target, folder, tokenizer, data)
-
-
-def _runs_target(config: TrainConfig) -> bool:
-    """Whether a run needs the target's layers: not when all states are captured and nothing is judged."""
-    return config.data.store is None or config.judge.every > 0 or config.head.kind == "mtp"
 
 
 def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> StateStore | None:

@@ -97,3 +97,13 @@ def test_a_failing_run_is_named_with_its_reason(study, capsys):
 def test_seeds_go_round_before_arms_repeat(study):
     runs = study_command.plan(load_config(StudyConfig, study), study.parent)
     assert [one.name for one in runs] == ["first s0", "other s0", "first s3", "other s3"]
+
+
+def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
+    raw = yaml.safe_load(study.read_text()) | {"seeds": [0]}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 0
+    raw["arms"]["other"]["set"] = {"training.learning_rate": 1.0e-4}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 2
+    assert "training.learning_rate (1e-05 -> 0.0001)" in capsys.readouterr().err

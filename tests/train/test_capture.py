@@ -416,6 +416,59 @@ def test_two_processes_of_accelerate_share_the_rows(make_run: Callable) -> None:
     assert a is not None and b is not None and all(a[name].equal(b[name]) for name in a)
 
 
+def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run: Callable) -> None:
+    """Every row needs both processes, and one of them has a row more to do."""
+    run = make_run()
+    alone, both = Store(run), run.folder / "both"
+    assert alone.capture() == 0
+    placed = "training.target_placement=fsdp"
+    assert Store(run, "one").capture(placed) == 2, "one process has nobody to share with"
+    script = (
+        "import sys\n"
+        "from eagle_kit.train import placement\n"
+        "shard = placement.shard_target\n"
+        "placement.shard_target = lambda *words: (print('SHARDED'), shard(*words))\n"
+        "from eagle_kit.cli.app import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (run.folder / "watched.py").write_text(script)
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
+            *("train/accelerate/multi-gpu.yaml", "--num_processes", "2", "--main_process_port", "0"),
+            *(str(run.folder / "watched.py"), "data", "capture", str(run.config), "--out", str(both)),
+            placed,
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("SHARDED") == 2
+    one, two = StateStore(alone.path), StateStore(both)
+    rows = sorted(one.rows())
+    assert two.rows() == one.rows() and len(rows) % 2 == 1
+    a, b = one.read(rows), two.read(rows)
+    assert a is not None and b is not None and a["argmax"].equal(b["argmax"])
+    torch.testing.assert_close(b["aux"], a["aux"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_is_spread_before_it_is_captured(
+    make_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_kit.train import placement
+
+    asked: list[list[torch.device]] = []
+    spread = placement.spread_layers
+    monkeypatch.setattr(
+        placement, "spread_layers", lambda target, devices: (asked.append(devices), spread(target, devices))
+    )
+    assert Store(make_run(judge={"every": 5})).capture("training.target_placement=auto") == 0
+    assert asked == [[HERE]]
+
+
 def test_waiting_for_the_disk_is_a_number(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_kit.train import loop
 

@@ -203,3 +203,37 @@ def test_states_on_disk_teach_the_same(deepseek_run, kind):
         assert run("--max-steps", "3", "training.cache_hidden_states=disk") == 0
         kept = load_file(run.output / "step-3" / "model.safetensors")
         assert all(torch.equal(online[name], kept[name]) for name in online)
+
+
+def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deepseek_run, tmp_path):
+    """Other processes wait for the gradient of every weight."""
+    from eagle_kit.config.train import TrainingConfig
+    from eagle_kit.data.dataset import load_prepared
+    from eagle_kit.models.mtp import MTPConfig, MTPHead
+    from eagle_kit.models.source import load_tokenizer
+    from eagle_kit.train.batch import make_forward, row_weights
+    from eagle_kit.train.module import TTTModule
+    from eagle_kit.train.new_head import freeze
+    from eagle_kit.train.teacher import capture_features
+
+    run = deepseek_run()
+    assert run("--max-steps", "1") == 0
+    folder = next((run.folder / "cache" / "data").iterdir())
+    data = load_prepared(folder, folder.name, load_tokenizer(tmp_path / "target"), None)
+    target = load_target(tmp_path / "target")
+    head = freeze(MTPHead(MTPConfig(target.config, 2)).bind(target.lm_head))
+    module = TTTModule(head, target.embed_tokens.weight, target.head_weight, TrainingConfig(ttt_length=2))
+    forward = make_forward(data, [0], 1, torch.device("cpu"))
+    features = capture_features(target, forward.ids, forward.doc_start, (), forward.plan.needed)
+    weights = row_weights(forward, [1.0], "tokens", forward.plan.counts, 1)
+    module(forward, *features, features.hidden, weights).loss.backward()
+    second = dict(head.layers[1].named_parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in second.values() if p.requires_grad)
+    assert head.layers[0].eh_proj.weight.grad.any()
+
+
+def test_a_resumed_run_may_not_be_judged_by_longer_chains_than_it_has_modules(deepseek_run, capsys):
+    run = deepseek_run(head={"kind": "mtp", "num_modules": 2})
+    assert run("--max-steps", "1") == 0
+    assert run("--resume", "judge.every=2", "judge.shapes=['3,1,4']") == 2
+    assert "a chain of 2 steps" in capsys.readouterr().err

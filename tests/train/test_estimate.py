@@ -35,9 +35,13 @@ TARGET = TargetConfig(
 WORK = Workload(tokens=128, rows=70, steps=4, mean_context=40)
 
 
-def estimate(num_captures: int = 0, **training: object):
+def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, **training: object):
     config = TrainConfig(
-        target="t", output_dir="o", data=DataConfig(source="c.jsonl", max_length=128), training=training
+        target="t",
+        output_dir="o",
+        data=DataConfig(source="c.jsonl", store=store, max_length=128),
+        training=training,
+        judge={"every": judge},
     )
     return make_estimate(
         config,
@@ -141,3 +145,13 @@ def test_captures_of_the_first_epoch_are_in_the_time_and_later_steps_save_them()
 def test_measured_rate_is_plausible() -> None:
     rate = measure_matmul_rate(torch.device("cpu"), seconds=0.05)
     assert 1e8 < rate < 1e14
+
+
+def test_a_target_counts_as_far_as_it_is_held():
+    """From a store nothing is held but what the head reads; sharded, that is whole all the same."""
+    ends, whole = 4 * 331 * 48, 4 * num_target_weights(TARGET)
+    assert estimate().memory["target"] == whole
+    assert estimate(store="states", judge=0).memory["target"] == ends
+    assert estimate(store="states").memory["target"] == whole, "the judge runs it"
+    sharded = estimate(judge=0, target_placement="fsdp").memory["target"]
+    assert sharded == ends + (whole - ends) / 2

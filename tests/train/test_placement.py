@@ -11,7 +11,13 @@ from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loader import load_target
-from eagle_kit.train.placement import loading_device, place_target, spread_layers, visible_devices
+from eagle_kit.train.placement import (
+    loading_device,
+    output_layer,
+    place_target,
+    spread_layers,
+    visible_devices,
+)
 
 
 def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -103,3 +109,12 @@ def test_a_target_on_the_cpu_and_checkpointed_steps_train_and_judge_the_same_hea
     assert ours[0]["loss"] == theirs[0]["loss"]
     assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-5)
     assert (run.folder / "other" / "best").exists()
+
+
+def test_an_output_layer_that_is_there_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process on a GPU is told ``cuda``, and its tensors say ``cuda:0``."""
+    target = load_target(make_target(tmp_path / "target"))
+    assert output_layer(target, torch.device("cpu")) is target.lm_head
+    target.to("meta")
+    monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=torch.device("meta")))
+    assert output_layer(target, torch.device("meta", 0)) is target.lm_head

@@ -174,6 +174,10 @@ def test_the_published_recipe_is_a_config() -> None:
         ("training.decay_ratio=0.5", "decay_ratio"),
         ("training.loss=mse", "loss"),
         ("training.ttt_curriculum.start=9", "ttt_length"),
+        (
+            "training={ttt_length: 2, step_weights: [0, 1], ttt_curriculum: {start: 1}}",
+            "step_weights are zero",
+        ),
         ("training.feature_noise={kind: dropout, amount: 1.0}", "dropout"),
         ("training.feature_noise={kind: uniform, amount: 0.1, units: rms}", "unit"),
         ("training.ema_decay=1.0", "ema_decay"),

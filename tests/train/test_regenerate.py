@@ -161,3 +161,12 @@ def test_shards_together_are_the_whole(tmp_path):
 def test_a_shard_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match="shard is 2/2"):
         RegenerateOptions(shard=(2, 2))
+
+
+def test_a_file_from_before_there_were_settings_has_greedy_replies(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, limit=1)
+    out.with_suffix(".settings.json").unlink()
+    with pytest.raises(UserError, match=r"temperature 0\.0, but now it is 0\.8"):
+        _run(Parrot(), source, out, limit=2, temperature=0.8)
+    assert _run(Parrot(), source, out, limit=2).num_written == 1

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -202,3 +203,15 @@ def test_peak_is_that_of_what_lives_together() -> None:
         del kept
 
     assert 10e6 <= peak_bytes(run, torch.device("cpu")) < 11e6
+
+
+def test_a_report_that_cannot_be_drawn_costs_no_step(
+    make_run: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    run = make_run(judge={"every": 2, "max_tokens": 4}, tracking={"report": True})
+    assert run("--max-steps", "2") == 0
+    shutil.rmtree(run.output / "curves")
+    (run.output / "curves").write_text("in the way")
+    assert run("--resume", "--max-steps", "5") == 0
+    assert "The report could not be written" in capsys.readouterr().out
+    assert (run.output / "step-5").exists()

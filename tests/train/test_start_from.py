@@ -64,3 +64,29 @@ def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, head, said):
     assert main([str(trained / "config.yaml"), f"head={head}", f"output_dir={tmp_path / 'run'}"]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_head_that_can_say_more_than_the_tokenizer_has_is_a_beginning(trained, tmp_path, capsys):
+    """A target's vocabulary is often padded: a head over all of it names rows that no token has."""
+    from eagle_kit.checkpoints.draft import save_draft
+    from eagle_kit.models.config import DraftConfig
+    from eagle_kit.models.eagle3 import Eagle3Head
+    from eagle_kit.models.loader import read_target_config
+
+    target = read_target_config(trained / "target")
+    head = Eagle3Head(DraftConfig.for_target(target, target.vocab_size))
+    head.t2d.fill_(True)
+    save_draft(head, tmp_path / "full", metadata={})
+    words = [str(trained / "config.yaml"), f"head={{start_from: {tmp_path / 'full'}}}"]
+    assert main([*words, f"output_dir={tmp_path / 'run'}", "training.max_steps=1"]) == 0
+    assert "vocab   300 of 300 cover 100.00%" in capsys.readouterr().out
+
+
+def test_its_vocabulary_is_not_made_from_the_data(trained, tmp_path, capsys):
+    from eagle_kit.cli.app import main as command
+
+    words = [str(trained / "config.yaml"), f"head={{start_from: {trained / 'head'}}}"]
+    assert command(["data", "vocab", *words, "--out", str(tmp_path / "map.npz")]) == 2
+    assert "brings its vocabulary" in capsys.readouterr().err
+    assert command(["data", "prepare", *words]) == 0
+    assert f"that of {trained / 'head'}" in capsys.readouterr().out
