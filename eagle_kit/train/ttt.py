@@ -264,8 +264,8 @@ def _run_layers(
     ids: torch.Tensor,
     features: TargetFeatures,
     plan: RowPlan,
-    detach_steps: bool,
-    recompute: bool,
+    detach_steps: bool = False,
+    recompute: bool = False,
 ) -> list[torch.Tensor]:
     """:func:`run_steps` of a head with a layer for every step. Rows whose token is past the end of the text
     or of their document are computed with whatever is there: only such rows see them."""
