@@ -30,6 +30,19 @@ SETTINGS = (
     "sequences_per_step",
     "epochs",
 )
+UNUSUAL = {
+    "step_weights": None,
+    "ttt_curriculum": None,
+    "detach_steps": False,
+    "regression": None,
+    "loss": "ce",
+    "loss_rows": "serving",
+    "feature_noise": None,
+    "optimizer": "adamw",
+    "ema_decay": None,
+    "schedule": "cosine",
+}
+"""Settings that are named where they are other than this."""
 
 
 def model_card(
@@ -187,7 +200,11 @@ def _training(metadata: dict[str, Any]) -> Iterator[str]:
         yield f"* time: {_duration(metadata['seconds'])}"
     if machine := metadata.get("machine"):
         yield f"* machine: {machine}"
-    settings = {key: value for key, value in (config.get("training") or {}).items() if key in SETTINGS}
+    settings = {
+        key: value
+        for key, value in (config.get("training") or {}).items()
+        if key in SETTINGS or value != UNUSUAL.get(key, value)
+    }
     if settings:
         yield f"* settings: {_listed(settings)}"
     for shape, length in (metadata.get("accept_length") or {}).items():
@@ -230,6 +247,8 @@ def _listed(facts: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({_listed(dict(value))})"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ", ".join(map(_number, value)) if isinstance(value, list | tuple) else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from eagle_kit.checkpoints.draft import load_draft, read_draft_config
+from eagle_kit.checkpoints.formats.recognise import recognise
+from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS
 from eagle_kit.checkpoints.mtp import check_family, has_modules, load_mtp
 from eagle_kit.checkpoints.validate import template_hash
 from eagle_kit.config.train import HeadConfig, TrainConfig
@@ -22,6 +24,7 @@ from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.eagle3 import Eagle3Head
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.loader import read_json
 from eagle_kit.models.moe import Experts
 from eagle_kit.models.mtp import MTPConfig, MTPHead, MTPModule
 from eagle_kit.train.sizes import HeadArchitecture
@@ -51,6 +54,7 @@ def _old_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
     """The architecture of the head that ``start_from`` names."""
     assert config.start_from is not None
     found = read_draft_config(config.start_from, target)
+    _check_numbering(config.start_from)
     for name, has, needs in (
         ("kind", "eagle3" if found.mla is None else "eagle3-mla", config.kind),
         ("target_hidden_size", found.target_hidden_size, target.hidden_size),
@@ -63,6 +67,17 @@ def _old_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:
                 "Name a head of this target and kind, or leave head.start_from out.",
             )
     return found
+
+
+def _check_numbering(folder: str) -> None:
+    """Raise UserError for a head that names layers without saying whether their inputs or outputs are meant,
+    and does not look as if inputs were."""
+    eagle = read_json(Path(folder) / "config.json").get("eagle_config") or {}
+    if eagle.get(LAYER_IDS) and CONVENTION not in eagle and recognise(folder).format in (None, "sglang"):
+        raise UserError(
+            f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
+            f"Give the folder that eagle-kit import {folder} --out DIR writes.",
+        )
 
 
 def _eagle3_config(config: HeadConfig, target: TargetConfig) -> DraftConfig:

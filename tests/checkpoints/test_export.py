@@ -186,6 +186,15 @@ def test_the_card_tells_how_it_was_trained_and_how_to_serve_it():
         assert words in card, words
 
 
+def test_the_card_names_the_settings_of_an_unusual_recipe():
+    head = tiny_head(tiny_target())
+    chosen = {"ttt_length": 7, "loss": "lk-alpha", "optimizer": "adamw", "ema_decay": 0.99}
+    chosen["feature_noise"] = {"kind": "uniform", "amount": 0.1, "unit": "rms", "per_tokens": None}
+    card = model_card(head.config, {"config": {"training": chosen}}, None, "checkpoints/head")
+    noise = "feature_noise (kind uniform, amount 0.1, unit rms)"
+    assert f"* settings: ttt_length 7, loss lk-alpha, ema_decay 0.99, {noise}\n" in card
+
+
 def test_a_card_without_facts_invents_none():
     for metadata in ({}, {"target": "tiny"}):
         card = model_card(tiny_head(tiny_target()).config, metadata, None, "head")

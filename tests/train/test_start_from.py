@@ -1,6 +1,7 @@
 """A run that begins with a head that is there: its weights, its vocabulary, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -90,3 +91,16 @@ def test_its_vocabulary_is_not_made_from_the_data(trained, tmp_path, capsys):
     assert "brings its vocabulary" in capsys.readouterr().err
     assert command(["data", "prepare", *words]) == 0
     assert f"that of {trained / 'head'}" in capsys.readouterr().out
+
+
+def test_a_head_whose_layers_are_numbered_otherwise_is_to_be_imported_first(trained, tmp_path, capsys):
+    """As SpecForge writes them: outputs of layers 1, L//2 - 1 and L - 4, and nothing says so."""
+    shutil.copytree(trained / "head", tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["eagle_kit"], raw["eagle_config"]["eagle_aux_hidden_state_convention"]
+    raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 15, 28]
+    path.write_text(json.dumps(raw))
+    words = [str(trained / "config.yaml"), f"head={{start_from: {tmp_path / 'theirs'}}}"]
+    assert main([*words, f"output_dir={tmp_path / 'run'}", "training.max_steps=1"]) == 2
+    assert "eagle-kit import" in capsys.readouterr().err
