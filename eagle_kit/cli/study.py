@@ -212,6 +212,7 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
         max_tokens=measure.max_tokens,
         limit=measure.limit,
         batch_size=measure.batch_size,
+        max_context=measure.max_context,
         seed=measure.seed,
         draft_names=[one.name for one in runs],
         plots=False,

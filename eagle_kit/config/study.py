@@ -26,13 +26,15 @@ class Arm(_Section):
 
 
 class Measure(_Section):
-    """How the heads are compared, as ``eagle-kit eval`` takes it. The batch size changes no accept length."""
+    """How the heads are compared, as ``eagle-kit eval`` takes it. The batch size changes no accept length, and a
+    short ``max_context`` keeps the engines of many heads small."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
     shapes: tuple[str, ...] = ("4,1,5", "5,4,16")
     limit: int | None = Field(default=16, ge=1)
     max_tokens: int = Field(default=64, ge=2)
     batch_size: int = Field(default=8, ge=1)
+    max_context: int | None = Field(default=1024, ge=16)
     seed: int = Field(default=0, ge=0)
 
     @field_validator("shapes")
