@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch.testing import assert_close
 from eagle_kit.config.train import FeatureNoise, TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.ema import Ema
+from eagle_kit.train.module import TTTModule
 from eagle_kit.train.noise import add_noise
 from eagle_kit.train.optimizer import MuonAdamW, make_optimizer, set_learning_rate
 from eagle_kit.train.state import restore_optimizer
+from eagle_kit.train.strategy import Replicated
 
 MUON = TrainingConfig(
     optimizer="muon", learning_rate=0.02, weight_decay=0.1, muon_learning_rate_ratio=3.0, betas=(0.8, 0.9)
@@ -22,6 +25,13 @@ MUON = TrainingConfig(
 
 def make_head():
     return tiny_head(tiny_target())
+
+
+def alone(head, training) -> Replicated:
+    """What one process trains ``head`` with."""
+    target = tiny_target()
+    module = TTTModule(head, target.embed_tokens.weight, target.head_weight, training)
+    return Replicated(module, training, SimpleNamespace(num_processes=1, device=torch.device("cpu")))
 
 
 def give_gradients(head, step: int) -> None:
@@ -79,8 +89,9 @@ def test_a_saved_optimiser_goes_on_to_the_bit(training, tmp_path) -> None:
         optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     copied = copy.deepcopy(head)
-    again = make_optimizer(copied, training)
-    restore_optimizer(tmp_path, again, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    strategy = alone(copied, training)
+    again = strategy.optimizer
+    restore_optimizer(tmp_path, strategy, torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for step in range(2, 4):
         for model, each in ((head, optimizer), (copied, again)):
             give_gradients(model, step)
@@ -92,15 +103,15 @@ def test_a_saved_optimiser_goes_on_to_the_bit(training, tmp_path) -> None:
 def test_the_state_of_another_optimiser_is_refused_by_name(tmp_path) -> None:
     for saved, wanted in itertools.permutations(("adamw", "muon")):
         state = make_optimizer(make_head(), TrainingConfig(optimizer=saved)).state_dict()
-        optimizer = make_optimizer(make_head(), TrainingConfig(optimizer=wanted))
+        strategy = alone(make_head(), TrainingConfig(optimizer=wanted))
         with pytest.raises(UserError, match=f"is of {saved}; training.optimizer is {wanted}") as caught:
-            restore_optimizer(tmp_path, optimizer, state)
+            restore_optimizer(tmp_path, strategy, state)
         assert f"training.optimizer={saved}" in caught.value.remedy
 
 
 def test_muon_s_state_of_another_head_is_refused(tmp_path) -> None:
-    optimizer = make_optimizer(make_head(), MUON)
-    assert isinstance(optimizer, MuonAdamW)
+    strategy = alone(make_head(), MUON)
+    assert isinstance(strategy.optimizer, MuonAdamW)
     give = make_head()
     other = make_optimizer(give, MUON)
     give_gradients(give, 0)
@@ -109,7 +120,7 @@ def test_muon_s_state_of_another_head_is_refused(tmp_path) -> None:
     first = state["param_groups"][0]["params"][0]
     state["state"][first]["momentum_buffer"] = torch.zeros(3, 3)
     with pytest.raises(UserError, match="another head"):
-        restore_optimizer(tmp_path, optimizer, state)
+        restore_optimizer(tmp_path, strategy, state)
 
 
 def test_the_average_is_the_recurrence_and_changes_places_with_the_weights() -> None:
