@@ -105,7 +105,7 @@ def test_saved_tensors_are_those_of_the_formula(kind: str, numerics: str) -> Non
     expected = saved_bytes(
         row.head.config, tokens, row.plan.counts[0], steps, Numerics(2 if half else 4, triton)
     )
-    assert expected == pytest.approx(saved, rel=0.12)
+    assert expected == pytest.approx(saved, rel=0.15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
