@@ -26,8 +26,8 @@ class Arm(_Section):
 
 
 class Measure(_Section):
-    """How the heads are compared, as ``eagle-kit eval`` takes it. The batch size changes no accept length, and
-    a short ``max_context`` keeps the engines of many heads small."""
+    """How the heads are compared, as ``eagle-kit eval`` takes it. The batch size changes no accept length; a
+    short ``max_context`` keeps the engines of many heads small."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
     shapes: tuple[str, ...] = ("4,1,5", "5,4,16")
