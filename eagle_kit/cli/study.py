@@ -17,7 +17,6 @@ from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
 
 POLL_S = 0.5
-LOG = "train.log"
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,11 @@ class StudyRun:
     def name(self) -> str:
         """What its head is called in the evaluation."""
         return f"{self.arm} s{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """What it says."""
+        return self.head.parent.parent / "logs" / f"{self.folder.name}.log"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +147,8 @@ def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:
                         stopped = True
                     else:
                         raise UserError(
-                            f"The run {name} failed: {_last_words(one.folder)}",
-                            f"Read {_log(one)}, correct it, and give the command again.",
+                            f"The run {name} failed: {_last_words(one.log)}",
+                            f"Read {one.log}, correct it, and give the command again.",
                         )
                 if stopped and not running:
                     break
@@ -163,22 +167,16 @@ def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:
 
 def _start(one: StudyRun) -> subprocess.Popen[bytes]:
     """The run in a process of its own, which Ctrl-C reaches through us only."""
-    log = _log(one)
-    log.parent.mkdir(parents=True, exist_ok=True)
+    one.log.parent.mkdir(parents=True, exist_ok=True)
     resumes = ["--resume"] if any(one.folder.glob("step-*")) else []
     if not resumes:  # broken off before its first save
         shutil.rmtree(one.folder, ignore_errors=True)
     command = [sys.executable, "-m", "eagle_kit.train", str(one.config), *one.overrides, *resumes]
-    with log.open("ab") as file:
+    with one.log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def _log(one: StudyRun) -> Path:
-    return one.head.parent.parent / "logs" / f"{one.folder.name}.log"
-
-
-def _last_words(folder: Path) -> str:
-    log = folder.parent.parent / "logs" / f"{folder.name}.log"
+def _last_words(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line for line in lines if line.startswith("error")] or lines[-1:] or ["it said nothing"]
     return said[-1].removeprefix("error: ")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints.disk import write_text_atomically
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -19,7 +20,6 @@ from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
-from eagle_kit.train.metrics import write_text_atomically
 from eagle_kit.train.simulate import match_table, walk
 from eagle_kit.train.state import FREE_SPACE_AND_RESUME
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.checkpoints.disk import write_text_atomically as write_text_atomically
+from eagle_kit.checkpoints.disk import write_text_atomically
 from eagle_kit.core.errors import UserError
 
 

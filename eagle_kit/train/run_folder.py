@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from eagle_kit.checkpoints.disk import check_writable
+from eagle_kit.checkpoints.disk import check_writable, write_text_atomically
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.metrics import JsonLines, write_text_atomically
+from eagle_kit.train.metrics import JsonLines
 
 FREE_TO_CHANGE = (
     "output_dir",

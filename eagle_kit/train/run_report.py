@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eagle_kit.checkpoints.disk import write_text_atomically
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.curves import RunCurves, step_seconds
-from eagle_kit.train.metrics import write_text_atomically
 from eagle_kit.train.plots import draw_comparison, draw_run, require_matplotlib
 from eagle_kit.train.progress import format_seconds
 
