@@ -93,7 +93,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="NAME", help="random weights of llama-3.1-8b, qwen3-30b-a3b, smollm2-135m or tiny"
     )
-    group.add_argument("--length", type=int, metavar="T", help="tokens of the packed row (1024)")
+    group.add_argument(
+        "--length", type=int, metavar="T", help="tokens of the packed row (2048, as EAGLE-3 was trained)"
+    )
     group.add_argument(
         "--supervised-share", type=float, metavar="R", help="of made-up conversations (0.75, as ShareGPT's)"
     )

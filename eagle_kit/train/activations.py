@@ -82,16 +82,14 @@ def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
     mla = _latent(layer)
     if isinstance(draft, MTPConfig):
-        before = float(size) * (7 * width + FP32 if half else 7 * FP32)
-        behind = float(size) * (3 * width + 3 * FP32 if half else 5 * FP32)
+        before, behind = float(size) * (5 * width + FP32), float(size) * 3 * width  # fed back in fp32
     else:
-        before = float(size) * (4 * width + FP32 if half else 5 * FP32)
-        behind = float(size) * (2 * width + FP32 if half else 3 * FP32)
+        before, behind = float(size) * 4 * width, float(size) * 2 * width
     before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
     behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
     if mla is not None:
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
-        before += latents * (2 * width + FP32 if half else 3 * FP32)
+        before += latents * 2 * width
         before += 2 * size * width if half and not isinstance(draft, MTPConfig) else 0
         behind += layer.num_heads * mla.v_head_dim * width
     elif width < numerics.attention:
@@ -106,8 +104,8 @@ def _latent(layer: TargetConfig | DraftConfig | Eagle1Config) -> MLAConfig | Non
 
 
 def _mlp_bytes(layer: TargetConfig | DraftConfig | Eagle1Config, numerics: Numerics) -> float:
-    """SwiGLU keeps gate and up, and its product for the next matmul; in torch also the gate's SiLU."""
-    inner = (3 if numerics.is_gpu else 4) * numerics.operand
+    """SwiGLU keeps gate and up, and its product for the next matmul."""
+    inner = 3 * numerics.operand
     moe = layer.moe if isinstance(layer, TargetConfig) else None
     if moe is None:
         return float(inner * layer.intermediate_size)
@@ -117,18 +115,18 @@ def _mlp_bytes(layer: TargetConfig | DraftConfig | Eagle1Config, numerics: Numer
 
 
 def loss_bytes(draft: HeadArchitecture, rows: int, steps: int, block: int, numerics: Numerics) -> float:
-    """Bytes of the loss: teachers and logits of one block of rows, and gradients kept for every block.
+    """Bytes of the loss: teachers and logits of a block of rows, gradients of states and output layer.
 
     Args:
         block: rows of step 0 whose teachers exist together.
     """
     vocab, size, width = draft.draft_vocab_size, draft.hidden_size, numerics.operand
-    mine, blocks = min(rows, block), -(-rows // block)
+    mine = min(rows, block)
     teachers = (mine + steps) * vocab * FP32
     logits = min(GPU_LOGIT_ROWS if numerics.is_gpu else GROUP_ROWS, mine * steps) * vocab * width
     is_trained = isinstance(draft, DraftConfig) or (isinstance(draft, MTPConfig) and draft.own_head)
     weight = vocab * size * (FP32 if is_trained else width)
-    gradients = blocks * weight if is_trained or numerics.is_gpu else 0
+    gradients = 2 * weight if is_trained else 0  # what has been gathered, and the product that is added
     copies = vocab * size * width * (2 if width < FP32 else 1)
     states = steps * size * (2 * FP32 * rows + (FP32 + width) * mine)
     return float(teachers + logits + gradients + copies + states)

@@ -39,7 +39,7 @@ class RatioOptions:
 
     Attributes:
         model: random weights of these shapes (a name of ``serve.bench_models``) instead of the target's.
-        length: T.
+        length: T; by default as EAGLE-3 was trained.
         supervised_share: of the tokens, in made-up conversations; exclusive with ``data``.
         data: source whose first packed row is taken, as ``data.source`` of a run.
         ttt_length: K.
@@ -50,7 +50,7 @@ class RatioOptions:
     """
 
     model: str | None = None
-    length: int = 1024
+    length: int = 2048
     supervised_share: float | None = None
     data: str | None = None
     ttt_length: int = 7

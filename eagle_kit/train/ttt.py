@@ -23,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
-from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, carried
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.align import published_rows, supervised_rows, teacher_of, token_of
 from eagle_kit.train.regression import regression_loss
 from eagle_kit.train.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs, positions_of
 
-LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 512, 4096
-"""Rows of step 0 whose teacher distributions exist together. A block also makes a gradient of the whole
-output weight and keeps it until the backward pass: fewer are better where there is memory for teachers."""
+LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
+"""Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:
+each adds to the gradient of the whole output weight."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +326,9 @@ def _loss(
     losses, matches, leading, learned = torch.zeros(4, steps, dtype=torch.float64)
     normed = [head.norm_for_head(out) for out in outputs]
     total = outputs[0].new_zeros((), dtype=torch.float32)
+    weight, weight_grad = head.output.weight, None
+    if weight.requires_grad and torch.is_grad_enabled():
+        weight_grad = torch.zeros_like(weight)
     first_rows = plan.computed[0]
     block = LOSS_BLOCK_ON_GPU if first_rows.is_cuda else LOSS_BLOCK
     for start in range(0, first_rows.shape[0], block):
@@ -355,6 +358,7 @@ def _loss(
             torch.cat(h),
             target_head,
             torch.cat(weights),
+            weight_grad,
         )
         total = total + result.loss
         is_match = head.to_target(result.best) == features.argmax[teachers]
@@ -370,6 +374,8 @@ def _loss(
             leading[step] += alive.sum().double().cpu()
             losses[step] += row_losses.sum().double().cpu()
             learned[step] += sizes[step]
+    if weight_grad is not None and learned[0] > 0:
+        total = total + carried(weight, weight_grad)
     return total, losses, matches, leading, learned
 
 
@@ -382,9 +388,11 @@ def _block_loss(
     states: torch.Tensor,
     target_head: torch.Tensor,
     row_weights: torch.Tensor,
+    weight_grad: torch.Tensor | None,
 ) -> SoftCrossEntropy:
     """What ``objective`` says of a block's rows: ``states [M, H]`` learn from the positions ``index [M]`` of
-    the target's ``hidden [P, H]`` and its laws ``probs [P, Vd]``."""
+    the target's ``hidden [P, H]`` and its laws ``probs [P, Vd]``. The gradient of the head's output layer, if
+    it learns, is added to ``weight_grad``."""
     weight = head.output.weight
     if objective.regression is not None:
         return regression_loss(states, weight, hidden, probs, index, row_weights, objective.regression)
@@ -392,5 +400,13 @@ def _block_loss(
     if objective.target_head is not None:
         mass = draft_vocab_mass(hidden, target_head, objective.target_head)
     return linear_draft_loss(
-        states, weight, probs, index, row_weights, loss=objective.loss, mass=mass, eta=objective.eta
+        states,
+        weight,
+        probs,
+        index,
+        row_weights,
+        loss=objective.loss,
+        mass=mass,
+        eta=objective.eta,
+        weight_grad=weight_grad,
     )

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
+from eagle_kit.kernels.soft_cross_entropy import carried
 
 ROWS, VD, V, SIZE, POSITIONS, ETA = 101, 257, 401, 23, 57, 2.5
 LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
@@ -61,6 +62,25 @@ def test_loss_and_gradients_equal_autograd(loss, chunk, group):
     torch.testing.assert_close(out.loss.double(), (row_losses * weights).sum(), rtol=1e-5, atol=1e-5)
     assert torch.equal(out.best, z.argmax(-1))
     for ours, theirs in zip(torch.autograd.grad(out.loss * 2, (h, w)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_blocks_that_share_one_gradient_of_the_weight_have_that_of_all_rows(loss):
+    h, w, full, index, weights = inputs()
+    probs, mass = teacher(full)
+    whole = linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=mass)
+    wanted = torch.autograd.grad(whole.loss * 2, (h, w))
+    gathered, total = torch.zeros_like(w), torch.zeros(())
+    for rows in torch.arange(ROWS).split(40):
+        part = linear_draft_loss(
+            h[rows], w, probs, index[rows], weights[rows], loss=loss, mass=mass, weight_grad=gathered
+        )
+        assert torch.autograd.grad(part.loss, w, retain_graph=True, allow_unused=True) == (None,)
+        total = total + part.loss
+    total = total + carried(w, gathered)
+    torch.testing.assert_close(total, whole.loss)
+    for ours, theirs in zip(torch.autograd.grad(total * 2, (h, w)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -162,6 +162,18 @@ def test_half_types_and_autocast_follow_the_reference(triton_device, dtype):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
+def test_a_frozen_weight_costs_no_gradient_and_a_given_one_grows(triton_device):
+    h, w, probs, index, weights = fused_case(23, 300, 16, 9, torch.float32, triton_device)
+    out = linear_soft_cross_entropy(h, w.detach(), probs, index, weights, backend="triton")
+    dh, dw = torch.autograd.grad(
+        linear_soft_cross_entropy(h, w, probs, index, weights, backend="triton").loss, (h, w)
+    )
+    assert torch.equal(*torch.autograd.grad(out.loss, h), dh)
+    grown = torch.ones_like(w)
+    linear_soft_cross_entropy(h, w, probs, index, weights, weight_grad=grown, backend="triton")
+    torch.testing.assert_close(grown, 1 + dw)
+
+
 def test_no_row_and_fake_tensors(triton_device):
     w = torch.ones(20, 8, device=triton_device, requires_grad=True)
     h = torch.ones(0, 8, device=triton_device, requires_grad=True)
@@ -186,6 +198,7 @@ def test_the_operations_keep_the_rules_of_custom_operations(triton_device):
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(triton.soft_cross_entropy_, (z, probs, index, weights), test_utils=utils)
     h, w, probs, index, weights = fused_case(3, 40, 8, 2, torch.float32, triton_device)
-    arguments = (h, w, probs, index, weights, torch.float32, 2)
-    utils = (*utils, "test_autograd_registration")
-    torch.library.opcheck(triton.linear_soft_cross_entropy, arguments, test_utils=utils)
+    h, w = h.detach(), w.detach()
+    for dw in (torch.zeros_like(w), w.new_empty(0)):
+        arguments = (h, w, probs, index, weights, dw, torch.float32, 2)
+        torch.library.opcheck(triton.linear_soft_cross_entropy_, arguments, test_utils=utils)

@@ -24,6 +24,7 @@ def linear_draft_loss(
     loss: str = "ce",
     mass: torch.Tensor | None = None,
     eta: float = 3.0,
+    weight_grad: torch.Tensor | None = None,
     chunk_rows: int = CHUNK_ROWS,
     group_rows: int | None = None,
     backend: Backend | None = None,
@@ -43,7 +44,7 @@ def linear_draft_loss(
         mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for the
             losses of :data:`NEEDS_MASS`; None when the draft can say everything.
         eta: of ``lk-hybrid``.
-        chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
+        weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
     if loss in ("ce", "kl"):
         result = linear_soft_cross_entropy(
@@ -54,6 +55,7 @@ def linear_draft_loss(
             row_weights,
             chunk_rows=chunk_rows,
             group_rows=group_rows,
+            weight_grad=weight_grad,
             backend=backend,
         )
         return result if loss == "ce" else _less_entropy(result, probs, index, row_weights)
@@ -61,7 +63,7 @@ def linear_draft_loss(
         group_rows = GROUP_ROWS
         chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows  # launches cost more than what a cache saves
     return reference.linear_draft_loss(
-        h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows
+        h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows, weight_grad
     )
 
 

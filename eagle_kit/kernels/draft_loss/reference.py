@@ -29,7 +29,11 @@ Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 
 import torch
 
-from eagle_kit.kernels.soft_cross_entropy.reference import FusedRows, RowLoss, SoftCrossEntropy
+from eagle_kit.kernels.soft_cross_entropy.reference import (
+    RowLoss,
+    SoftCrossEntropy,
+    linear_soft_cross_entropy,
+)
 
 LEAST_PROBABILITY = 1e-30
 """What a smaller probability counts as inside a logarithm."""
@@ -119,8 +123,18 @@ def linear_draft_loss(
     eta: float,
     chunk_rows: int,
     group_rows: int,
+    weight_grad: torch.Tensor | None,
 ) -> SoftCrossEntropy:
     """See :func:`eagle_kit.kernels.draft_loss.linear_draft_loss`; ``loss`` is one of this module's four."""
-    rule = row_loss(loss, eta)
-    arguments = h, weight, probs, index, row_weights, chunk_rows, group_rows
-    return SoftCrossEntropy(*FusedRows.apply(*arguments, rule, mass))
+    return linear_soft_cross_entropy(
+        h,
+        weight,
+        probs,
+        index,
+        row_weights,
+        chunk_rows=chunk_rows,
+        group_rows=group_rows,
+        row_loss=row_loss(loss, eta),
+        mass=mass,
+        weight_grad=weight_grad,
+    )

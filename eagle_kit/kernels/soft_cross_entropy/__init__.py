@@ -4,9 +4,15 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.soft_cross_entropy import reference
-from eagle_kit.kernels.soft_cross_entropy.reference import CHUNK_ROWS, GROUP_ROWS, SoftCrossEntropy
+from eagle_kit.kernels.soft_cross_entropy.reference import (
+    CHUNK_ROWS,
+    GROUP_ROWS,
+    FusedRows,
+    SoftCrossEntropy,
+    carried,
+)
 
-__all__ = ["SoftCrossEntropy", "linear_soft_cross_entropy"]
+__all__ = ["SoftCrossEntropy", "carried", "linear_soft_cross_entropy"]
 
 
 def linear_soft_cross_entropy(
@@ -18,12 +24,13 @@ def linear_soft_cross_entropy(
     *,
     chunk_rows: int = CHUNK_ROWS,
     group_rows: int | None = None,
+    weight_grad: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> SoftCrossEntropy:
     """See :func:`eagle_kit.kernels.soft_cross_entropy.reference.linear_soft_cross_entropy`.
 
     Args:
-        group_rows: 1,024 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
+        group_rows: 512 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
             well, since no cache holds those. ``chunk_rows`` is the reference's alone.
     """
     if not uses_triton(h, backend):
@@ -35,12 +42,20 @@ def linear_soft_cross_entropy(
             row_weights,
             chunk_rows=chunk_rows,
             group_rows=group_rows or GROUP_ROWS,
+            weight_grad=weight_grad,
         )
     from eagle_kit.kernels.soft_cross_entropy import triton
 
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    rows = group_rows or triton.CHUNK_ROWS
-    teacher = probs.contiguous(), index.contiguous(), row_weights.float().contiguous()
-    loss, row_losses, best, _, _ = triton.linear_soft_cross_entropy(h, weight, *teacher, dtype, rows)
-    return SoftCrossEntropy(loss, row_losses.detach(), best)
+    chunk = group_rows or triton.CHUNK_ROWS
+    weights = row_weights.float().contiguous()
+    teacher = probs.contiguous(), index.contiguous(), weights
+
+    def rows(
+        h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grown = weight.new_empty(0) if dw is None else dw
+        return triton.linear_soft_cross_entropy_(h, weight, *teacher, grown, dtype, chunk)
+
+    return SoftCrossEntropy(*FusedRows.apply(h, weight, weights, rows, weight_grad))

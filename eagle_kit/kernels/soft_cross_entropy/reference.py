@@ -20,7 +20,7 @@ from eagle_kit.kernels.linear import linear
 
 CHUNK_ROWS = 128
 """Rows whose logits are worked on while they are in cache."""
-GROUP_ROWS = 1024
+GROUP_ROWS = 512
 """Rows that share one weight-gradient matmul."""
 
 
@@ -51,52 +51,93 @@ def cross_entropy_rows(
     return losses, torch.addcmul(z, p, c[:, None], value=-1.0)
 
 
+Rows = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+]
+"""``(h, weight, dw) -> (row_losses, best, dh)`` for all rows; adds the weight's gradient to ``dw``."""
+
+
 class FusedRows(torch.autograd.Function):
-    """A loss of logits ``h weight^T`` by rows: the loss and both gradients, one chunk of logits at a time."""
+    """The weighted sum of the losses of rows, whose gradients are known when they are: ``(h, weight,
+    row_weights, rows, weight_grad) -> (loss, row_losses, best)``, see :func:`linear_soft_cross_entropy`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         h: torch.Tensor,
         weight: torch.Tensor,
-        probs: torch.Tensor,
-        index: torch.Tensor,
         row_weights: torch.Tensor,
-        chunk_rows: int,
-        group_rows: int,
-        row_loss: RowLoss,
-        mass: torch.Tensor | None,
+        rows: Rows,
+        weight_grad: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        m, vd = h.shape[0], weight.shape[0]
         is_trained = ctx.needs_input_grad[1]
-        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if is_trained else weight.new_empty(0)
-        dtype = _matmul_dtype(h)
-        h, weight = h.to(dtype), weight.to(dtype)
-        row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
-        best = torch.empty(m, dtype=torch.int64, device=h.device)
-        group = torch.empty(min(group_rows, m), vd, dtype=dtype, device=h.device)
-        for base in range(0, m, group_rows):
-            end = min(base + group_rows, m)
-            for start in range(base, end, chunk_rows):
-                rows = slice(start, min(start + chunk_rows, end))
-                z, teacher = linear(h[rows], weight).float(), index[rows]
-                top, best[rows] = z.max(-1)
-                share = None if mass is None else mass[teacher]
-                row_losses[rows], gradient = row_loss(z, top, probs[teacher], row_weights[rows], share)
-                dz = group[rows.start - base : rows.stop - base]
-                dz.copy_(gradient)
-                dh[rows] = linear(dz, weight.t())
-            if is_trained:
-                dw += linear(group[: end - base].t(), h[base:end].t())
-        ctx.save_for_backward(dh, dw)
+        mine = [torch.zeros_like(weight)] if is_trained and weight_grad is None else []
+        row_losses, best, dh = rows(h, weight, mine[0] if mine else weight_grad if is_trained else None)
+        ctx.save_for_backward(dh, *mine)
         ctx.mark_non_differentiable(row_losses, best)
         return (row_losses * row_weights).sum(), row_losses, best
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh, dw = ctx.saved_tensors
-        dw = dw * grads[0] if ctx.needs_input_grad[1] else None
-        return dh * grads[0], dw, None, None, None, None, None, None, None
+        dh, *mine = ctx.saved_tensors
+        return dh * grads[0], mine[0] * grads[0] if mine else None, None, None, None
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return torch.zeros((), dtype=torch.float32, device=weight.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0] * grads[0], None
+
+
+def carried(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A zero whose gradient with respect to ``weight`` is ``gradient``.
+
+    Added to the sum of several losses, it brings in once what their ``weight_grad`` has gathered, so that one
+    gradient of the weight is kept instead of one for each.
+    """
+    zero: torch.Tensor = _Carried.apply(weight, gradient)
+    return zero
+
+
+def fused_rows(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    dw: torch.Tensor | None,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    row_weights: torch.Tensor,
+    chunk_rows: int,
+    group_rows: int,
+    row_loss: RowLoss,
+    mass: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, best and ``dh`` of all rows, one chunk of logits at a time; ``dw`` grows by the weight's."""
+    m, vd = h.shape[0], weight.shape[0]
+    dh = torch.empty_like(h)
+    dtype = _matmul_dtype(h)
+    h, weight = h.to(dtype), weight.to(dtype)
+    row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
+    best = torch.empty(m, dtype=torch.int64, device=h.device)
+    group = torch.empty(min(group_rows, m), vd, dtype=dtype, device=h.device)
+    for base in range(0, m, group_rows):
+        end = min(base + group_rows, m)
+        for start in range(base, end, chunk_rows):
+            rows = slice(start, min(start + chunk_rows, end))
+            z, teacher = linear(h[rows], weight).float(), index[rows]
+            top, best[rows] = z.max(-1)
+            share = None if mass is None else mass[teacher]
+            row_losses[rows], gradient = row_loss(z, top, probs[teacher], row_weights[rows], share)
+            dz = group[rows.start - base : rows.stop - base]
+            dz.copy_(gradient)
+            dh[rows] = linear(dz, weight.t())
+        if dw is not None:
+            dw += linear(group[: end - base].t(), h[base:end].t())
+    return row_losses, best, dh
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
@@ -114,6 +155,9 @@ def linear_soft_cross_entropy(
     *,
     chunk_rows: int = CHUNK_ROWS,
     group_rows: int = GROUP_ROWS,
+    row_loss: RowLoss = cross_entropy_rows,
+    mass: torch.Tensor | None = None,
+    weight_grad: torch.Tensor | None = None,
 ) -> SoftCrossEntropy:
     """Weighted sum over rows of the cross-entropy between a teacher and ``softmax(h weight^T)``.
 
@@ -125,6 +169,14 @@ def linear_soft_cross_entropy(
         row_weights: fp32 ``[M]``.
         chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
             depends on them, its value does not.
+        row_loss, mass: another loss of a row's logits, and what it needs to know.
+        weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
+            none to give, see :func:`carried`.
     """
-    arguments = h, weight, probs, index, row_weights, chunk_rows, group_rows
-    return SoftCrossEntropy(*FusedRows.apply(*arguments, cross_entropy_rows, None))
+
+    def rows(
+        h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return fused_rows(h, weight, dw, probs, index, row_weights, chunk_rows, group_rows, row_loss, mass)
+
+    return SoftCrossEntropy(*FusedRows.apply(h, weight, row_weights, rows, weight_grad))

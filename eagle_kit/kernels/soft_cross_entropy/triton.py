@@ -22,8 +22,6 @@ autocast changes its type; the gradient of the weight once, and the product that
 Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -98,24 +96,26 @@ def _(logits, probs, index, row_weights):
     return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
 
 
-@torch.library.custom_op("eagle_kit::linear_soft_cross_entropy", mutates_args=())
-def linear_soft_cross_entropy(
+@torch.library.custom_op("eagle_kit::linear_soft_cross_entropy_", mutates_args=("dw",))
+def linear_soft_cross_entropy_(
     h: torch.Tensor,
     weight: torch.Tensor,
     probs: torch.Tensor,
     index: torch.Tensor,
     row_weights: torch.Tensor,
+    dw: torch.Tensor,
     dtype: torch.dtype,
     chunk_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reference's loss with matmuls in ``dtype`` and logits of ``chunk_rows`` rows at a time.
 
+    The gradient of ``weight`` is added to ``dw``, of its shape, or left out when ``dw`` is empty.
+
     Returns:
-        The weighted loss, differentiable in ``h`` and ``weight``; the losses of rows; the most likely ids;
-        and the gradients of ``h`` and ``weight``, which the backward pass only scales.
+        The losses of rows, the most likely ids, and the gradient of ``h``.
     """
     rows, vocab = h.shape[0], weight.shape[0]
-    dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+    dh = torch.empty_like(h)
     losses = h.new_empty(rows, dtype=torch.float32)
     best = h.new_empty(rows, dtype=torch.int64)
     h, weight = h.to(dtype), weight.to(dtype)
@@ -125,27 +125,16 @@ def linear_soft_cross_entropy(
         z = torch.mm(h[chunk], weight.t(), out=logits[: chunk.stop - start])
         losses[chunk], best[chunk] = soft_cross_entropy_(z, probs, index[chunk], row_weights[chunk])
         dh[chunk] = z @ weight
-        dw += z.t() @ h[chunk]
-    return (losses * row_weights).sum(), losses, best, dh, dw
+        if dw.numel():
+            dw += z.t() @ h[chunk]
+    return losses, best, dh
 
 
-@linear_soft_cross_entropy.register_fake
-def _(h, weight, probs, index, row_weights, dtype, chunk_rows):
+@linear_soft_cross_entropy_.register_fake
+def _(h, weight, probs, index, row_weights, dw, dtype, chunk_rows):
     losses = h.new_empty(h.shape[0], dtype=torch.float32)
     best = h.new_empty(h.shape[0], dtype=torch.int64)
-    return losses.new_empty(()), losses, best, torch.empty_like(h), torch.empty_like(weight)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[3:])
-
-
-def _gradients(ctx: Any, dloss: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dh, dw = ctx.saved_tensors
-    return dh * dloss, dw * dloss, None, None, None, None, None
-
-
-linear_soft_cross_entropy.register_autograd(_gradients, setup_context=_keep)
+    return losses, best, torch.empty_like(h)
 
 
 def variants() -> list[Variant]:
