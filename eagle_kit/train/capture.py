@@ -6,6 +6,7 @@ processes (``training.target_placement=fsdp``) runs in all of them or in none, s
 """
 
 import datetime
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from eagle_kit.data.states import SHARD_BYTES, StateStore
 from eagle_kit.train.batch import make_forward
 from eagle_kit.train.estimate import EXPECTED_EFFICIENCY, Workload, capture_flops, measure_matmul_rate
 from eagle_kit.train.interrupt import Interrupt
+from eagle_kit.train.launch import launch_words, parent_commands
 from eagle_kit.train.new_head import draft_config
 from eagle_kit.train.parallel import largest, make_process_state
 from eagle_kit.train.placement import place_target
@@ -83,7 +85,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         config,
         found,
         draft,
-        command=f"eagle-kit data capture {options.arguments}".rstrip(),
+        command=_command(options),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=versions(),
     )
@@ -144,9 +146,15 @@ def _capture_rows(
             bar.update(1)
 
 
+def _command(options: CaptureOptions) -> str:
+    """A command that does what this one does."""
+    door = launch_words(parent_commands(2)) or ["eagle-kit"]
+    return f"{shlex.join(door)} data capture {options.arguments}".rstrip()
+
+
 def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, process: "PartialState") -> int:
     """Close the store when it is whole; say how to go on when it is not."""
-    again = f"eagle-kit data capture {options.arguments}".rstrip()
+    again = _command(options)
     total = store.manifest["data"]["rows"]
     missing = store.missing()
     if interrupted:

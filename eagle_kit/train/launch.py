@@ -180,13 +180,34 @@ def start_cpu_processes(count: int, argv: Sequence[str], module: str = "eagle_ki
 
 def parent_command() -> list[str]:
     """Command line of the parent process; empty when it cannot be read."""
+    return next(iter(parent_commands(1)), [])
+
+
+def parent_commands(generations: int) -> list[list[str]]:
+    """Command lines of this process's parent, the parent's parent and so on, as far as they can be read."""
     import psutil
 
     try:
-        parent = psutil.Process().parent()
-        return [] if parent is None else parent.cmdline()
+        return [process.cmdline() for process in psutil.Process().parents()[:generations]]
     except psutil.Error:
         return []
+
+
+def launch_words(commands: Sequence[Sequence[str]]) -> list[str] | None:
+    """``accelerate launch`` with its options and the program, but not the program's arguments.
+
+    Args:
+        commands: command lines of which one may be that of the launcher; None when none is.
+    """
+    for command in commands:
+        arguments = _launch_arguments(command)
+        if arguments is not None:
+            from accelerate.commands.launch import launch_command_parser
+
+            args, _ = launch_command_parser().parse_known_args(arguments)
+            options = arguments[: len(arguments) - len(args.training_script_args)]
+            return ["accelerate", "launch", *options]
+    return None
 
 
 def _launch_arguments(command: Sequence[str]) -> list[str] | None:

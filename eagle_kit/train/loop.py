@@ -18,7 +18,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
-from eagle_kit.train.launch import sharding_asked_for
+from eagle_kit.train.launch import launch_words, parent_commands, sharding_asked_for
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.parallel import make_accelerator, sum_numbers
 from eagle_kit.train.placement import output_layer, place_target
@@ -168,15 +168,13 @@ class Trainer:
     def command(self) -> str:
         """A command that does what this session did."""
         words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
-        count = self.accelerator.num_processes
-        door = (
-            "eagle-kit train"
-            if count == 1
-            else f"accelerate launch --num_processes {count} -m eagle_kit.train"
-        )
-        if count > 1 and self.accelerator.device.type == "cpu":
-            door = door.replace("launch", "launch --cpu")
-        return f"{door} {shlex.join(words)}"
+        # Processes that accelerate did not start itself have the one that did as their parent.
+        door = launch_words(parent_commands(2))
+        if door is None and (count := self.accelerator.num_processes) > 1:
+            on_cpu = ["--cpu"] if self.accelerator.device.type == "cpu" else []
+            program = ["-m", "eagle_kit.train"]
+            door = ["accelerate", "launch", *on_cpu, "--num_processes", str(count), *program]
+        return shlex.join([*(door or ["eagle-kit", "train"]), *words])
 
     def _step_until_stopped(self, interrupt: Interrupt) -> str:
         """The loop; returns a sentence that says why it ended. The last step is always saved."""

@@ -12,7 +12,7 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.interrupt import Interrupt
-from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, sharding_asked_for
+from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, launch_words, sharding_asked_for
 from eagle_kit.train.metrics import JsonLines
 from eagle_kit.train.order import DataOrder
 from eagle_kit.train.schedule import Schedule, ttt_length_at
@@ -109,6 +109,21 @@ def test_processes_come_from_the_launcher_s_config_file() -> None:
     shipped = Path(__file__).parents[2] / "train" / "accelerate" / "cpu.yaml"
     command = ["python", "/x/bin/accelerate", "launch", "--config_file", str(shipped), "train", "c.yaml"]
     assert cpu_processes_to_start(CPU_LAUNCH, command) == 2
+
+
+def test_a_command_to_go_on_with_has_the_launcher_s_options() -> None:
+    sharded = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "train/accelerate/fsdp2.yaml",
+        "-m",
+        "eagle_kit.train",
+    ]
+    commands = (["python", "-m", "eagle_kit.train"], ["python", *sharded, "c.yaml", "--resume"])
+    assert launch_words(commands) == sharded
+    assert launch_words([COMMAND]) == ["accelerate", *COMMAND[2:-1]]
+    assert launch_words(commands[:1]) is None
 
 
 @pytest.mark.parametrize(

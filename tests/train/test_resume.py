@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.train.state import load_checkpoint
@@ -102,6 +103,8 @@ def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> No
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
     metadata = json.loads((both / "step-4" / "eagle_kit.json").read_text())
     assert metadata["machine"].startswith("2 x")
+    command = yaml.safe_load((both / "run.yaml").read_text())["command"]
+    assert command.startswith(f"accelerate launch --cpu --num_processes 2 train {run.config}")
     judged = json.loads((both / "judge.jsonl").read_text().splitlines()[0])
     alone = json.loads((run.output / "judge.jsonl").read_text().splitlines()[0])
     assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
