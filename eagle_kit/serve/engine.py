@@ -23,6 +23,7 @@ from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.accept import Relaxed, TargetOnly, Verifier
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.grammar import GrammarCompiler
 from eagle_kit.serve.graph import GraphMode, GraphRunner
 from eagle_kit.serve.kv_cache import KVCache
@@ -52,7 +53,8 @@ class EngineOptions:
         sampled_drafts: draw drafts from the draft's own law; chains and static trees only.
         verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's law.
         seed: of the seeds of requests that bring none.
-        graph_mode: whether a cycle is one CUDA graph, one for each phase, or runs eagerly.
+        graph_mode: whether a cycle is one CUDA graph (on a CPU: one recording), one for each phase, or runs
+            eagerly.
     """
 
     max_running: int
@@ -126,7 +128,7 @@ class Engine:
             tree=options.tree,
             sampled_drafts=options.sampled_drafts,
             verifier=options.verifier,
-            graphs=GraphRunner(options.graph_mode),
+            graphs=_graphs(target, options.graph_mode),
         )
         drafter, verifier = self.runner._drafter, options.verifier
         kinds = (TargetOnly, Relaxed) if drafter is None else drafter.verifiers
@@ -420,3 +422,8 @@ class Engine:
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""
         self.cache.check(request.lease for request in self.scheduler.running)
+
+
+def _graphs(target: LlamaModel, mode: GraphMode) -> GraphRunner:
+    on_cpu = target.embed_tokens.weight.device.type == "cpu"
+    return CpuGraphs() if on_cpu and mode == "cycle" else GraphRunner(mode)

@@ -8,7 +8,7 @@ to it at once (:class:`HostCopy`).
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,18 @@ GraphMode = Literal["cycle", "phases", "off"]
 """``cycle``: everything between two tokens is one graph; ``phases``: one each for the draft, the verification
 and the draft's extension, for comparison; ``off``: no graphs."""
 WARM_UPS = 2
+
+
+class Lengths(NamedTuple):
+    """The lengths of all slots, int64, and the rows of those that take part, int64 ``[B]``."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+
+    def read(self) -> list[int]:
+        """Of those that take part, on the host."""
+        numbers: list[int] = self.slots[self.rows].tolist()
+        return numbers
 
 
 class CaptureError(RuntimeError):
@@ -127,12 +139,23 @@ class GraphRunner:
         self._graphs: dict[tuple[str, Hashable], Any] = {}
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether graphs are made for the longest context and few kinds of laws, not for those at hand."""
+        return self.mode != "off"
+
+    @property
     def num_graphs(self) -> int:
         """Graphs captured so far."""
         return len(self._graphs)
 
     def run(
-        self, name: str, key: Hashable, body: Callable[[Any], Any], inputs: Any, idle: Callable[[], Any]
+        self,
+        name: str,
+        key: Hashable,
+        body: Callable[[Any], Any],
+        inputs: Any,
+        idle: Callable[[], Any],
+        lengths: Lengths | None = None,
     ) -> Any:
         """Run ``body`` over ``inputs``.
 
@@ -140,6 +163,7 @@ class GraphRunner:
             name, key: of a graph whose bodies do the same and whose inputs have the same shapes.
             idle: makes inputs of those shapes for the capture, with which a run changes nothing that
                 matters.
+            lengths: of the requests; what runs on a GPU asks nothing of them.
 
         Returns:
             The outputs, which hold until the next run.

@@ -19,6 +19,7 @@ from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.llama import LlamaModel
+from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.grammar import GrammarCompiler
@@ -74,8 +75,8 @@ class LLM:
         verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
             lossless one. ``Relaxed`` is LOSSY.
         seed: of the draws of requests that bring no seed.
-        graph_mode: ``"cycle"`` (default on a GPU) captures whole cycles as CUDA graphs, ``"phases"`` their
-            parts, ``"off"`` (default on a CPU) captures nothing.
+        graph_mode: ``"cycle"`` (default) captures whole cycles, on a GPU as CUDA graphs, on a CPU as lists of
+            operations that need no Python; ``"phases"`` (GPU) captures their parts, ``"off"`` nothing.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class LLM:
         weight = self.target.embed_tokens.weight
         self.kv_dtype = _kv_dtype(kv_dtype, weight.device)
         on_gpu = weight.device.type == "cuda"
-        if graph_mode not in (None, "off") and not on_gpu:
+        if graph_mode == "phases" and not on_gpu:
             raise UserError(
-                f"CUDA graphs (graph mode {graph_mode}) need a GPU, and the target is on the CPU.",
+                "Graphs of the phases of a cycle need a GPU, and the target is on the CPU.",
                 "Leave graph_mode out.",
             )
         self._policies: dict[str, Any] = {
@@ -149,7 +150,7 @@ class LLM:
             "sampled_drafts": sampled_drafts,
             "verifier": verifier,
             "seed": seed,
-            "graph_mode": graph_mode or ("cycle" if on_gpu else "off"),
+            "graph_mode": graph_mode or ("cycle" if on_gpu or cpu_graph.available() else "off"),
         }
         self._batch_sizes = batch_sizes
         self._on_gpu = on_gpu

@@ -30,7 +30,7 @@ from eagle_kit.serve.cycle import (
     verify,
 )
 from eagle_kit.serve.grammar import allowed_tokens
-from eagle_kit.serve.graph import GraphRunner, HostCopy, map_tensors
+from eagle_kit.serve.graph import GraphRunner, HostCopy, Lengths, map_tensors
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
@@ -240,7 +240,7 @@ class Runner:
     def warm_up(self) -> int:
         """Capture the graphs of greedy batches and of batches that draw, the largest first -> how many. Forms
         of linear layers are chosen by measurements before that."""
-        if self.graphs.mode != "cycle":
+        if self.graphs.mode != "cycle" or not self.graphs.has_fixed_shapes:
             return 0
         for size in sorted(self.batch_sizes, reverse=True):
             settings = self._settings(self.shapes.at(size), self._columns(0), None)
@@ -262,7 +262,8 @@ class Runner:
 
     def _columns(self, least: int) -> int:
         """A bound on the columns of a window, of few different values: shapes repeat. Kernels on a GPU read
-        lengths on the device, so graphs are made for the longest context only."""
+        lengths on the device, so graphs are made for the longest context only; on a CPU each request has the
+        columns that its length needs (``WindowPlan.by_length``)."""
         if self.graphs.mode == "off":
             return -(-least // COLUMN_BUCKET) * COLUMN_BUCKET
         return self.max_pages * self.kv.page_size
@@ -318,7 +319,8 @@ class Runner:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
 
         with MACHINE.measuring():  # before a capture
-            return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle)
+            lengths = Lengths(self.slots.seq_lens, inputs.rows)
+            return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle, lengths)
 
     def _cycle(
         self, inputs: CycleInputs, settings: Settings
@@ -378,7 +380,7 @@ class Runner:
             made = self._laws(requests, padding)
             if made is not None:
                 made = made._replace(counts=None)
-                if self.graphs.mode != "off":
+                if self.graphs.has_fixed_shapes:
                     made = _widened(made, self.target.config.vocab_size)
             self._batch = key, made
         return self._batch[1]
@@ -397,7 +399,7 @@ class Runner:
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         if not wanted:
             return None
-        most = max(wanted) if self.graphs.mode == "off" else MAX_LOGPROBS
+        most = MAX_LOGPROBS if self.graphs.has_fixed_shapes else max(wanted)
         return min(most, self.target.config.vocab_size)
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:

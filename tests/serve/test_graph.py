@@ -163,7 +163,7 @@ def test_modes_are_checked():
     with pytest.raises(UserError, match="no graph mode 'whole'"):
         GraphRunner("whole")
     with pytest.raises(UserError, match="need a GPU"):
-        LLM(tiny_target(), graph_mode="cycle")
+        LLM(tiny_target(), graph_mode="phases")
 
 
 @pytest.mark.gpu

@@ -7,29 +7,55 @@ experts that are hit; in other types all experts over all rows, E / K times the 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
+from eagle_kit.kernels.recording import is_recording, library
 
 __all__ = ["PackedExperts", "experts", "pack_experts"]
 
 
-class PackedExperts(NamedTuple):
-    """Copies of every expert's weights in oneDNN's layout for few rows."""
+_numbers = itertools.count()
+_packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """Copies of every expert's weights in oneDNN's layout for few rows. An operation, whose arguments are
+    tensors and numbers, knows them by ``number``."""
 
     gate_up: Sequence[onednn.Packed]
     down: Sequence[onednn.Packed]
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        _packed[self.number] = self
+
+
+def _by_packed_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    packed = _packed[number]
+    return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=onednn.packed_matmul)
+
+
+library.define("by_packed_expert(Tensor x, Tensor ids, Tensor weights, int number) -> Tensor")
+library.impl("by_packed_expert", _by_packed_expert, "CPU")
+library.define("by_expert(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor")
+library.impl("by_expert", reference.by_expert, "CPU")
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts | None:
     """The weights of :func:`experts`, packed; None where oneDNN is not what multiplies them."""
     if not (can_pack(gate_up) and can_pack(down)):
         return None
-    return PackedExperts(*([onednn.pack(weight) for weight in stack] for stack in (gate_up, down)))
+    return PackedExperts(
+        [onednn.pack(weight) for weight in gate_up], [onednn.pack(weight) for weight in down]
+    )
 
 
 def experts(
@@ -54,8 +80,12 @@ def experts(
         ``[T, H]`` in the dtype of ``x``.
     """
     if packed is not None and takes_packed(x):
-        return reference.by_expert(x, ids, weights, *packed, multiply=onednn.packed_matmul)
+        if is_recording():  # of the operation, not of who goes where this time
+            return torch.ops.eagle_kit.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
+        return _by_packed_expert(x, ids, weights, packed.number)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
+        if is_recording():
+            return torch.ops.eagle_kit.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
         return reference.by_expert(x, ids, weights, gate_up, down)
     if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)

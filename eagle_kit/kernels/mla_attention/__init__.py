@@ -40,4 +40,6 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
+    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
+        return reference.mla_window_attention_by_length(q, rows, plan, scale, kv_scale, latent_dim)
     return reference.mla_window_attention(q, rows, plan, scale, kv_scale, latent_dim)

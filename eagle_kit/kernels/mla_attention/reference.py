@@ -18,10 +18,42 @@ def mla_window_attention(
     latent_dim: int = 512,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) k[:, :L]``: ``q [B, N, H, D]``, ``rows [R, D]`` -> ``[B, N, H, L]``, in
-    fp32 inside. The N x H query rows of a request are one matmul, so a key is read once a window."""
+    fp32 inside."""
+    return attend_to(q, rows, *plan.layout, scale, kv_scale, latent_dim)
+
+
+def mla_window_attention_by_length(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    plan: WindowPlan,
+    scale: float,
+    kv_scale: float = 1.0,
+    latent_dim: int = 512,
+) -> torch.Tensor:
+    """The same for a CPU, where the host may look at lengths: requests of like length together."""
+    groups = plan.by_length
+    if groups[0].requests is None:
+        return attend_to(q, rows, groups[0].rows, groups[0].mask, scale, kv_scale, latent_dim)
+    out = q.new_empty((*q.shape[:3], latent_dim))
+    for requests, columns, mask in groups:
+        assert requests is not None
+        out[requests] = attend_to(q[requests], rows, columns, mask, scale, kv_scale, latent_dim)
+    return out
+
+
+def attend_to(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    kv_scale: float,
+    latent_dim: int,
+) -> torch.Tensor:
+    """Attention to the rows ``columns [B, C]`` under ``mask [B, N, C]``. The N x H query rows of a request
+    are one matmul, so a key is read once a window."""
     b, n, h, d = q.shape
-    columns, mask = plan.layout
-    keys = rows.index_select(0, columns.view(-1)).float().view(b, -1, d)  # [B, C, D]
+    keys = rows.index_select(0, columns.reshape(-1)).float().view(b, -1, d)  # [B, C, D]
     if kv_scale != 1.0:
         keys = keys * kv_scale
     queries = (q.float() * scale).reshape(b, n * h, d)

@@ -70,7 +70,7 @@ def window_uniforms(
 
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + stream * 0x5851F42D4C957F2D)
+    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + _wrapped(stream * 0x5851F42D4C957F2D))
 
 
 def sample(probs: torch.Tensor | Law, coins: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
@@ -127,3 +127,8 @@ def sample_distinct(
         unused = unused.scatter(1, token[:, None], 0.0)
         drawn.append(token)
     return torch.stack(drawn, 1)
+
+
+def _wrapped(number: int) -> int:
+    """The int64 with the same 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -9,6 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.recording import choose_by
+
+COLUMNS = 64
+"""Numbers of columns on a CPU are multiples of this."""
+
 
 class Columns(NamedTuple):
     """What some requests of a plan attend to: ``requests`` int64 ``[b]``, None for all of them in order;
@@ -75,7 +80,8 @@ class WindowPlan:
     def by_length(self) -> list[Columns]:
         """The layout in groups of requests of like length, so that a short one does not pay for the longest,
         and its columns do not depend on its company. Reads the lengths on the host."""
-        sizes = [_bucket(length + self.num_keys) for length in self.prefix_lens.tolist()]
+        room = -(-self.num_keys // COLUMNS) * COLUMNS  # windows of few and of many nodes have the same sizes
+        sizes = choose_by(self.prefix_lens, lambda lengths: tuple(_bucket(n + room) for n in lengths))
         rows, mask = replace(self, num_columns=max(sizes)).layout
         if min(sizes) == max(sizes):
             return [Columns(None, rows, mask)]
@@ -91,9 +97,9 @@ class WindowPlan:
 
 def _bucket(count: int) -> int:
     """``count`` rounded up to a multiple of 64, of an eighth to a quarter of itself when that is more."""
-    runs = -(-count // 64)
+    runs = -(-count // COLUMNS)
     step = 1 << max(0, runs.bit_length() - 3)
-    return -(-runs // step) * step * 64
+    return -(-runs // step) * step * COLUMNS
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:

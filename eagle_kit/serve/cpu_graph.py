@@ -1,0 +1,318 @@
+"""Cycles on a CPU without Python: operations are recorded once and replayed by torch's own interpreter.
+
+A cycle of a small model is thousands of operations of some microseconds, and Python's part of each is as long
+as the work. What a CUDA graph does on a GPU a list of operations does here: the body runs once under a mode
+that notes every operation with its arguments, the list becomes a graph of TorchScript, and a replay runs it
+in C++ over the same stores and slots. The operations are the same ones in the same order, not optimised, so
+that a replay gives the bits of the body.
+
+A recording holds as long as everything that Python decided is decided alike. What depends on shapes and
+settings is in the caller's key. What depends on the lengths of requests is chosen through
+:func:`~eagle_kit.kernels.recording.choose_by`, from the slots' lengths or those and a number; the choices are
+made again before each replay, and others have another recording. Any other look at a number makes the body
+one that cannot be recorded.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Chosen, hearing_choices
+from eagle_kit.serve.graph import CaptureError, GraphRunner, Lengths, leaves, map_tensors
+
+RECORD_AFTER = 24
+"""Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
+MAX_RECORDINGS = 64
+MAX_COUNTED = 1024
+READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+READING_OPERATIONS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
+
+_log = logging.getLogger(__name__)
+
+
+class _Operation(NamedTuple):
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes operations; what is kept here keeps its tensors alive, so that no two have one id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = func._schema.name == "aten::index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if masks or func._schema.name in READING_OPERATIONS:
+            raise CaptureError(f"{func} reads numbers on the host")
+        with torch._C.DisableTorchFunction():  # an operation may look at what it likes
+            result = func(*args, **(kwargs or {}))
+        self.operations.append(_Operation(func, args, kwargs or {}, result))
+        return result
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses to hand a tensor's numbers to Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            raise CaptureError(f"{func.__name__} reads numbers on the host")
+        return func(*args, **(kwargs or {}))
+
+
+class Condition(NamedTuple):
+    """``choice`` of the lengths and ``offset`` must be the recording's."""
+
+    choice: Choice
+    offset: int
+
+    def __call__(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        return self.choice([length + self.offset for length in lengths])
+
+
+class Recording:
+    """A body as a list of operations.
+
+    Args:
+        body: a function of one nest of tensors. It is run once with ``inputs``, which counts: :attr:`outputs`
+            are what it gave.
+
+    Raises:
+        CaptureError: the body looks at numbers. It has been run in part, and must be run again.
+    """
+
+    def __init__(self, body: Callable[[Any], Any], inputs: Any) -> None:
+        with hearing_choices() as self._chosen, _NoReads(), _Recorder() as recorder:
+            self.outputs = body(inputs)
+        self._inputs, self._operations = list(leaves(inputs)), recorder.operations
+        self._outside: list[torch.Tensor] = []
+        self.conditions: list[Condition] = []
+
+    def compile(self, lengths: Lengths) -> None:
+        """Make it one that can be replayed where all :attr:`conditions` hold.
+
+        Raises:
+            CaptureError: something has no place in a list of operations.
+        """
+        self.conditions = [self._condition(each, lengths) for each in self._chosen]
+        self._function = self._graph(self._inputs)
+        self._layout, self._operations, self._inputs, self._chosen = self.outputs, [], [], []
+
+    def replay(self, inputs: Any) -> Any:
+        """Run the operations over ``inputs`` of the same shapes -> new outputs."""
+        results = iter(self._function(*leaves(inputs), *self._outside))
+        return map_tensors(lambda _: next(results), self._layout)
+
+    def _condition(self, chosen: Chosen, lengths: Lengths) -> Condition:
+        """What the choice was made by: the lengths and a number, which the operations show."""
+        tensor, offset = chosen.tensor, 0
+        while True:
+            made = next((op for op in self._operations if op.result is tensor), None)
+            name = "nothing" if made is None else str(made.function)
+            if made is not None and name == "aten.index.Tensor":
+                store, rows = made.args[0], made.args[1]
+                if store is lengths.slots and len(rows) == 1 and rows[0] is lengths.rows:
+                    return Condition(chosen.choice, offset)
+            if made is None or name != "aten.add.Tensor" or made.kwargs or not isinstance(made.args[1], int):
+                raise CaptureError(f"a choice is made by the result of {name}, not by lengths")
+            tensor, offset = made.args[0], offset + made.args[1]
+
+    def _graph(self, inputs: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        graph: Any = torch._C.Graph()
+        values = {id(tensor): graph.addInput() for tensor in inputs}
+
+        def value(tensor: torch.Tensor) -> Any:
+            if id(tensor) not in values:  # a weight, a store, a slot
+                values[id(tensor)] = graph.addInput()
+                self._outside.append(tensor)
+            return values[id(tensor)]
+
+        def node(kind: str, operands: list[Any], count: int = 1) -> Any:
+            made = graph.create(kind, operands, count)
+            graph.insertNode(made)
+            return made
+
+        def operand(given: Any, kind: Any) -> Any:
+            """The value of an argument whose schema has the type ``kind``."""
+            name = kind.kind()
+            if isinstance(given, torch.Tensor):
+                return value(given)
+            if isinstance(given, torch.Generator):
+                raise CaptureError("a generator of random numbers is used")
+            if given is None:
+                return graph.insertConstant(None)
+            if name == "OptionalType":
+                return operand(given, kind.getElementType())
+            if name == "ListType" or isinstance(given, list | tuple):
+                element = kind.getElementType()
+                if element.kind() == "SymIntType":
+                    element = torch._C.IntType.get()
+                several = given if isinstance(given, list | tuple) else [given]
+                made = node("prim::ListConstruct", [operand(each, element) for each in several])
+                made.output().setType(torch._C.ListType(element))
+                return made.output()
+            if name == "NumberType" and isinstance(given, bool):
+                given = int(given)
+            try:
+                return graph.insertConstant(float(given) if name == "FloatType" else given)
+            except TypeError as error:
+                raise CaptureError(f"{given!r} cannot be an argument") from error
+
+        for called, given, kwargs, result in self._operations:
+            function, args = _written_as(called, given)
+            schema = function._schema
+            operands = []
+            for place, argument in enumerate(schema.arguments):
+                default = kwargs.get(argument.name, argument.default_value)
+                operands.append(operand(args[place] if place < len(args) else default, argument.type))
+            made = node(schema.name, operands, len(schema.returns))
+            for output, returned in zip(made.outputs(), schema.returns, strict=True):
+                if returned.type.kind() != "TensorType":
+                    output.setType(returned.type)
+            if made.schema() != str(schema):
+                raise CaptureError(f"{function} was taken for {made.schema()}")
+            results = result if len(schema.returns) > 1 else (result,)
+            for output, mine in zip(made.outputs(), results, strict=True):
+                if isinstance(mine, list | tuple):
+                    unpacked = node("prim::ListUnpack", [output], len(mine))
+                    values.update(
+                        (id(part), each) for part, each in zip(mine, unpacked.outputs(), strict=True)
+                    )
+                elif isinstance(mine, torch.Tensor):
+                    values[id(mine)] = output
+                else:
+                    raise CaptureError(f"{function} gives {type(mine).__name__}")
+        results = [value(tensor) for tensor in leaves(self.outputs)]
+        together = node("prim::TupleConstruct", results).output()
+        together.setType(torch._C.TupleType([result.type() for result in results]))
+        graph.registerOutput(together)
+        return _function_of(graph)
+
+
+def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The operation and its arguments in words that TorchScript tells apart: Python calls ``add.Tensor`` with
+    a number, which is ``add.Scalar``, and a view as another type looks like one of another size."""
+    if str(function) == "aten.view.dtype":
+        if args[1] not in VIEWED_TYPES:
+            raise CaptureError(f"a view as {args[1]}")
+        return torch.ops.eagle_kit.bits_as.default, (args[0], VIEWED_TYPES.index(args[1]))
+    takes = [str(argument.type) for argument in function._schema.arguments[: len(args)]]
+    if any(kind == "Tensor" and isinstance(x, int | float) for kind, x in zip(takes, args, strict=True)):
+        return function.overloadpacket.Scalar, args
+    return function, args
+
+
+def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The graph as it is, without what TorchScript would do to make it faster."""
+    function: Callable[..., tuple[torch.Tensor, ...]] = torch._C._create_function_from_graph("cycle", graph)
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with _as_written():
+            return function(*tensors)
+
+    return call
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    before = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)
+    try:
+        yield
+    finally:
+        torch._C._set_graph_executor_optimize(before)
+
+
+def available() -> bool:
+    """Whether this torch has the parts of TorchScript that are used here."""
+    needed = ("Graph", "_create_function_from_graph", "_set_graph_executor_optimize", "TupleType")
+    return all(hasattr(torch._C, name) for name in needed)
+
+
+class CpuGraphs(GraphRunner):
+    """Runs bodies eagerly until they have been run often, then from recordings.
+
+    Args:
+        record_after: runs of a kind before it is recorded.
+    """
+
+    def __init__(self, record_after: int = RECORD_AFTER) -> None:
+        super().__init__("cycle")
+        self._record_after = record_after
+        self._runs: OrderedDict[Hashable, int] = OrderedDict()
+        self._conditions: dict[Hashable, list[Condition]] = {}
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._refused: set[Hashable] = set()
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """No: there are recordings of what is at hand."""
+        return False
+
+    @property
+    def num_graphs(self) -> int:
+        """Recordings at hand."""
+        return len(self._recordings)
+
+    def run(
+        self,
+        name: str,
+        key: Hashable,
+        body: Callable[[Any], Any],
+        inputs: Any,
+        idle: Callable[[], Any],
+        lengths: Lengths | None = None,
+    ) -> Any:
+        """See :meth:`GraphRunner.run`; ``lengths`` are what choices are made by. ``idle`` is not needed."""
+        assert lengths is not None
+        kind = (name, key, tuple(tensor.shape for tensor in leaves(inputs)))
+        if kind in self._refused:
+            return body(inputs)
+        now = lengths.read()
+        choices = tuple(condition(now) for condition in self._conditions.get(kind, ()))
+        recording = self._recordings.get((kind, choices))
+        if recording is not None:
+            self._recordings.move_to_end((kind, choices))
+            return recording.replay(inputs)
+        self._runs[kind, choices] = self._runs.pop((kind, choices), 0) + 1
+        if len(self._runs) > MAX_COUNTED:
+            self._runs.popitem(last=False)
+        if self._runs[kind, choices] < self._record_after:
+            return body(inputs)
+        return self._record(kind, body, inputs, lengths, now)
+
+    def _record(
+        self, kind: Hashable, body: Callable[[Any], Any], inputs: Any, lengths: Lengths, now: list[int]
+    ) -> Any:
+        try:
+            recording = Recording(body, inputs)
+        except CaptureError as error:
+            self._refuse(kind, error)
+            return body(inputs)
+        try:
+            recording.compile(lengths)
+            known = self._conditions.setdefault(kind, recording.conditions)
+            if [each.offset for each in known] != [each.offset for each in recording.conditions]:
+                raise CaptureError("choices are made in another way each time")
+        except CaptureError as error:
+            self._refuse(kind, error)
+            return recording.outputs
+        self._recordings[kind, tuple(condition(now) for condition in known)] = recording
+        if len(self._recordings) > MAX_RECORDINGS:
+            self._recordings.popitem(last=False)
+        return recording.outputs
+
+    def _refuse(self, kind: Hashable, error: CaptureError) -> None:
+        _log.info("A cycle stays in Python: %s.", error)
+        self._refused.add(kind)

@@ -1,0 +1,265 @@
+"""Recordings of operations: they give the bits of what was recorded, and an engine that replays them says
+what one in Python says, whatever the drafter, the law, the batch and the lengths."""
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.experts import experts, pack_experts
+from eagle_kit.kernels.recording import choose_by
+from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.cpu_graph import CpuGraphs, Recording
+from eagle_kit.serve.graph import CaptureError, Lengths
+from eagle_kit.serve.llm import LLM
+from tests.serve.test_deepseek_heads import KINDS, models, plain
+from tests.serve.test_graph import LAWS, replies
+
+__all__ = ["models", "plain"]  # fixtures
+
+pytestmark = pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
+NO_LENGTHS = Lengths(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+
+def recorded(llm, after=1):
+    llm.engine().runner.graphs = CpuGraphs(after)
+    return llm
+
+
+def check_recorded(graphs):
+    assert graphs.num_graphs > 0 and not graphs._refused
+
+
+def record(body, inputs, lengths=NO_LENGTHS):
+    recording = Recording(body, inputs)
+    recording.compile(lengths)
+    return recording
+
+
+class Bag:
+    """What a body closes over."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(6, 6, generator=generator)
+        self.store = torch.zeros(4, 6)
+
+    def body(self, inputs):
+        x, at = inputs
+        y = torch.nn.functional.linear(x, self.weight).mul_(2)
+        first, second = y.split([2, 4], -1)
+        y = torch.cat((second, first), -1)[:, None].flatten(1) + 1
+        best, places = y.topk(3)
+        self.store[at] = y
+        self.store.index_add_(0, at, y, alpha=0.5)
+        seen = torch.where(y > 0.5, y, float("-inf")).softmax(-1, dtype=torch.float32).nan_to_num_()
+        kinds = torch.arange(3, dtype=torch.int32).to(torch.int64) << 2
+        half = (y.bfloat16() * 1.5).view(-1, 3, 2).transpose(1, 2).any(-1)
+        return best, (places % 4, kinds), seen, half, self.store[None, at], x
+
+
+def test_a_replay_gives_the_bits_of_the_body_and_its_changes():
+    ours, theirs = Bag(), Bag()
+    generator = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        example = torch.randn(2, 6, generator=generator), torch.tensor([1, 3])
+        recording = record(ours.body, example)
+        theirs.body(example)
+        for _ in range(4):
+            x, at = torch.randn(2, 6, generator=generator), torch.randperm(4, generator=generator)[:2]
+            got, wanted = recording.replay((x, at)), theirs.body((x, at))
+            assert torch.equal(ours.store, theirs.store)
+            assert type(got) is tuple and type(got[1]) is tuple and got[5] is not None
+            for mine, other in zip(cpu_graph.leaves(got), cpu_graph.leaves(wanted), strict=True):
+                assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+READS = {
+    "item": lambda x: x * x[0].item(),
+    "tolist": lambda x: x * x.tolist()[0],
+    "bool": lambda x: x if x.sum() > 0 else -x,
+    "index": lambda x: x[: int(x[0])],
+    "nonzero": lambda x: torch.nonzero(x),
+    "mask": lambda x: x[x > 0],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_body_that_looks_at_numbers_is_not_recorded_and_still_right(read):
+    graphs = CpuGraphs(record_after=1)
+    for x in (torch.tensor([2.0, 3.0]), torch.tensor([1.0, -4.0])):
+        got = graphs.run("read", read, READS[read], x, lambda: x, NO_LENGTHS)
+        assert torch.equal(got, READS[read](x))
+    assert graphs.num_graphs == 0 and len(graphs._refused) == 1
+    with pytest.raises(CaptureError, match="reads numbers on the host"):
+        Recording(READS[read], x)
+
+
+def test_a_draw_is_refused_and_what_ran_does_not_run_twice():
+    runs, graphs = [], CpuGraphs(record_after=1)
+
+    def body(x):
+        runs.append(x)
+        return x + torch.rand(2, generator=torch.Generator().manual_seed(3))
+
+    first = graphs.run("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS)
+    assert len(runs) == 1 and graphs.num_graphs == 0
+    assert torch.equal(graphs.run("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS), first)
+
+
+class Choosing:
+    """Reads as many columns as lengths need."""
+
+    def __init__(self):
+        self.slots = torch.tensor([3, 9, 30, 31])
+
+    def body(self, rows):
+        sizes = choose_by(self.slots[rows] + 1, lambda lengths: tuple(-(-n // 8) for n in lengths))
+        return torch.arange(8 * max(sizes)).sum()[None] + rows
+
+
+def test_each_choice_has_its_recording():
+    graphs, choosing = CpuGraphs(record_after=1), Choosing()
+
+    def run(*rows):
+        rows = torch.tensor(rows)
+        lengths = Lengths(choosing.slots, rows)
+        got = graphs.run("choose", 0, choosing.body, rows, lambda: rows, lengths)
+        assert torch.equal(got, choosing.body(rows))
+        return graphs.num_graphs
+
+    assert [run(0), run(0), run(1), run(2), run(3), run(3)] == [1, 1, 2, 3, 3, 3]
+    choosing.slots[0] = 15
+    assert run(0) == 3, "of the size of row 1"
+    choosing.slots[0] = 16
+    assert run(0) == 4
+    assert run(0, 1) == 5, "other shapes"
+
+
+def test_choices_by_anything_else_are_refused():
+    slots = torch.tensor([3, 9])
+    lengths = Lengths(slots, torch.tensor([1]))
+    for by in (lambda rows: rows, lambda rows: slots[rows] * 2, lambda rows: slots[rows + 0]):
+        recording = Recording(lambda rows, by=by: rows * choose_by(by(rows), tuple)[0], lengths.rows)
+        with pytest.raises(CaptureError, match="not by lengths"):
+            recording.compile(lengths)
+
+
+def test_recordings_are_few(monkeypatch):
+    monkeypatch.setattr(cpu_graph, "MAX_RECORDINGS", 3)
+    monkeypatch.setattr(cpu_graph, "MAX_COUNTED", 5)
+    graphs = CpuGraphs(record_after=2)
+    for turn in range(3):
+        for size in range(1, 9):
+            x = torch.ones(size)
+            graphs.run("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)
+            graphs.run("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)
+            assert graphs.num_graphs == min(3, 8 * turn + size) and len(graphs._runs) <= 5
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
+def test_an_engine_that_replays_says_what_one_in_python_says(shape, law):
+    target = tiny_target(vocab_size=64)
+    head, shape = tiny_head(target, 50), SpecShape.parse(shape)
+    options = {"max_batch_size": 4, "max_context": 64}
+    expected = replies(LLM(target, head, **options, graph_mode="off"), shape, **LAWS[law])
+    llm = LLM(target, head, **options)
+    graphs = llm.engine(shape).runner.graphs = CpuGraphs(1)
+    assert replies(llm, shape, **LAWS[law]) == expected
+    if law == "penalised":  # tables of the vocabulary have no graphs
+        assert graphs.num_graphs == 0
+    else:
+        check_recorded(graphs)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+def test_lengths_that_grow_over_columns_change_nothing(tree, drawn):
+    target = tiny_target(vocab_size=64)
+    head = tiny_head(target, 50)
+    options = {"max_context": 400, "tree": tree, "page_size": 16}
+    law = {"temperature": 0.9, "seed": 5} if drawn else {}
+    if tree == "dynamic":
+        options |= {"sampled_drafts": drawn, "shape": "3,1,4" if drawn else "3,2,6"}
+    prompts = [[5] * 40, [6, 7] * 70, [9] * 3]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, **law) for n in (150, 130, 90)]
+    expected = LLM(target, head, graph_mode="off", **options).generate(prompts, params)
+    llm = recorded(LLM(target, head, **options))
+    for _ in range(2):
+        got = llm.generate(prompts, params)
+        assert [a.token_ids for a in got] == [a.token_ids for a in expected]
+    check_recorded(llm.engine().runner.graphs)
+    assert llm.engine().runner.graphs.num_graphs > 3
+
+
+def test_grammars_and_ngrams_are_recorded_in_parts(text_target):
+    options = {"tokenizer": text_target[1], "max_context": 128, "max_batch_size": 2}
+    target = text_target[0]
+    head = tiny_head(target, draft_vocab_size=250)
+    strict = SamplingParams(max_tokens=30, grammar=Grammar("regex", "(ab|cd){6}"))
+    free = SamplingParams(max_tokens=40)
+    for draft, params in (({"draft": head, "shape": "3,1,4"}, strict), ({"algorithm": "NGRAM"}, free)):
+        expected = LLM(target, graph_mode="off", **draft, **options).generate(["Say.", "Go."], params)
+        llm = recorded(LLM(target, **draft, **options))
+        got = llm.generate(["Say.", "Go."], params)
+        assert [a.token_ids for a in got] == [a.token_ids for a in expected]
+        check_recorded(llm.engine().runner.graphs)
+
+
+@pytest.fixture
+def text_target(tmp_path):
+    from tiny_run import make_target
+
+    from eagle_kit.models.loader import load_target
+    from eagle_kit.models.source import load_tokenizer
+
+    folder = make_target(tmp_path / "target")
+    return load_target(folder), load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_mixtures_and_their_heads(models, plain, kind):
+    made = []
+
+    def replay(engine):
+        made.append(CpuGraphs(1))
+        engine.runner.graphs = made[0]
+        engine.use_shape(SpecShape(3, 1, 4))
+
+    requests = models.decode(kind, None, batch=5, record=replay)
+    assert [r.token_ids for r in requests] == plain
+    check_recorded(made[0])
+
+
+def test_packed_experts_go_where_each_token_is_sent():
+    generator = torch.Generator().manual_seed(2)
+    gate_up, down = torch.randn(6, 32, 16, generator=generator), torch.randn(6, 16, 16, generator=generator)
+    packed = pack_experts(gate_up, down)
+    if packed is None:
+        pytest.skip("needs oneDNN")
+
+    def body(inputs):
+        return experts(*inputs, gate_up, down, packed)
+
+    def inputs():
+        ids = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(3)])
+        return torch.randn(3, 16, generator=generator), ids, torch.rand(3, 2, generator=generator)
+
+    with torch.inference_mode():
+        recording = record(body, inputs())
+        for _ in range(3):
+            given = inputs()
+            assert torch.equal(recording.replay(given), body(given))
+
+
+def test_the_default_on_a_cpu_records_what_runs_often():
+    target = tiny_target(vocab_size=64)
+    llm = LLM(target, max_context=128)
+    assert isinstance(llm.engine().runner.graphs, CpuGraphs)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=cpu_graph.RECORD_AFTER - 2, ignore_eos=True))
+    assert llm.engine().runner.graphs.num_graphs == 0
+    llm.generate([[1, 2]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert llm.engine().runner.graphs.num_graphs == 1
+    assert not isinstance(LLM(target, graph_mode="off").engine().runner.graphs, CpuGraphs)
