@@ -135,7 +135,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--graph-mode",
         choices=("cycle", "phases", "off"),
-        help="graphs of whole cycles (default; on a CPU recordings), on a GPU of their parts, or none",
+        help="graphs of whole cycles (default), on a GPU also of their parts, or none",
     )
     engine.add_argument("--disable-cuda-graph", action="store_true", help="the same as --graph-mode off")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
