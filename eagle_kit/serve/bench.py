@@ -96,8 +96,8 @@ def cycle_cost(
 
 
 def decode_rate(llm: LLM, batch: int, prompt_ids: list[int], num_tokens: int = 64) -> float:
-    """Plain decoding by our engine: tokens/s of a batch after its first tokens. An engine that has not decoded
-    as much before records its cycles on the way."""
+    """Plain decoding by our engine: tokens/s of a batch after its first tokens. An engine that is new
+    records its cycles on the way."""
     if llm.max_batch_size != batch:
         llm.max_batch_size, llm._engine = batch, None
     outputs = llm.generate(
