@@ -8,6 +8,7 @@ is made through :func:`choose_by`. What is different each time is one operation 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ VIEWED_TYPES = (
     torch.float16,
     torch.bfloat16,
     torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )
 
 
@@ -36,14 +39,25 @@ library.impl("bits_as", _bits_as, "CPU")
 
 
 class Chosen(NamedTuple):
-    """``choice`` was made by the numbers in ``tensor``, int64 ``[B]``, and was ``found``."""
+    """``choice`` was made by the numbers in ``tensor``, int64 ``[B]``, when ``position`` operations were
+    recorded, and was ``found``."""
 
     tensor: torch.Tensor
     choice: Choice
     found: tuple[int, ...]
+    position: int
 
 
-_listener: ContextVar[list[Chosen] | None] = ContextVar("listener", default=None)
+@dataclass
+class Heard:
+    """What was said within :func:`hearing`: the choices, and what must live as long as the recording."""
+
+    position: Callable[[], int]
+    choices: list[Chosen] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
+
+
+_listener: ContextVar[Heard | None] = ContextVar("listener", default=None)
 
 
 def choose_by(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
@@ -51,21 +65,28 @@ def choose_by(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
 
     Args:
         tensor: int64 ``[B]``; in a recording, lengths of requests, or those and a number.
-        choice: a function of the numbers alone.
+        choice: a function of the numbers alone, the same one at this place of the code each time.
     """
     heard = _listener.get()
     if heard is None:
         return choice(tensor.tolist())
     with torch._C.DisableTorchFunction():  # whoever records refuses other looks at numbers
         found = choice(tensor.tolist())
-    heard.append(Chosen(tensor, choice, found))
+    heard.choices.append(Chosen(tensor, choice, found, heard.position()))
     return found
 
 
+def hold(thing: object) -> None:
+    """An operation knows ``thing`` by a number: it lives as long as the recording."""
+    heard = _listener.get()
+    if heard is not None:
+        heard.held.append(thing)
+
+
 @contextmanager
-def hearing_choices() -> Iterator[list[Chosen]]:
-    """The choices that are made within."""
-    heard: list[Chosen] = []
+def hearing(position: Callable[[], int]) -> Iterator[Heard]:
+    """What is said within; ``position`` tells how many operations have been recorded."""
+    heard = Heard(position)
     token = _listener.set(heard)
     try:
         yield heard

@@ -23,15 +23,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Chosen, hearing_choices
+from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Chosen, hearing
 from eagle_kit.serve.graph import CaptureError, GraphRunner, Lengths, leaves, map_tensors
 
 RECORD_AFTER = 24
 """Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
-MAX_RECORDINGS = 64
+MAX_RECORDINGS = 12
+"""Some tens of megabytes each, for a target of 30 layers."""
 MAX_COUNTED = 1024
-READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
-READING_OPERATIONS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
+READS = (
+    *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__"),
+)
+WRITING = {
+    *("aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::scatter", "aten::scatter_"),
+    *("aten::index_fill", "aten::index_fill_"),
+}
+"""Operations to which True and 1 are the same: the type is that of the tensor."""
+READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""Of operations whose result Python cannot use without knowing numbers."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,15 +61,21 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[_Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = func._schema.name == "aten::index" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if masks or func._schema.name in READING_OPERATIONS:
+        if _reads(func, args):
             raise CaptureError(f"{func} reads numbers on the host")
         with torch._C.DisableTorchFunction():  # an operation may look at what it likes
             result = func(*args, **(kwargs or {}))
         self.operations.append(_Operation(func, args, kwargs or {}, result))
         return result
+
+
+def _reads(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether what comes of an operation has a size that depends on numbers, or is a number."""
+    name = function._schema.name
+    if name == "aten::index":
+        kinds = [index.dtype for index in args[1] if index is not None]
+        return torch.bool in kinds or torch.uint8 in kinds
+    return (name == "aten::where" and len(args) == 1) or bool(READING & set(function.tags))
 
 
 class _NoReads(TorchFunctionMode):
@@ -93,7 +109,9 @@ class Recording:
     """
 
     def __init__(self, body: Callable[[Any], Any], inputs: Any) -> None:
-        with hearing_choices() as self._chosen, _NoReads(), _Recorder() as recorder:
+        inputs = _told_apart(inputs)
+        recorder = _Recorder()
+        with hearing(lambda: len(recorder.operations)) as self._heard, _NoReads(), recorder:
             self.outputs = body(inputs)
         self._inputs, self._operations = list(leaves(inputs)), recorder.operations
         self._outside: list[torch.Tensor] = []
@@ -105,9 +123,10 @@ class Recording:
         Raises:
             CaptureError: something has no place in a list of operations.
         """
-        self.conditions = [self._condition(each, lengths) for each in self._chosen]
+        self.conditions = [self._condition(each, lengths) for each in self._heard.choices]
         self._function = self._graph(self._inputs)
-        self._layout, self._operations, self._inputs, self._chosen = self.outputs, [], [], []
+        self._layout = map_tensors(lambda tensor: tensor.new_empty(0), self.outputs)
+        self._operations, self._inputs, self._heard.choices, self.outputs = [], [], [], None
 
     def replay(self, inputs: Any) -> Any:
         """Run the operations over ``inputs`` of the same shapes -> new outputs."""
@@ -116,9 +135,15 @@ class Recording:
 
     def _condition(self, chosen: Chosen, lengths: Lengths) -> Condition:
         """What the choice was made by: the lengths and a number, which the operations show."""
-        tensor, offset = chosen.tensor, 0
+        tensor, offset, before = chosen.tensor, 0, self._operations[: chosen.position]
+        changed = [tensor for operation in before for tensor in _written(operation)]
+        slots = lengths.slots.untyped_storage().data_ptr()
+        if any(each.untyped_storage().data_ptr() == slots for each in changed):
+            raise CaptureError("a choice is made by lengths after they were changed")
         while True:
-            made = next((op for op in self._operations if op.result is tensor), None)
+            if any(each is tensor for each in changed):
+                raise CaptureError("a choice is made by a number that was changed")
+            made = next((op for op in before if op.result is tensor), None)
             name = "nothing" if made is None else str(made.function)
             if made is not None and name == "aten.index.Tensor":
                 store, rows = made.args[0], made.args[1]
@@ -163,6 +188,8 @@ class Recording:
                 made.output().setType(torch._C.ListType(element))
                 return made.output()
             if name == "NumberType" and isinstance(given, bool):
+                if schema.name not in WRITING:
+                    raise CaptureError(f"{given} is given to {schema.name} as a number")
                 given = int(given)
             try:
                 return graph.insertConstant(float(given) if name == "FloatType" else given)
@@ -172,6 +199,8 @@ class Recording:
         for called, given, kwargs, result in self._operations:
             function, args = _written_as(called, given)
             schema = function._schema
+            if len(args) > len(schema.arguments) or kwargs.keys() - {each.name for each in schema.arguments}:
+                raise CaptureError(f"{called} was taken for {schema}")
             operands = []
             for place, argument in enumerate(schema.arguments):
                 default = kwargs.get(argument.name, argument.default_value)
@@ -182,7 +211,7 @@ class Recording:
                     output.setType(returned.type)
             if made.schema() != str(schema):
                 raise CaptureError(f"{function} was taken for {made.schema()}")
-            results = result if len(schema.returns) > 1 else (result,)
+            results = result if len(schema.returns) > 1 else (result,) * len(schema.returns)
             for output, mine in zip(made.outputs(), results, strict=True):
                 if isinstance(mine, list | tuple):
                     unpacked = node("prim::ListUnpack", [output], len(mine))
@@ -198,6 +227,27 @@ class Recording:
         together.setType(torch._C.TupleType([result.type() for result in results]))
         graph.registerOutput(together)
         return _function_of(graph)
+
+
+def _told_apart(inputs: Any) -> Any:
+    """A tensor that is there twice becomes two: the next inputs may have two."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        known = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.view_as(tensor) if known else tensor
+
+    return map_tensors(own, inputs)
+
+
+def _written(operation: _Operation) -> list[Any]:
+    """The arguments that the operation changes."""
+    arguments = operation.function._schema.arguments
+    given = [*zip(arguments, operation.args, strict=False)]
+    given += [(each, operation.kwargs[each.name]) for each in arguments if each.name in operation.kwargs]
+    values = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+    return [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -281,6 +331,8 @@ class CpuGraphs(GraphRunner):
             return body(inputs)
         now = lengths.read()
         choices = tuple(condition(now) for condition in self._conditions.get(kind, ()))
+        if any(len(set(choice)) > 1 for choice in choices):  # such a batch does not come again soon
+            return body(inputs)
         recording = self._recordings.get((kind, choices))
         if recording is not None:
             self._recordings.move_to_end((kind, choices))
@@ -300,19 +352,23 @@ class CpuGraphs(GraphRunner):
         except CaptureError as error:
             self._refuse(kind, error)
             return body(inputs)
+        outputs = recording.outputs
         try:
             recording.compile(lengths)
             known = self._conditions.setdefault(kind, recording.conditions)
             if [each.offset for each in known] != [each.offset for each in recording.conditions]:
                 raise CaptureError("choices are made in another way each time")
-        except CaptureError as error:
+        except Exception as error:  # the body has run, and TorchScript is free to refuse what it likes
             self._refuse(kind, error)
-            return recording.outputs
-        self._recordings[kind, tuple(condition(now) for condition in known)] = recording
+            return outputs
+        choices = tuple(condition(now) for condition in known)
+        if any(len(set(choice)) > 1 for choice in choices):
+            return outputs
+        self._recordings[kind, choices] = recording
         if len(self._recordings) > MAX_RECORDINGS:
             self._recordings.popitem(last=False)
-        return recording.outputs
+        return outputs
 
-    def _refuse(self, kind: Hashable, error: CaptureError) -> None:
+    def _refuse(self, kind: Hashable, error: Exception) -> None:
         _log.info("A cycle stays in Python: %s.", error)
         self._refused.add(kind)

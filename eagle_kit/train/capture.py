@@ -148,8 +148,8 @@ def _capture_rows(
 
 def _command(options: CaptureOptions) -> str:
     """A command that does what this one does."""
-    door = launch_words(parent_commands(2)) or ["eagle-kit"]
-    return f"{shlex.join(door)} data capture {options.arguments}".rstrip()
+    door = launch_words(parent_commands(2)) or ["eagle-kit", "data"]
+    return f"{shlex.join(door)} capture {options.arguments}".rstrip()
 
 
 def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, process: "PartialState") -> int:

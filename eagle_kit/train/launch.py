@@ -63,6 +63,8 @@ FIXED_SETTINGS = {
     },
 }
 """Of a launch with this variable: variable -> setting of the launcher, values that we follow, remedy."""
+PROGRAMS = {"train": 0, "eagle_kit.train": 0, "eagle_kit": 1, "eagle_kit.cli": 1}
+"""Ours that accelerate starts, and how many of their words name what they do."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -194,19 +196,26 @@ def parent_commands(generations: int) -> list[list[str]]:
 
 
 def launch_words(commands: Sequence[Sequence[str]]) -> list[str] | None:
-    """``accelerate launch`` with its options and the program, but not the program's arguments.
+    """``accelerate launch`` with its options and the program, but not the program's arguments; None when it
+    was not the launcher that started a program of ours.
 
     Args:
-        commands: command lines of which one may be that of the launcher; None when none is.
+        commands: command lines of which one may be that of the launcher.
     """
     for command in commands:
         arguments = _launch_arguments(command)
         if arguments is not None:
             from accelerate.commands.launch import launch_command_parser
 
-            args, _ = launch_command_parser().parse_known_args(arguments)
+            try:
+                args, _ = launch_command_parser().parse_known_args(arguments)
+            except SystemExit:  # words that look like the launcher's are another program's
+                return None
+            kept = PROGRAMS.get(args.training_script)
+            if kept is None:
+                return None
             options = arguments[: len(arguments) - len(args.training_script_args)]
-            return ["accelerate", "launch", *options]
+            return ["accelerate", "launch", *options, *args.training_script_args[:kept]]
     return None
 
 

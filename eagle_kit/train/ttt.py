@@ -374,7 +374,7 @@ def _loss(
             leading[step] += alive.sum().double().cpu()
             losses[step] += row_losses.sum().double().cpu()
             learned[step] += sizes[step]
-    if weight_grad is not None and learned[0] > 0:
+    if weight_grad is not None and total.requires_grad:
         total = total + carried(weight, weight_grad)
     return total, losses, matches, leading, learned
 

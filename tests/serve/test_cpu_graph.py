@@ -1,20 +1,28 @@
 """Recordings of operations: they give the bits of what was recorded, and an engine that replays them says
 what one in Python says, whatever the drafter, the law, the batch and the lengths."""
 
+import gc
+
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
+from tiny_mixtures import randomised
+from tiny_run import make_target
 
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.experts import experts, pack_experts
 from eagle_kit.kernels.recording import choose_by
+from eagle_kit.models.loader import load_target
+from eagle_kit.models.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.cpu_graph import CpuGraphs, Recording
 from eagle_kit.serve.graph import CaptureError, Lengths
 from eagle_kit.serve.llm import LLM
 from tests.serve.test_deepseek_heads import KINDS, models, plain
 from tests.serve.test_graph import LAWS, replies
+from tests.serve.test_moe_engine import TARGETS
 
 __all__ = ["models", "plain"]  # fixtures
 
@@ -82,6 +90,10 @@ READS = {
     "index": lambda x: x[: int(x[0])],
     "nonzero": lambda x: torch.nonzero(x),
     "mask": lambda x: x[x > 0],
+    "uint8 mask": lambda x: x[torch.tensor([1, 0], dtype=torch.uint8)],
+    "places": lambda x: torch.where(x > 2)[0],
+    "unique": lambda x: torch.unique(x),
+    "array": lambda x: x * float(np.asarray(x)[0]),
 }
 
 
@@ -94,6 +106,36 @@ def test_a_body_that_looks_at_numbers_is_not_recorded_and_still_right(read):
     assert graphs.num_graphs == 0 and len(graphs._refused) == 1
     with pytest.raises(CaptureError, match="reads numbers on the host"):
         Recording(READS[read], x)
+
+
+REFUSED = {
+    "a rounded quotient": lambda x: torch.div(x, 2, rounding_mode="floor"),
+    "a bool for a number": lambda x: torch.full((2,), True) & (x > 2),
+    "a bool among numbers": lambda x: torch.where(x > 2, True, False),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_written_down_stays_right(name):
+    graphs = CpuGraphs(record_after=1)
+    with torch.inference_mode():
+        for x in (torch.tensor([5.0, 7.0]), torch.tensor([1.0, 3.0])):
+            wanted = REFUSED[name](x)
+            got = graphs.run("refused", name, REFUSED[name], x, lambda: None, NO_LENGTHS)
+            assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    assert graphs.num_graphs == 0
+
+
+def test_operations_without_a_result_and_tensors_that_come_twice():
+    def body(pair):
+        x = pair[0] + pair[1]
+        torch._foreach_add_([x], 1)
+        return x
+
+    with torch.inference_mode():
+        x = torch.ones(2)
+        recording = record(body, (x, x))
+        assert recording.replay((x, 3 * x)).tolist() == [5.0, 5.0]
 
 
 def test_a_draw_is_refused_and_what_ran_does_not_run_twice():
@@ -134,15 +176,22 @@ def test_each_choice_has_its_recording():
     assert run(0) == 3, "of the size of row 1"
     choosing.slots[0] = 16
     assert run(0) == 4
-    assert run(0, 1) == 5, "other shapes"
+    assert run(0, 0) == 5, "other shapes"
+    assert run(0, 1) == 5, "requests that need different columns"
 
 
 def test_choices_by_anything_else_are_refused():
     slots = torch.tensor([3, 9])
     lengths = Lengths(slots, torch.tensor([1]))
-    for by in (lambda rows: rows, lambda rows: slots[rows] * 2, lambda rows: slots[rows + 0]):
+
+    def changed(rows):
+        slots[rows] = slots[rows] + 1
+        return slots[rows]
+
+    others = (lambda rows: rows, lambda rows: slots[rows] * 2, lambda rows: slots[rows + 0])
+    for by in (*others, lambda rows: slots[rows].add_(5), lambda rows: slots[rows].add_(5) + 1, changed):
         recording = Recording(lambda rows, by=by: rows * choose_by(by(rows), tuple)[0], lengths.rows)
-        with pytest.raises(CaptureError, match="not by lengths"):
+        with pytest.raises(CaptureError, match="not by lengths|changed"):
             recording.compile(lengths)
 
 
@@ -179,7 +228,7 @@ def test_an_engine_that_replays_says_what_one_in_python_says(shape, law):
 def test_lengths_that_grow_over_columns_change_nothing(tree, drawn):
     target = tiny_target(vocab_size=64)
     head = tiny_head(target, 50)
-    options = {"max_context": 400, "tree": tree, "page_size": 16}
+    options = {"max_context": 400, "tree": tree, "page_size": 16, "max_batch_size": 1}
     law = {"temperature": 0.9, "seed": 5} if drawn else {}
     if tree == "dynamic":
         options |= {"sampled_drafts": drawn, "shape": "3,1,4" if drawn else "3,2,6"}
@@ -210,11 +259,6 @@ def test_grammars_and_ngrams_are_recorded_in_parts(text_target):
 
 @pytest.fixture
 def text_target(tmp_path):
-    from tiny_run import make_target
-
-    from eagle_kit.models.loader import load_target
-    from eagle_kit.models.source import load_tokenizer
-
     folder = make_target(tmp_path / "target")
     return load_target(folder), load_tokenizer(folder)
 
@@ -252,6 +296,28 @@ def test_packed_experts_go_where_each_token_is_sent():
         for _ in range(3):
             given = inputs()
             assert torch.equal(recording.replay(given), body(given))
+
+
+def test_a_recording_outlives_what_packed_its_experts(tmp_path):
+    randomised(TARGETS["mixtral"]).save_pretrained(tmp_path)
+    target = load_target(tmp_path)
+    first = recorded(LLM(target, max_context=128))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = first.generate([[1, 2, 3]], params)[0].token_ids
+    check_recorded(first.engine().runner.graphs)
+    assert LLM(target, max_context=128).generate([[1, 2, 3]], params)[0].token_ids == expected
+    gc.collect()
+    assert first.generate([[1, 2, 3]], params)[0].token_ids == expected
+
+
+def test_a_pool_of_fp8_is_recorded():
+    target = tiny_target(vocab_size=64)
+    options = {"max_context": 128, "kv_dtype": "fp8_e4m3"}
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = LLM(target, graph_mode="off", **options).generate([[1, 2, 3]], params)
+    llm = recorded(LLM(target, **options))
+    assert llm.generate([[1, 2, 3]], params)[0].token_ids == expected[0].token_ids
+    check_recorded(llm.engine().runner.graphs)
 
 
 def test_the_default_on_a_cpu_records_what_runs_often():

@@ -124,6 +124,10 @@ def test_a_command_to_go_on_with_has_the_launcher_s_options() -> None:
     assert launch_words(commands) == sharded
     assert launch_words([COMMAND]) == ["accelerate", *COMMAND[2:-1]]
     assert launch_words(commands[:1]) is None
+    named = ["accelerate", "launch", "--cpu", "-m", "eagle_kit.cli"]
+    assert launch_words([[*named, "train", "c.yaml"]]) == [*named, "train"]
+    for others in (["pipeline.py", "c.yaml"], []):
+        assert launch_words([["accelerate", "launch", *others]]) is None
 
 
 @pytest.mark.parametrize(

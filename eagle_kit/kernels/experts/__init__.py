@@ -16,7 +16,7 @@ import torch
 
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
-from eagle_kit.kernels.recording import is_recording, library
+from eagle_kit.kernels.recording import hold, is_recording, library
 
 __all__ = ["PackedExperts", "experts", "pack_experts"]
 
@@ -38,13 +38,18 @@ class PackedExperts:
         _packed[self.number] = self
 
 
-def _by_packed_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    packed = _packed[number]
+def _by_number(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    return _by_packed_expert(x, ids, weights, _packed[number])
+
+
+def _by_packed_expert(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts
+) -> torch.Tensor:
     return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=onednn.packed_matmul)
 
 
 library.define("by_packed_expert(Tensor x, Tensor ids, Tensor weights, int number) -> Tensor")
-library.impl("by_packed_expert", _by_packed_expert, "CPU")
+library.impl("by_packed_expert", _by_number, "CPU")
 library.define("by_expert(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor")
 library.impl("by_expert", reference.by_expert, "CPU")
 
@@ -81,8 +86,9 @@ def experts(
     """
     if packed is not None and takes_packed(x):
         if is_recording():  # of the operation, not of who goes where this time
+            hold(packed)
             return torch.ops.eagle_kit.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
-        return _by_packed_expert(x, ids, weights, packed.number)
+        return _by_packed_expert(x, ids, weights, packed)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
         if is_recording():
             return torch.ops.eagle_kit.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.soft_cross_entropy import reference
 from eagle_kit.kernels.soft_cross_entropy.reference import (
     CHUNK_ROWS,
@@ -58,4 +58,5 @@ def linear_soft_cross_entropy(
         grown = weight.new_empty(0) if dw is None else dw
         return triton.linear_soft_cross_entropy_(h, weight, *teacher, grown, dtype, chunk)
 
-    return SoftCrossEntropy(*FusedRows.apply(h, weight, weights, rows, weight_grad))
+    is_trained = is_differentiated(weight)
+    return SoftCrossEntropy(*FusedRows.apply(h, weight, weights, rows, weight_grad, is_trained))

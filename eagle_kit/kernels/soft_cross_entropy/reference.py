@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from eagle_kit.kernels.backend import is_differentiated
 from eagle_kit.kernels.linear import linear
 
 CHUNK_ROWS = 128
@@ -59,7 +61,9 @@ Rows = Callable[
 
 class FusedRows(torch.autograd.Function):
     """The weighted sum of the losses of rows, whose gradients are known when they are: ``(h, weight,
-    row_weights, rows, weight_grad) -> (loss, row_losses, best)``, see :func:`linear_soft_cross_entropy`."""
+    row_weights, rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see
+    :func:`linear_soft_cross_entropy`. The forward adds to ``weight_grad``, so it must not be run again to
+    save memory."""
 
     @staticmethod
     def forward(
@@ -69,8 +73,8 @@ class FusedRows(torch.autograd.Function):
         row_weights: torch.Tensor,
         rows: Rows,
         weight_grad: torch.Tensor | None,
+        is_trained: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        is_trained = ctx.needs_input_grad[1]
         mine = [torch.zeros_like(weight)] if is_trained and weight_grad is None else []
         row_losses, best, dh = rows(h, weight, mine[0] if mine else weight_grad if is_trained else None)
         ctx.save_for_backward(dh, *mine)
@@ -78,9 +82,10 @@ class FusedRows(torch.autograd.Function):
         return (row_losses * row_weights).sum(), row_losses, best
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, *mine = ctx.saved_tensors
-        return dh * grads[0], mine[0] * grads[0] if mine else None, None, None, None
+        return dh * grads[0], mine[0] * grads[0] if mine else None, None, None, None, None
 
 
 class _Carried(torch.autograd.Function):
@@ -90,6 +95,7 @@ class _Carried(torch.autograd.Function):
         return torch.zeros((), dtype=torch.float32, device=weight.device)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.saved_tensors[0] * grads[0], None
 
@@ -179,4 +185,5 @@ def linear_soft_cross_entropy(
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return fused_rows(h, weight, dw, probs, index, row_weights, chunk_rows, group_rows, row_loss, mass)
 
-    return SoftCrossEntropy(*FusedRows.apply(h, weight, row_weights, rows, weight_grad))
+    is_trained = is_differentiated(weight)
+    return SoftCrossEntropy(*FusedRows.apply(h, weight, row_weights, rows, weight_grad, is_trained))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import is_differentiated
@@ -30,6 +31,7 @@ class _SwiGLU(torch.autograd.Function):
         return _forward(gate_up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
