@@ -164,11 +164,11 @@ def format_decoding(result: dict[str, Any]) -> str:
     lines = [f"fp32 matmul ceiling, {result['threads']} threads: "]
     lines[0] += ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in result["matmul_gflops"].items())
     windows = result["window_ms"]
-    lines.append("target window at batch 1, ms (times a window of 1):")
+    lines.append("target window at batch 1, without recordings, ms (times a window of 1):")
     lines.append("  " + "  ".join(f"N={n}: {ms:.1f} ({ms / windows[1]:.2f}x)" for n, ms in windows.items()))
     for text, ms in result["cycle_ms"].items():
         nodes = SpecShape.parse(text).tokens
-        lines.append(f"cycle {text}: {ms:.1f} ms = {ms / windows[nodes]:.2f}x its target window")
+        lines.append(f"cycle {text}, the same way: {ms:.1f} ms = {ms / windows[nodes]:.2f}x its target window")
     for batch, rates in result["tokens_per_s"].items():
         line = f"plain decoding, batch {batch}: {rates['eagle_kit']:.1f} tokens/s"
         if rates["transformers"]:
