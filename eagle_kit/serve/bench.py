@@ -168,7 +168,7 @@ def format_decoding(result: dict[str, Any]) -> str:
     lines.append("  " + "  ".join(f"N={n}: {ms:.1f} ({ms / windows[1]:.2f}x)" for n, ms in windows.items()))
     for text, ms in result["cycle_ms"].items():
         nodes = SpecShape.parse(text).tokens
-        lines.append(f"cycle {text}, the same way: {ms:.1f} ms = {ms / windows[nodes]:.2f}x its target window")
+        lines.append(f"cycle {text} likewise: {ms:.1f} ms = {ms / windows[nodes]:.2f}x its target window")
     for batch, rates in result["tokens_per_s"].items():
         line = f"plain decoding, batch {batch}: {rates['eagle_kit']:.1f} tokens/s"
         if rates["transformers"]:
