@@ -95,8 +95,8 @@ def test_a_row_is_read_once_a_window(nodes, heads):
     q = torch.randn(3, nodes, heads, 48)
     with ReadRows(rows) as read:
         mla_window_attention(q, rows, plan, 0.1, latent_dim=32)
-    assert read.count == 3 * plan.num_columns
-    columns, _ = plan.layout
+    (group,) = plan.by_length
+    assert read.count == group.rows.numel() <= 3 * 192
     for b in range(3):
-        used = columns[b][columns[b] != plan.dummy_row]
+        used = group.rows[b][group.rows[b] != plan.dummy_row]
         assert len(used) == len(used.unique()) == prefix[b] + nodes
