@@ -15,7 +15,7 @@ import torch
 
 Choice = Callable[[list[int]], tuple[int, ...]]
 
-library = torch.library.Library("eagle_kit", "FRAGMENT")
+library = torch.library.Library("eagle_kit_cpu", "FRAGMENT")
 """For operations that are Python inside; kept alive here."""
 VIEWED_TYPES = (
     torch.uint8,

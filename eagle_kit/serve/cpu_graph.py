@@ -256,7 +256,7 @@ def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     if str(function) == "aten.view.dtype":
         if args[1] not in VIEWED_TYPES:
             raise CaptureError(f"a view as {args[1]}")
-        return torch.ops.eagle_kit.bits_as.default, (args[0], VIEWED_TYPES.index(args[1]))
+        return torch.ops.eagle_kit_cpu.bits_as.default, (args[0], VIEWED_TYPES.index(args[1]))
     takes = [str(argument.type) for argument in function._schema.arguments[: len(args)]]
     if any(kind == "Tensor" and isinstance(x, int | float) for kind, x in zip(takes, args, strict=True)):
         return function.overloadpacket.Scalar, args

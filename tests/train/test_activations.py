@@ -98,7 +98,12 @@ def test_saved_tensors_are_those_of_the_formula(kind: str, numerics: str) -> Non
     half, triton = "bf16" in numerics, "Triton" in numerics
     if triton and (torch.cuda.is_available() or not triton_available()):
         pytest.skip("needs Triton's interpreter")
-    tokens, steps = (29, 2) if triton else (203, 3)
+    if triton:
+        from eagle_kit.kernels.interpreter import repair
+
+        repair()  # else gates see what the interpreter makes of bf16, and send tokens elsewhere
+    # Of few tokens many are alone with their expert, and on a CPU such a row is doubled.
+    tokens, steps = (101, 2) if triton else (203, 3)
     row = Row(make_head(kind), tokens, steps, torch.bfloat16 if half else torch.float32)
     with use("triton") if triton else nullcontext():
         saved = row.saved()

@@ -87,11 +87,11 @@ def experts(
     if packed is not None and takes_packed(x):
         if is_recording():  # of the operation, not of who goes where this time
             hold(packed)
-            return torch.ops.eagle_kit.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
+            return torch.ops.eagle_kit_cpu.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
         return _by_packed_expert(x, ids, weights, packed)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
         if is_recording():
-            return torch.ops.eagle_kit.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
+            return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
         return reference.by_expert(x, ids, weights, gate_up, down)
     if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)
