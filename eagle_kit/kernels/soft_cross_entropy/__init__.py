@@ -30,7 +30,7 @@ def linear_soft_cross_entropy(
     """See :func:`eagle_kit.kernels.soft_cross_entropy.reference.linear_soft_cross_entropy`.
 
     Args:
-        group_rows: 896 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
+        group_rows: 640 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
             well, since no cache holds those. ``chunk_rows`` is the reference's alone.
     """
     if not uses_triton(h, backend):

@@ -22,7 +22,7 @@ from eagle_kit.kernels.linear import linear
 
 CHUNK_ROWS = 128
 """Rows whose logits are worked on while they are in cache."""
-GROUP_ROWS = 896
+GROUP_ROWS = 640
 """Rows that share one weight-gradient matmul."""
 
 
