@@ -6,7 +6,7 @@ columns.
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan
+from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
 
 
 def mla_window_attention(
@@ -31,14 +31,11 @@ def mla_window_attention_by_length(
     latent_dim: int = 512,
 ) -> torch.Tensor:
     """The same for a CPU, where the host may look at lengths: requests of like length together."""
-    groups = plan.by_length
-    if groups[0].requests is None:
-        return attend_to(q, rows, groups[0].rows, groups[0].mask, scale, kv_scale, latent_dim)
-    out = q.new_empty((*q.shape[:3], latent_dim))
-    for requests, columns, mask in groups:
-        assert requests is not None
-        out[requests] = attend_to(q[requests], rows, columns, mask, scale, kv_scale, latent_dim)
-    return out
+
+    def attend(q: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend_to(q, rows, columns, mask, scale, kv_scale, latent_dim)
+
+    return attend_by_length(plan, q, latent_dim, attend)
 
 
 def attend_to(

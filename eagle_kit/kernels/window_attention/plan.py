@@ -3,6 +3,7 @@
 Legend: B requests, N query nodes, M window keys, C columns, P pages a request.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -93,6 +94,23 @@ class WindowPlan:
             requests = torch.tensor(members)
             found.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
         return found
+
+
+def attend_by_length(
+    plan: WindowPlan,
+    q: torch.Tensor,
+    size: int,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """``attend(q, rows, mask)`` for each of ``plan.by_length``: ``q [B, N, H, D]`` -> ``[B, N, H, size]``."""
+    groups = plan.by_length
+    if groups[0].requests is None:
+        return attend(q, groups[0].rows, groups[0].mask)
+    out = q.new_empty((*q.shape[:-1], size))
+    for requests, rows, mask in groups:
+        assert requests is not None
+        out[requests] = attend(q[requests], rows, mask)
+    return out
 
 
 def _bucket(count: int) -> int:

@@ -6,7 +6,7 @@ size, R rows of the store (head-major, so that a gathered store is a batch of ma
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan
+from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
 
 
 def window_attention(
@@ -42,14 +42,11 @@ def window_attention_by_length(
     v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The same for a CPU, where the host may look at lengths: requests of like length together."""
-    groups = plan.by_length
-    if groups[0].requests is None:
-        return attend_to(q, k_rows, v_rows, groups[0].rows, groups[0].mask, scale * k_scale, v_scale)
-    out = torch.empty_like(q)
-    for requests, rows, mask in groups:
-        assert requests is not None
-        out[requests] = attend_to(q[requests], k_rows, v_rows, rows, mask, scale * k_scale, v_scale)
-    return out
+
+    def attend(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend_to(q, k_rows, v_rows, rows, mask, scale * k_scale, v_scale)
+
+    return attend_by_length(plan, q, q.shape[-1], attend)
 
 
 def attend_to(
