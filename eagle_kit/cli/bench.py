@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from eagle_kit.serve.load.workload import Prompt
     from eagle_kit.train.bench_ratios import RatioOptions
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import; its profiler chatters without
+
 PARTS = ("decode", "train")
 ENGINE_DEFAULTS = {"target": DEFAULT_TARGET, "draft": None, "no_compare": False}
 TASKS = ("human_eval", "ours")
