@@ -1,10 +1,9 @@
-"""`eagle-kit study FILE`: train every arm with every seed, then measure all heads in one evaluation."""
+"""`eagle-kit study FILE`: make its data, train every arm with every seed, measure all heads together."""
 
 import argparse
 import json
+import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,11 +11,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.cli.jobs import Job, run_jobs
 from eagle_kit.config.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
 
-POLL_S = 0.5
+
+@dataclass(frozen=True)
+class Preparation:
+    """A file that the runs read, and the command that makes it.
+
+    Attributes:
+        path: of the file.
+        command: of ours, without ``--out PATH``.
+        out: folder of the study.
+    """
+
+    path: Path
+    command: str
+    out: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path)
+
+    @property
+    def log(self) -> Path:
+        """What the command says."""
+        return self.out / "logs" / f"{self.path.name}.log"
+
+    @property
+    def begun(self) -> Path:
+        """A mark that is there while the command has not ended well."""
+        return self.out / "logs" / f"{self.path.name}.begun"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the file is there and whole: made here to the end, or brought along."""
+        return self.path.is_file() and not self.begun.exists()
+
+    def words(self) -> list[str]:
+        """The command, which goes on where it was broken off."""
+        self.begun.parent.mkdir(parents=True, exist_ok=True)
+        self.begun.touch()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return [sys.executable, "-m", "eagle_kit.cli", *shlex.split(self.command), "--out", str(self.path)]
+
+    def finish(self) -> None:
+        """Take the mark away."""
+        self.begun.unlink()
 
 
 @dataclass(frozen=True)
@@ -48,6 +92,24 @@ class StudyRun:
         """What it says."""
         return self.head.parent.parent / "logs" / f"{self.folder.name}.log"
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it was trained to the end."""
+        return (self.head / "config.json").is_file()
+
+    def words(self) -> list[str]:
+        """The command, which goes on behind the last save."""
+        resumes = ["--resume"] if any(self.folder.glob("step-*")) else []
+        if not resumes:  # broken off before its first save
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return [sys.executable, "-m", "eagle_kit.train", str(self.config), *self.overrides, *resumes]
+
+    def finish(self) -> None:
+        """Export the head."""
+        from eagle_kit.checkpoints.export import export_draft
+
+        export_draft(self.folder, self.head)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``study``."""
@@ -58,7 +120,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train what is not trained yet, export, measure, compare; exit code 130 when it was stopped."""
+    """Prepare and train what is not there yet, measure, compare; exit code 130 when it was stopped."""
     from eagle_kit.config.load import load_config
     from eagle_kit.train.__main__ import parse_duration
 
@@ -69,12 +131,19 @@ def run(args: argparse.Namespace) -> int:
     runs = plan(study, Path(args.config).parent)
     check(runs)
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {study.output_dir}", flush=True)
+    out = Path(study.output_dir)
+    data = [Preparation(Path(path), command, out) for path, command in study.prepare.items()]
     if args.dry_run:
+        for file in data:
+            print(f"{file.path}: {'there' if file.is_done else f'eagle-kit {file.command}'}")
         for one in runs:
             print(f"{one.name}: {one.config} {' '.join(one.overrides)}")
         return 0
-    if not _train(runs, args.jobs, None if seconds is None else time.monotonic() + seconds):
-        return 130
+    deadline = None if seconds is None else time.monotonic() + seconds
+    for what, jobs in (("prepare", data), ("train", runs)):
+        missing: list[Job] = [job for job in jobs if not job.is_done]
+        if missing and not run_jobs(missing, args.jobs, deadline, what, len(jobs) - len(missing)):
+            return 130
     return _measure(study, runs)
 
 
@@ -115,83 +184,6 @@ def check(runs: Sequence[StudyRun]) -> None:
     for one, config in zip(runs, configs, strict=True):
         if any(one.folder.glob("step-*")):
             RunFolder(one.folder).check_resumable(config)
-
-
-def _train(runs: Sequence[StudyRun], jobs: int, deadline: float | None) -> bool:
-    """Train and export, ``jobs`` at a time; False when it was stopped, every run having saved."""
-    from tqdm import tqdm
-
-    waiting = [one for one in runs if not (one.head / "config.json").is_file()]
-    running: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]] = {}
-    stopped = False
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs must not outlive this
-    with tqdm(total=len(runs), initial=len(runs) - len(waiting), unit="run", desc="train") as bar:
-        try:
-            while waiting or running:
-                late = deadline is not None and time.monotonic() >= deadline
-                if late and not stopped:
-                    stopped = True
-                    _interrupt(running)
-                while waiting and len(running) < jobs and not stopped:
-                    one = waiting.pop(0)
-                    bar.set_postfix_str(one.name)
-                    running[one.name] = (one, _start(one))
-                for name, (one, process) in list(running.items()):
-                    if (code := process.poll()) is None:
-                        continue
-                    del running[name]
-                    if code == 0:
-                        _export(one)
-                        bar.update()
-                    elif code == 130 or stopped:  # before its first step a run knows no good end
-                        stopped = True
-                    else:
-                        raise UserError(
-                            f"The run {name} failed: {_last_words(one.log)}",
-                            f"Read {one.log}, correct it, and give the command again.",
-                        )
-                if stopped and not running:
-                    break
-                time.sleep(POLL_S)
-        except BaseException:
-            _interrupt(running)
-            for _, process in running.values():
-                process.wait()
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    if stopped:
-        print("Stopped; every run has saved. Give the command again to go on.")
-    return not stopped
-
-
-def _start(one: StudyRun) -> subprocess.Popen[bytes]:
-    """The run in a process of its own, which Ctrl-C reaches through us only."""
-    one.log.parent.mkdir(parents=True, exist_ok=True)
-    resumes = ["--resume"] if any(one.folder.glob("step-*")) else []
-    if not resumes:  # broken off before its first save
-        shutil.rmtree(one.folder, ignore_errors=True)
-    command = [sys.executable, "-m", "eagle_kit.train", str(one.config), *one.overrides, *resumes]
-    with one.log.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def _last_words(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("error")] or lines[-1:] or ["it said nothing"]
-    return said[-1].removeprefix("error: ")
-
-
-def _interrupt(running: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]]) -> None:
-    for _, process in running.values():
-        if process.poll() is None:
-            process.terminate()  # a run saves first; in the background SIGINT may be ignored
-
-
-def _export(one: StudyRun) -> None:
-    from eagle_kit.checkpoints.export import export_draft
-
-    export_draft(one.folder, one.head)
 
 
 def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:

@@ -48,6 +48,8 @@ class StudyConfig(_Section):
 
     Attributes:
         base: training config, relative to the study's file.
+        prepare: files that the runs read, and the command of ours that makes each one, without ``--out``. It
+            runs when the file is not there, and goes on when it was broken off.
         output_dir: a folder with one run per arm and seed, the exported heads, and the results.
         seeds: every arm is trained with each.
         common: settings of all arms: the data, and what makes the tokens equal.
@@ -56,6 +58,7 @@ class StudyConfig(_Section):
     """
 
     base: str
+    prepare: dict[str, str] = {}
     output_dir: str
     seeds: tuple[int, ...] = (0,)
     common: dict[str, Any] = {}

@@ -107,3 +107,49 @@ def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2
     assert "training.learning_rate (1e-05 -> 0.0001)" in capsys.readouterr().err
+
+
+@pytest.fixture
+def prepared(study, tmp_path):
+    """The same study, one run of it, on replies that a command has to make first."""
+    raw = yaml.safe_load(study.read_text())
+    replies = tmp_path / "made" / "replies.jsonl"
+    command = (
+        f"data regenerate --source {tmp_path / 'chats.jsonl'} --target {tmp_path / 'target'} --max-tokens 24"
+    )
+    raw |= {"seeds": [0], "arms": {"first": {}}, "prepare": {str(replies): command}}
+    raw["common"] |= {"data.source": str(replies), "data.eval_conversations": 2, "training.max_steps": 1}
+    study.write_text(yaml.safe_dump(raw))
+    return study, replies
+
+
+def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
+    study, replies = prepared
+    assert main(["study", str(study), "--dry-run"]) == 0
+    assert f"{replies}: eagle-kit data regenerate" in capsys.readouterr().out and not replies.exists()
+    assert main(["study", str(study)]) == 0
+    run = yaml.safe_load((tmp_path / "out" / "runs" / "first-s0" / "run.yaml").read_text())
+    assert run["config"]["data"]["source"] == str(replies)
+    whole = replies.read_text()
+    assert len(whole.splitlines()) > 10
+
+    cut = "".join(whole.splitlines(keepends=True)[:7])
+    replies.write_text(cut)
+    assert main(["study", str(study)]) == 0
+    assert replies.read_text() == cut  # a file that is there, brought along perhaps, is taken as it is
+    command = yaml.safe_load(study.read_text())["prepare"][str(replies)]
+    preparation = study_command.Preparation(replies, command, tmp_path / "out")
+    preparation.begun.touch()
+    assert main(["study", str(study)]) == 0
+    assert replies.read_text() == whole and preparation.is_done
+
+
+def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
+    study, replies = prepared
+    raw = yaml.safe_load(study.read_text())
+    raw["prepare"] = {str(replies): f"data regenerate --source nowhere.jsonl --target {tmp_path / 'target'}"}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 2
+    said = capsys.readouterr().err
+    assert str(replies) in said and "nowhere.jsonl" in said
+    assert not (tmp_path / "out" / "runs").exists()
