@@ -181,6 +181,24 @@ def test_a_json_reply_carries_tokens_and_acceptance():
     assert (record["accept_length"], record["acceptance_per_position"]) == (2.0, [0.5, 0.5])
 
 
+@pytest.mark.parametrize("ending", ["DONE", "TIME", "SIGNAL"])
+def test_the_demo_goes_on_when_its_time_is_over_and_stops_when_it_is_told_to(tmp_path, monkeypatch, ending):
+    from eagle_kit.cli import demo
+    from eagle_kit.train import loop
+
+    trained = []
+    monkeypatch.setattr(demo, "num_steps", lambda minutes: 7)
+    monkeypatch.setattr(loop, "train", lambda *given: trained.append(given) or loop.Ending[ending])
+    args = app.parse(["demo", "--minutes", "2", "--out", str(tmp_path / "demo")])
+    if ending == "SIGNAL":
+        with pytest.raises(SystemExit, match="130"):
+            demo._train(args)
+    else:
+        demo._train(args)
+    ((config, options),) = trained
+    assert (config.training.max_steps, options.stop_after_s) == (7, 120)
+
+
 def test_the_demo_ends_with_a_line_for_machines():
     row = {"draft": "shipped", "shape": "5,4,16", "task": "human_eval", "category": "all"}
     summary = {

@@ -1,6 +1,7 @@
 """`eagle-kit demo`: train a head for a few minutes, export it, measure it beside the shipped one."""
 
 import argparse
+import shlex
 import shutil
 import sys
 import time
@@ -66,8 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
-    """Train from nothing. An earlier demo's folder is removed, any other one is refused."""
-    from eagle_kit.train.__main__ import main as train
+    """Train from nothing until the schedule or the time ends. An earlier demo's folder is removed, any other
+    one is refused."""
+    from eagle_kit.config import load_config
+    from eagle_kit.config.train import TrainConfig
+    from eagle_kit.train.loop import Ending, RunOptions, train
 
     if (args.out / MARKER).is_file():
         shutil.rmtree(args.out)
@@ -84,12 +88,17 @@ def _train(args: argparse.Namespace) -> None:
         "training.save_every": steps,
         "judge.every": 0,
     }
-    arguments = [str(args.config), "--stop-after", f"{60 * args.minutes:.0f}s"]
-    code = train([*arguments, *(f"{key}={value}" for key, value in overrides.items())])
-    if (args.out / "run.yaml").is_file():
-        (args.out / MARKER).touch()
-    if code:
-        raise SystemExit(code)
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    config = load_config(TrainConfig, args.config, words)
+    seconds = 60 * args.minutes
+    arguments = shlex.join([str(args.config), "--stop-after", f"{seconds:.0f}s", *words])
+    try:
+        ending = train(config, RunOptions(stop_after_s=seconds, arguments=arguments))
+    finally:
+        if (args.out / "run.yaml").is_file():
+            (args.out / MARKER).touch()
+    if ending is Ending.SIGNAL:
+        raise SystemExit(ending.exit_code)
 
 
 def num_steps(minutes: float) -> int:

@@ -11,7 +11,13 @@ from eagle_kit.config.command_line import add_config, print_error
 from eagle_kit.config.load import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.launch import check_launcher, cpu_processes_to_start, parent_command, start_cpu_processes
+from eagle_kit.train.launch import (
+    check_launcher,
+    cpu_processes_to_start,
+    is_main,
+    parent_command,
+    start_cpu_processes,
+)
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
@@ -19,7 +25,8 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 interrupted and saved."""
+    """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 when it was saved on the
+    way: by a signal, or because ``--stop-after`` is over."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_intermixed_args(argv)
     try:
@@ -51,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments=shlex.join(argv),
     )
     try:
-        return train(config, options)
+        ending = train(config, options)
+        # Of several processes only the main one says 130: a launcher ends the others when one does not say 0.
+        return ending.exit_code if is_main(os.environ) else 0
     except UserError as error:
         print_error(error, _process(os.environ))
         return 2
@@ -101,12 +110,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="eagle-kit train", description="Train a draft head from a YAML config."
     )
     add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of output_dir")
     parser.add_argument(
-        "--max-steps", type=int, metavar="N", help="stop at step N; the schedule stays as configured"
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint of output_dir, or begin where there is none",
     )
     parser.add_argument(
-        "--stop-after", metavar="TIME", help="stop and save after this long, e.g. 9m or 1h30m"
+        "--max-steps", type=int, metavar="N", help="be done at step N; the schedule stays as configured"
+    )
+    parser.add_argument(
+        "--stop-after",
+        metavar="TIME",
+        help="save after this long, e.g. 9m or 1h30m, and stop with exit code 130; --resume goes on",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the estimate of memory, disk and time, then stop"

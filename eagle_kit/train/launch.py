@@ -74,6 +74,9 @@ RANK_VARIABLES = (
     "MV2_COMM_WORLD_SIZE",
 )
 
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+"""Where launchers say which of all processes this one is, in the order in which accelerate looks."""
+
 
 def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None:
     """Refuse flags of ``accelerate launch``, or of its config file, that would have no effect.
@@ -122,6 +125,11 @@ def sharding_asked_for(environ: Mapping[str, str]) -> str:
     if _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return f"zero{environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
     return "none"
+
+
+def is_main(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the first of all, the one that writes."""
+    return next((environ[name] for name in RANKS if name in environ), "0") == "0"
 
 
 def _is_set(environ: Mapping[str, str], variable: str) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.checkpoints.draft import read_metadata, save_draft
@@ -53,14 +54,29 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+class Ending(Enum):
+    """Why a session ended."""
+
+    DONE = "all steps, or the judge's patience"
+    MAX_STEPS = "the flag --max-steps"
+    TIME = "the flag --stop-after"
+    SIGNAL = "Ctrl-C or SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """0 when what was asked for is done, 130 when it was saved on the way."""
+        return INTERRUPTED if self in (Ending.TIME, Ending.SIGNAL) else 0
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """What the command line asks besides the config.
 
     Attributes:
-        resume: go on from the last checkpoint.
+        resume: go on from the last checkpoint; begin where there is none yet.
         max_steps: stop at this step; the schedule stays as configured.
-        stop_after_s: stop after this many seconds of training in this session.
+        stop_after_s: stop after this many seconds of training in this session, but not before a step is made:
+            who repeats the command comes to the end.
         dry_run: print the estimate and stop; the run folder is neither made nor changed.
         arguments: the command line as typed, for ``run.yaml`` and the model card.
     """
@@ -72,8 +88,8 @@ class RunOptions:
     arguments: str = ""
 
 
-def train(config: TrainConfig, options: RunOptions) -> int:
-    """Train a head as ``config`` says; returns the exit code: 0 done, 130 interrupted and saved.
+def train(config: TrainConfig, options: RunOptions) -> Ending:
+    """Train a head as ``config`` says; returns why it ended, having saved.
 
     Raises:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
@@ -123,22 +139,24 @@ class Trainer:
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
-    def run(self) -> int:
-        """Estimate, then step until the end or a stop; returns the exit code."""
+    def run(self) -> Ending:
+        """Estimate, then step until the end or a stop; returns which. A dry run is done with the estimate."""
         heldout = len(self.ingredients.data.heldout_prompts)
         context = self.ingredients.target.config.max_position_embeddings
         self._print(describe(self.config, self.ingredients, self.head.config))
         self._print(describe_judge(self.config, heldout, len(self.prompts), context))
         if self.options.resume:
-            self._print(f"resume  {self.folder.path} from step {self.state.step} of {self.stop_at}")
+            lacks = "" if self.folder.checkpoints() else " has no checkpoint yet:"
+            self._print(f"resume  {self.folder.path}{lacks} from step {self.state.step} of {self.stop_at}")
         steps = range(self.state.step, self.stop_at)
         self._print(
             estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, steps).report()
         )
         if self.options.dry_run:
-            return 0
+            return Ending.DONE
+        is_new = not (self.options.resume and self.folder.has_run)
         if self.accelerator.is_main_process:
-            if self.options.resume:
+            if not is_new:
                 self.folder.resume(self.config, self.command, self.state.step)
             else:
                 self.folder.start(self.config, self.command)
@@ -147,27 +165,33 @@ class Trainer:
             settings = flatten(self.config.model_dump(mode="json"))
             start_trackers(self.accelerator, self.config, settings, self.state.step)
         except UserError:
-            if not self.options.resume:
+            if is_new and self.accelerator.is_main_process:
                 self.folder.discard()
             raise
         self.judge = self._make_judge()
         try:
             with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
-                why = self._step_until_stopped(interrupt)
+                ending, why = self._step_until_stopped(interrupt)
         finally:
             self.stepper.close()
         self._print(f"{why} The run is in {self.folder.path}.")
         self._report()
         if self.accelerator.is_main_process:
             print(summary(self.folder), flush=True)
-        if interrupt.requested:
-            self._print(f"Go on with: {self.command} --resume")
-        return INTERRUPTED if interrupt.requested else 0
+        if ending is not Ending.DONE:
+            reached = ending is Ending.MAX_STEPS
+            self._print(f"Go on with: {self._command(without_max_steps=reached)} --resume")
+        return ending
 
     @property
     def command(self) -> str:
         """A command that does what this session did."""
+        return self._command()
+
+    def _command(self, *, without_max_steps: bool = False) -> str:
         words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
+        if without_max_steps:
+            words = _without_max_steps(words)
         # Processes that accelerate did not start itself have the one that did as their parent.
         door = launch_words(parent_commands(2))
         if door is None and (count := self.accelerator.num_processes) > 1:
@@ -176,24 +200,28 @@ class Trainer:
             door = ["accelerate", "launch", *on_cpu, "--num_processes", str(count), *program]
         return shlex.join([*(door or ["eagle-kit", "train"]), *words])
 
-    def _step_until_stopped(self, interrupt: Interrupt) -> str:
-        """The loop; returns a sentence that says why it ended. The last step is always saved."""
-        state, judge_every = self.state, self.config.judge.every
+    def _step_until_stopped(self, interrupt: Interrupt) -> tuple[Ending, str]:
+        """The loop; returns why it ended, also as a sentence. The last step is always saved."""
+        state, judge_every, total = self.state, self.config.judge.every, self.stepper.schedule.total_steps
+        first, ending, why = state.step, Ending.DONE, f"All {total} steps are done."
+        if self.stop_at < total:
+            ending = Ending.MAX_STEPS
+            why = f"Step {self.stop_at} of {total} is done, where --max-steps stops."
         started = time.perf_counter()
         saved = state.step if self.folder.checkpoints() else -1
         main = self.accelerator.is_main_process
         with ProgressLine(self.stop_at, state.step, self.options.stop_after_s, enabled=main) as line:
-            why = f"All {self.stop_at} steps are done."
             while state.step < self.stop_at:
-                if self._should_stop(interrupt, started):
-                    why = f"Stopped after step {state.step}."
+                if stop := self._should_stop(interrupt, started if state.step > first else None):
+                    ending, why = stop, f"Stopped after step {state.step} of {total}."
                     break
                 self._record(self.stepper.step(state), line)
-                is_last = state.step == self.stepper.schedule.total_steps
+                is_last = state.step == total
                 due = judge_every and (is_last or state.step % judge_every == 0)
                 with self._servable():
                     is_over = due and self._judge(line)
                 if is_over:
+                    ending = Ending.DONE
                     why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
                     break
                 if state.step % self.config.training.save_every == 0:
@@ -201,15 +229,18 @@ class Trainer:
                     saved = state.step
             if saved != state.step:
                 self._save()
-        return why
+        return ending, why
 
-    def _should_stop(self, interrupt: Interrupt, started: float) -> bool:
-        """Whether any process was interrupted or time is up; all processes get the same answer."""
+    def _should_stop(self, interrupt: Interrupt, started: float | None) -> Ending | None:
+        """Whether any process was interrupted or time is up; all processes get the same answer.
+
+        Args:
+            started: when this session did; None while it has made no step, which it has time for.
+        """
         limit = self.options.stop_after_s
-        is_late = limit is not None and time.perf_counter() - started >= limit
+        is_late = limit is not None and started is not None and time.perf_counter() - started >= limit
         asked, late = sum_numbers(self.accelerator, [float(interrupt.requested), float(is_late)])
-        interrupt.requested = asked > 0
-        return asked + late > 0
+        return Ending.SIGNAL if asked else Ending.TIME if late else None
 
     def _record(self, result: StepResult, line: ProgressLine) -> None:
         """Write the step's row, redraw the line, tell the tracker."""
@@ -332,6 +363,17 @@ class Trainer:
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:
             print(text, flush=True)
+
+
+def _without_max_steps(words: list[str]) -> list[str]:
+    """The command's words but for ``--max-steps N``, which argparse also takes shortened or with a ``=``."""
+    kept, values = [], iter(words)
+    for word in values:
+        if not word.startswith("--m"):
+            kept.append(word)
+        elif "=" not in word:
+            next(values, None)
+    return kept
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

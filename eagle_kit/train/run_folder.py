@@ -38,6 +38,7 @@ FREE_TO_CHANGE = (
     "tracking",
 )
 """Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`."""
+HALF_BEGUN = ".run.yaml.*.partial"
 ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."
 
 VERSIONED_PACKAGES = ("eagle-kit", "torch", "transformers", "accelerate", "numpy", "safetensors")
@@ -51,9 +52,14 @@ class RunFolder:
         self.metrics = JsonLines(self.path / "metrics.jsonl")
         self.judgements = JsonLines(self.path / "judge.jsonl")
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was begun here; one that was killed early has no checkpoint yet."""
+        return (self.path / "run.yaml").exists()
+
     def check_unused(self) -> None:
         """Raise UserError when the folder holds something already, or cannot be made."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self._is_used():
             raise UserError(
                 f"The output folder {self.path} exists and is not empty.",
                 "Add --resume to go on with that run, or set another one with output_dir=FOLDER.",
@@ -61,12 +67,15 @@ class RunFolder:
         check_writable(self.path, "Set another one with output_dir=FOLDER.")
 
     def check_resumable(self, config: TrainConfig) -> None:
-        """Raise UserError unless the folder holds a run of this config."""
-        if not (self.path / "run.yaml").exists():
-            raise UserError(
-                f"There is no run to resume in {self.path}: run.yaml is missing.",
-                "Start without --resume, or set output_dir to the run's folder.",
-            )
+        """Raise UserError unless the folder holds a run of this config, or can take one that begins."""
+        if not self.has_run:
+            if self._is_used():
+                raise UserError(
+                    f"There is no run to resume in {self.path}, but other files: run.yaml is missing.",
+                    "Set output_dir to the run's folder, or to a new one.",
+                )
+            self.check_unused()
+            return
         before = flatten(_with_defaults(self._read()["config"]))
         now = flatten(config.model_dump(mode="json"))
         changed = {
@@ -89,6 +98,7 @@ class RunFolder:
         """Create the folder and write ``run.yaml``. Raises UserError when that is impossible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._tidy()
             self._write(
                 {"command": command, "versions": versions(), "config": config.model_dump(mode="json")}
             )
@@ -136,13 +146,21 @@ class RunFolder:
             shutil.rmtree(going)
 
     def _tidy(self) -> None:
-        """Remove half-written checkpoints; put back a ``best/`` that was set aside for a new one."""
+        """Remove what is half-written; put back a ``best/`` that was set aside for a new one."""
         for old in self.path.glob(".best.old.*"):
             if not (self.path / "best").exists():
                 old.rename(self.path / "best")
         for pattern in (".best.*", ".step-*.partial*", "..step-*.partial.*"):
             for leftover in self.path.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self.path.glob(HALF_BEGUN):
+            leftover.unlink()
+
+    def _is_used(self) -> bool:
+        """Whether there is more than what a run leaves that was killed before it wrote ``run.yaml``."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(not path.match(HALF_BEGUN) for path in self.path.iterdir())
 
     def _read(self) -> dict[str, Any]:
         path = self.path / "run.yaml"

@@ -12,7 +12,7 @@ from pathlib import Path
 from eagle_kit.config.load import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.train.launch import check_launcher
-from eagle_kit.train.loop import RunOptions, Trainer
+from eagle_kit.train.loop import Ending, RunOptions, Trainer
 from eagle_kit.train.parallel import make_accelerator
 from eagle_kit.train.run_folder import RunFolder
 
@@ -27,7 +27,8 @@ def run_all(config_file: str, out: Path, named: list[str]) -> None:
     def run(name: str, steps: int, *settings: str, resume: bool = False) -> None:
         config = load_config(TrainConfig, config_file, [*common, *settings, f"output_dir={out / name}"])
         options = RunOptions(resume=resume, max_steps=steps)
-        assert Trainer(config, options, RunFolder(config.output_dir), accelerator).run() == 0
+        ending = Trainer(config, options, RunFolder(config.output_dir), accelerator).run()
+        assert ending in (Ending.DONE, Ending.MAX_STEPS)
         accelerator.wait_for_everyone()
 
     run("whole", 6)

@@ -263,10 +263,43 @@ def test_a_vocabulary_map_comes_from_a_file_and_another_tokenizer_s_is_refused(
     assert "another tokenizer" in capsys.readouterr().err
 
 
-def test_stop_after_saves_and_ends_well(make_run: Callable) -> None:
+def test_stop_after_saves_says_how_to_go_on_and_is_told_from_done(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(training={"max_steps": 100000})
-    assert run("--stop-after", "1s") == 0
-    assert (run.output / f"step-{len(run.metrics())}" / "trainer" / "state.json").exists()
+    assert run("--stop-after", "1s") == 130
+    done = len(run.metrics())
+    assert (run.output / f"step-{done}" / "trainer" / "state.json").exists()
+    out = capsys.readouterr().out
+    assert f"Stopped after step {done} of 100000." in out
+    assert f"Go on with: eagle-kit train {run.config} --stop-after 1s --resume\n" in out
+
+
+def test_one_command_repeated_makes_a_step_each_time_and_comes_to_its_end(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(training={"max_steps": 3})
+    again = ("--resume", "--stop-after", "0.001")
+    assert [run(*again) for _ in range(4)] == [130, 130, 0, 0]
+    out = capsys.readouterr().out
+    assert f"resume  {run.output} has no checkpoint yet: from step 0 of 3\n" in out
+    assert f"resume  {run.output} from step 2 of 3\n" in out
+    assert out.count("Go on with: ") == 2 and out.count("All 3 steps are done.") == 2
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3]
+
+
+def test_max_steps_is_done_and_says_how_to_go_on_without_it(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(training={"max_steps": 3})
+    go_on = f"Go on with: eagle-kit train {run.config} training.save_every=9 --resume\n"
+    for flag in (["--max-steps", "1"], ["--max-steps=2", "--resume"], ["--max", "2", "--resume"]):
+        assert run(*flag, "training.save_every=9") == 0
+        out = capsys.readouterr().out
+        assert f"Step {len(run.metrics())} of 3 is done, where --max-steps stops." in out and go_on in out
+    assert run("--max-steps", "3", "--resume", "training.save_every=9") == 0
+    out = capsys.readouterr().out
+    assert "All 3 steps are done." in out and "Go on with" not in out
 
 
 def test_wandb_offline_writes_into_the_run_folder(make_run: Callable) -> None:

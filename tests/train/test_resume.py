@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,8 +44,6 @@ def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) 
     assert run("--max-steps", "9") == 0
     whole = run.metrics()
     # as after a crash at step 9: no checkpoint of it, and a row cut off
-    import shutil
-
     shutil.rmtree(run.output / "step-9")
     with (run.output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "lo')
@@ -69,7 +68,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "--resume" in out
+    assert f"Go on with: eagle-kit train {run.config} --resume" in out
     done = len(run.metrics())
     assert (run.output / f"step-{done}" / "trainer" / "optimizer.pt").exists()
     torch.set_num_threads(1)
@@ -161,10 +160,33 @@ def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
     assert len(run.metrics()) == 4 and (run.output / "best").exists()
 
 
-def test_resume_without_a_run_is_refused(make_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("left", ["no folder", "an empty folder", "half a run.yaml", "no checkpoint"])
+def test_resume_before_the_first_checkpoint_begins_the_run_and_says_so(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
     run = make_run()
+    if left != "no folder":
+        run.output.mkdir()
+    if left == "half a run.yaml":
+        (run.output / ".run.yaml.77.partial").write_text("comm")
+    if left == "no checkpoint":
+        assert run("--max-steps", "1") == 0
+        shutil.rmtree(run.output / "step-1")
+    assert run("--resume", "--max-steps", "2") == 0
+    assert f"{run.output} has no checkpoint yet: from step 0 of 2" in capsys.readouterr().out
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+    assert (run.output / "step-2").is_dir() and not list(run.output.glob(".*"))
+
+
+def test_resume_in_a_folder_of_other_files_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    run.output.mkdir()
+    (run.output / "notes.txt").write_text("mine")
     assert run("--resume") == 2
-    assert "without --resume" in capsys.readouterr().err
+    assert "run.yaml is missing" in capsys.readouterr().err
+    assert [path.name for path in run.output.iterdir()] == ["notes.txt"]
 
 
 def test_a_judged_run_cannot_go_on_with_another_measure(
