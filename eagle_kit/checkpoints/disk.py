@@ -1,8 +1,12 @@
-"""Writing without surprises: the folder and its room before, the bytes on the disk after."""
+"""Writing without surprises: folder and room before, one writer at a time, the bytes on the disk after."""
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from eagle_kit.core.errors import UserError
 
@@ -32,6 +36,40 @@ def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER)
             f"The disk of {folder} has {free / 1e6:.0f} MB free, and {num_bytes / 1e6:.0f} MB are needed.",
             remedy,
         )
+
+
+@contextmanager
+def sole_writer(of: Path, lock: Path) -> Iterator[None]:
+    """Hold the file ``lock`` while inside: no other process that asks for it writes to ``of`` meanwhile.
+
+    The system lets go of it when this process ends, however it does. Afterwards the file is taken away, and
+    so are folders that were made for it and are still empty.
+
+    Raises:
+        UserError: another process has it, or it cannot be written.
+    """
+    made = [folder for folder in lock.parents if not folder.exists()]
+    holder = FileLock(lock, timeout=0)
+    try:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            holder.acquire()
+        except Timeout:
+            raise UserError(f"Another process is writing to {of}.", "Wait for it, or stop it.") from None
+        except OSError as error:
+            raise UserError(
+                f"{lock} cannot be written: {error.strerror or error}.", ANOTHER_FOLDER
+            ) from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps open files
+                lock.unlink()
+            holder.release()
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def sync_files(folder: Path) -> None:

@@ -19,7 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
-from eagle_kit.train.launch import launch_words, parent_commands, sharding_asked_for
+from eagle_kit.train.launch import is_main, launch_words, parent_commands, sharding_asked_for
 from eagle_kit.train.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.parallel import make_accelerator, sum_numbers
 from eagle_kit.train.placement import output_layer, place_target
@@ -95,16 +95,18 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
     """
     folder = RunFolder(config.output_dir)
-    if options.resume:
-        folder.check_resumable(config)
-    elif not options.dry_run:
-        folder.check_unused()
-    check_trackers(config)
-    accelerator = make_accelerator(config)
-    try:
-        return Trainer(config, options, folder, accelerator).run()
-    finally:
-        accelerator.end_training()
+    writes = is_main(os.environ) and not options.dry_run
+    with folder.locked() if writes else nullcontext():
+        if options.resume:
+            folder.check_resumable(config)
+        elif not options.dry_run:
+            folder.check_unused()
+        check_trackers(config)
+        accelerator = make_accelerator(config)
+        try:
+            return Trainer(config, options, folder, accelerator).run()
+        finally:
+            accelerator.end_training()
 
 
 class Trainer:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.disk import check_writable, write_text_atomically
+from eagle_kit.checkpoints.disk import check_writable, sole_writer, write_text_atomically
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.stats import SpecStats
@@ -131,7 +131,8 @@ def regenerate(
     target: str = "",
     progress: bool = True,
 ) -> RegenerateReport:
-    """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``.
+    """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``, as the only
+    process that does.
 
     Conversations with the same system messages and first ``max_turns`` human turns are answered once. What
     decides the replies is kept beside ``out``, in ``NAME.settings.json``.
@@ -145,13 +146,22 @@ def regenerate(
         progress: show a bar.
 
     Raises:
-        UserError: an unreadable source, or an ``out`` that holds something else, or replies that were made
-            otherwise, with the setting.
+        UserError: an unreadable source, or an ``out`` that holds something else, replies that were made
+            otherwise, with the setting, or is being written.
     """
+    path = Path(out)
+    check_out(path)
+    with sole_writer(path, path.with_name(f".{path.name}.lock")):
+        return _continue(llm, source, path, options, target, progress)
+
+
+def _continue(
+    llm: "LLM", source: str, path: Path, options: RegenerateOptions, target: str, progress: bool
+) -> RegenerateReport:
+    """Answer what ``path`` lacks; the caller is its only writer."""
     from tqdm import tqdm
 
-    path, report = Path(out), RegenerateReport()
-    check_out(path)
+    report = RegenerateReport()
     done = _read_done(path)
     report.num_found = sum(done.values())
     settings = _settings(source, options, target)
@@ -161,7 +171,6 @@ def regenerate(
         return report
     dialogues = _new_dialogues(llm, source, options, done, report.skipped)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(_settings_path(path), json.dumps(settings, indent=1) + "\n")
         opened = path.open("a", encoding="utf-8")
     except OSError as error:

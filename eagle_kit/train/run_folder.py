@@ -5,19 +5,22 @@ metrics.jsonl   one row per optimiser step
 judge.jsonl     one row per judgement
 step-N/         a servable draft, and trainer/ with what resume needs
 best/           the servable draft with the longest decoded accept length
+.lock           while a trainer writes here
 """
 
 import importlib.metadata
 import platform
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from eagle_kit.checkpoints.disk import check_writable, write_text_atomically
+from eagle_kit.checkpoints.disk import check_writable, sole_writer, write_text_atomically
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.metrics import JsonLines
@@ -38,6 +41,7 @@ FREE_TO_CHANGE = (
     "tracking",
 )
 """Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`."""
+LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
 ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."
 
@@ -45,12 +49,21 @@ VERSIONED_PACKAGES = ("eagle-kit", "torch", "transformers", "accelerate", "numpy
 
 
 class RunFolder:
-    """One run's folder. Nothing is created before :meth:`start` or :meth:`resume`."""
+    """One run's folder. Nothing that stays is created before :meth:`start` or :meth:`resume`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = JsonLines(self.path / "metrics.jsonl")
         self.judgements = JsonLines(self.path / "judge.jsonl")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """While inside, no other trainer is. Raises UserError when one is, or nothing can be written here."""
+        check_writable(
+            self.path, "Give yourself the right to write there, or set another one with output_dir=FOLDER."
+        )
+        with sole_writer(self.path, self.path / LOCK):
+            yield
 
     @property
     def has_run(self) -> bool:
@@ -160,7 +173,7 @@ class RunFolder:
         """Whether there is more than what a run leaves that was killed before it wrote ``run.yaml``."""
         if not self.path.is_dir():
             return self.path.exists()
-        return any(not path.match(HALF_BEGUN) for path in self.path.iterdir())
+        return any(not (path.name == LOCK or path.match(HALF_BEGUN)) for path in self.path.iterdir())
 
     def _read(self) -> dict[str, Any]:
         path = self.path / "run.yaml"

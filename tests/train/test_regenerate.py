@@ -132,6 +132,20 @@ def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
     assert again.num_prompts == 2 * (40 - num_done)
 
 
+def test_a_second_writer_of_a_file_is_refused_and_the_first_goes_on(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "new" / "out.jsonl"
+
+    class Interrupted(Parrot):
+        def generate(self, prompts, params):
+            with pytest.raises(UserError, match=rf"Another process is writing to {out}\."):
+                _run(Parrot(), source, out)
+            return super().generate(prompts, params)
+
+    assert _run(Interrupted(), source, out).num_written == 2
+    assert _run(Parrot(), source, out).num_found == 2
+    assert {path.name for path in out.parent.iterdir()} == {"out.jsonl", "out.settings.json"}
+
+
 def test_the_limit_counts_what_an_earlier_run_wrote(tmp_path):
     source, out = _source(tmp_path, [[f"turn {n}"] for n in range(9)]), tmp_path / "out.jsonl"
     _run(Parrot(), source, out, limit=4)

@@ -78,6 +78,33 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     assert run.metrics() == run.metrics("straight")
 
 
+def test_a_second_trainer_is_refused_until_the_first_is_dead(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(training={"max_steps": 100_000})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for_rows(run.output / "metrics.jsonl", 5, process)
+    for more in ([], ["--resume"]):
+        assert run(*more) == 2
+        message = capsys.readouterr().err
+        assert f"Another process is writing to {run.output}." in message and "Wait for it" in message
+    assert run("--resume", "--dry-run") == 0
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    done = len(run.metrics())
+    assert (run.output / ".lock").exists()
+    assert run("--resume", "--max-steps", str(done + 1)) == 0
+    assert [row["step"] for row in run.metrics()] == list(range(1, done + 2))
+    assert not (run.output / ".lock").exists()
+
+
 def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> None:
     run = make_run(judge={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "4") == 0
