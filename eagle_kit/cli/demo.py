@@ -87,6 +87,7 @@ def _train(args: argparse.Namespace) -> None:
         "training.warmup_steps": max(steps // 10, 1),
         "training.save_every": steps,
         "judge.every": 0,
+        "judge.patience": "null",
     }
     words = [f"{key}={value}" for key, value in overrides.items()]
     config = load_config(TrainConfig, args.config, words)

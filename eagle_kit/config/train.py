@@ -149,6 +149,12 @@ class RegressionConfig(_Section):
             raise ValueError("one of the weights must be above 0")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> "RegressionConfig":
+        if not self.topk_weight and self.topk != type(self).model_fields["topk"].default:
+            raise ValueError("topk has no meaning unless topk_weight is above 0")
+        return self
+
 
 class FeatureNoise(_Section):
     """Noise on the states that the head reads, the captured ones or, of ``eagle1``, the final one; the
@@ -195,7 +201,7 @@ class TrainingConfig(_Section):
     Attributes:
         ttt_length: steps K of training-time test.
         ttt_curriculum: begin with fewer steps, see :class:`Curriculum`; null trains all from the start.
-        step_decay: weight of step k is ``step_decay ** k``; used when ``step_weights`` is null.
+        step_decay: weight of step k is ``step_decay ** k``; exclusive with ``step_weights``.
         step_weights: weight of each step, ``ttt_length`` numbers.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
@@ -227,7 +233,8 @@ class TrainingConfig(_Section):
         warmup: ``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate.
         warmup_steps: optimiser steps of warm-up; exclusive with ``warmup_ratio``.
         warmup_ratio: warm-up as a share of the schedule.
-        min_learning_rate_ratio: ``cosine``, ``linear`` and ``wsd`` end at this share of ``learning_rate``.
+        min_learning_rate_ratio: ``cosine``, ``linear`` and ``wsd`` end at this share of ``learning_rate``;
+            ``constant`` does not fall and leaves it alone.
         epochs: passes over the data; sets the length of the schedule unless ``max_steps`` does.
         max_steps: length of the schedule in optimiser steps. The flag ``--max-steps`` stops earlier and
             leaves the schedule alone.
@@ -311,6 +318,13 @@ class TrainingConfig(_Section):
             given = getattr(self, name) != type(self).model_fields[name].default
             if given and getattr(self, key) not in values:
                 raise ValueError(f"{name} has no meaning unless {key} is {' or '.join(values)}")
+        for name, other in (("step_decay", "step_weights"), ("warmup_ratio", "warmup_steps")):
+            default = type(self).model_fields[name].default
+            if getattr(self, other) is not None and getattr(self, name) != default:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}, but {other} is set too and would be what counts.",
+                    f"Set training.{other}=null, or training.{name}={default}, which is its default.",
+                )
         return self
 
     @model_validator(mode="after")
@@ -350,7 +364,7 @@ class JudgeConfig(_Section):
         max_tokens: length of each continuation.
         shapes: speculation shapes ``steps,topk,tokens``; the first one picks the best checkpoint.
         batch_size: prompts decoded together.
-        patience: stop after this many judgements without a better one; null never stops.
+        patience: stop after this many judgements without a better one; null never stops. Needs ``every``.
     """
 
     every: int = Field(default=200, ge=0)
@@ -368,6 +382,15 @@ class JudgeConfig(_Section):
         if any(SpecShape.parse(shape).steps == 0 for shape in shapes):
             raise ValueError("a shape of the judge needs at least one draft step")
         return tuple(str(SpecShape.parse(shape)) for shape in shapes)
+
+    @model_validator(mode="after")
+    def _patience_has_judgements(self) -> "JudgeConfig":
+        if not self.every and self.patience is not None:
+            raise UserError(
+                f"patience is {self.patience}, but nothing is judged: every is 0.",
+                "Set judge.patience=null, or judge.every above 0.",
+            )
+        return self
 
 
 class TrackingConfig(_Section):

@@ -181,6 +181,10 @@ def test_the_published_recipe_is_a_config() -> None:
         ("training.feature_noise={kind: dropout, amount: 1.0}", "dropout"),
         ("training.feature_noise={kind: uniform, amount: 0.1, units: rms}", "unit"),
         ("training.ema_decay=1.0", "ema_decay"),
+        ("training={warmup_steps: 9, warmup_ratio: 0.1}", "warmup_ratio is 0.1, but warmup_steps is set too"),
+        ("training={ttt_length: 2, step_weights: [1, 1], step_decay: 0.5}", "step_decay is 0.5"),
+        ("judge={every: 0, patience: 3}", "patience is 3, but nothing is judged"),
+        ("training.regression.topk=5", "topk has no meaning unless topk_weight"),
     ],
 )
 def test_settings_without_effect_are_refused(tmp_path: Path, override: str, named: str) -> None:
@@ -188,6 +192,25 @@ def test_settings_without_effect_are_refused(tmp_path: Path, override: str, name
     path.write_text("target: t\noutput_dir: o\ndata: {source: chats.jsonl}\n")
     with pytest.raises(UserError, match=named):
         load_config(TrainConfig, path, [override])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.warmup_steps=null", "training.warmup_ratio=0.1"],
+        ["training.schedule=constant"],
+        ["training.epochs=3"],
+        ["judge.every=0"],
+        ["training.ttt_length=2", "training.step_weights=[1, 1]"],
+    ],
+)
+def test_a_file_with_everything_set_can_be_overridden(tmp_path: Path, overrides: list[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "target: t\noutput_dir: o\ndata: {source: chats.jsonl}\njudge: {every: 9, prompts: 5}\ntraining: "
+        "{warmup_steps: 9, min_learning_rate_ratio: 0.03, epochs: 2, max_steps: 99, step_decay: 0.8}\n"
+    )
+    load_config(TrainConfig, path, overrides)
 
 
 def test_noise_on_states_that_a_head_does_not_read_is_refused(tmp_path: Path) -> None:
