@@ -163,7 +163,7 @@ def regenerate(
     dialogues = _new_dialogues(llm, source, options, done, report.skipped)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(_settings_path(path), json.dumps(settings, indent=1) + "\n")
+        write_text_atomically(settings_path(path), json.dumps(settings, indent=1) + "\n")
         opened = path.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
@@ -302,7 +302,8 @@ def _settings(source: str, options: RegenerateOptions, target: str) -> dict[str,
     return json.loads(json.dumps({"source": str(source), "target": target, **about}))
 
 
-def _settings_path(path: Path) -> Path:
+def settings_path(path: Path) -> Path:
+    """Where the settings of the replies in ``path`` are."""
     return path.with_suffix(".settings.json")
 
 
@@ -310,11 +311,11 @@ def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> Non
     """Raise UserError when the replies that are there were made otherwise. Files from before there were
     settings have greedy replies."""
     try:
-        before = json.loads(_settings_path(path).read_text(encoding="utf-8")) if num_found else {}
+        before = json.loads(settings_path(path).read_text(encoding="utf-8")) if num_found else {}
     except FileNotFoundError:
         before = {"temperature": 0.0}
     except (OSError, ValueError) as error:
-        raise UserError(f"{_settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
+        raise UserError(f"{settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
     for name, value in settings.items():
         if name in before and before[name] != value and "" not in (before[name], value):
             raise UserError(
