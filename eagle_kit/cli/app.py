@@ -1,6 +1,7 @@
 """`eagle-kit COMMAND`: finds the command and runs it; a mistake of the user is two lines and exit code 2."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has read enough; Python must not try to flush the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

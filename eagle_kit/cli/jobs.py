@@ -1,9 +1,13 @@
 """Commands of ours as processes of their own, a few at a time, stopped together."""
 
+import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +15,8 @@ from eagle_kit.core.errors import UserError
 
 POLL_S = 0.5
 INTERRUPTED = 130
+STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+TAIL_BYTES = 400
 
 
 class Job(Protocol):
@@ -35,8 +41,60 @@ class Job(Protocol):
         ...
 
 
+@contextmanager
+def interruptible(deadline: float | None = None) -> Iterator[None]:
+    """SIGTERM, a closed terminal and a deadline of ``time.monotonic`` come as Ctrl-C does, KeyboardInterrupt.
+
+    The deadline needs SIGALRM, and signals need the main thread.
+    """
+    numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    if deadline is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    log_begin: int
+
+    def said(self) -> str:
+        """What it has written to its log since it was started."""
+        with self.job.log.open("rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode("utf-8", errors="replace")
+
+    def progress(self) -> str:
+        """The newest line of its log, a redrawn one included."""
+        with self.job.log.open("rb") as file:
+            file.seek(max(self.log_begin, self.job.log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").replace("\r", "\n").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def failure(self, code: int) -> UserError:
+        """Why it ended with ``code``, out of its own last words."""
+        lines = self.said().splitlines()
+        said = [line for line in lines if "error: " in line] or lines[-1:] or ["it said nothing"]
+        why = said[-1].rpartition("error: ")[2]
+        if code < 0:
+            why = f"it was ended by {signal.Signals(-code).name}"
+        return UserError(
+            f"The run {self.job.name} failed: {why}",
+            f"Read {self.job.log}, correct it, and give the command again.",
+        )
+
+
 def run_jobs(jobs: Sequence[Job], at_once: int, deadline: float | None, what: str, done: int = 0) -> bool:
-    """Run the jobs in order, under a progress bar.
+    """Run the jobs in order, under a progress bar that shows the newest line of the first one that runs.
+
+    Cores are shared out: each job gets ``OMP_NUM_THREADS``, unless it is set.
 
     Args:
         jobs: to do.
@@ -54,63 +112,60 @@ def run_jobs(jobs: Sequence[Job], at_once: int, deadline: float | None, what: st
     from tqdm import tqdm
 
     waiting = list(jobs)
-    running: list[tuple[Job, subprocess.Popen[bytes]]] = []
+    running: list[_Running] = []
     stopped = False
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the jobs must not outlive this
-    with tqdm(total=done + len(waiting), initial=done, unit="run", desc=what) as bar:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // at_once))}
+    with (
+        interruptible(),
+        tqdm(total=done + len(waiting), initial=done, unit="run", desc=what, dynamic_ncols=True) as bar,
+    ):
         try:
-            while waiting or running:
-                if deadline is not None and time.monotonic() >= deadline and not stopped:
+            while running or (waiting and not stopped):
+                if not stopped and deadline is not None and time.monotonic() >= deadline:
                     stopped = True
                     _interrupt(running)
                 while waiting and len(running) < at_once and not stopped:
-                    job = waiting.pop(0)
-                    running.append((job, _start(job)))
-                    bar.set_postfix_str(", ".join(one.name for one, _ in running))
-                for job, process in list(running):
-                    if (code := process.poll()) is None:
+                    running.append(_start(waiting.pop(0), {**threads, **os.environ}))
+                for one in list(running):
+                    if (code := one.process.poll()) is None:
                         continue
-                    running.remove((job, process))
+                    running.remove(one)
                     if code == 0:
-                        job.finish()
+                        one.job.finish()
                         bar.update()
-                    elif code == INTERRUPTED or stopped:  # before its first step a job knows no good end
+                    elif code in STOPPED:
                         stopped = True
+                        _interrupt(running)
                     else:
-                        raise UserError(
-                            f"The run {job.name} failed: {_last_words(job.log)}",
-                            f"Read {job.log}, correct it, and give the command again.",
-                        )
-                if stopped and not running:
-                    break
-                time.sleep(POLL_S)
+                        raise one.failure(code)
+                if running:
+                    names = ", ".join(one.job.name for one in running)
+                    bar.set_postfix_str(f"{names}: {running[0].progress()}", refresh=sys.stderr.isatty())
+                    time.sleep(POLL_S)
         except BaseException:
             _interrupt(running)
-            for _, process in running:
-                process.wait()
+            for one in running:
+                one.process.wait()
             raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
     if stopped:
-        print("Stopped; every run has saved. Give the command again to go on.")
+        print("Stopped; what was done is saved. Give the command again to go on.")
     return not stopped
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: Job, environment: dict[str, str]) -> _Running:
     """In a process group of its own, which Ctrl-C reaches through us only."""
     words = job.words()
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as file:
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        begin = file.tell()
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    return _Running(job, process, begin)
 
 
-def _interrupt(running: Sequence[tuple[Job, subprocess.Popen[bytes]]]) -> None:
-    for _, process in running:
-        if process.poll() is None:
-            process.terminate()  # a job saves first; in the background SIGINT may be ignored
-
-
-def _last_words(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("error")] or lines[-1:] or ["it said nothing"]
-    return said[-1].removeprefix("error: ")
+def _interrupt(running: Sequence[_Running]) -> None:
+    for one in running:
+        if one.process.poll() is None:
+            one.process.terminate()  # a job saves first; in the background SIGINT may be ignored

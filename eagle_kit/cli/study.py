@@ -1,6 +1,7 @@
 """`eagle-kit study FILE`: make its data, train every arm with every seed, measure all heads together."""
 
 import argparse
+import hashlib
 import json
 import shlex
 import shutil
@@ -9,12 +10,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eagle_kit.cli.jobs import Job, run_jobs
+from eagle_kit.checkpoints.disk import write_text_atomically
+from eagle_kit.cli.jobs import INTERRUPTED, Job, interruptible, run_jobs
 from eagle_kit.config.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle_kit.config.train import TrainConfig
+
+
+PREPARE = ("data regenerate", "data vocab")
+"""Commands that make one file, with ``--out``."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +48,57 @@ class Preparation:
     @property
     def log(self) -> Path:
         """What the command says."""
-        return self.out / "logs" / f"{self.path.name}.log"
+        return self.out / "logs" / f"{'-'.join(self.path.parts).replace('/', '')}.log"
 
     @property
-    def begun(self) -> Path:
-        """A mark that is there while the command has not ended well."""
-        return self.out / "logs" / f"{self.path.name}.begun"
+    def mark(self) -> Path:
+        """Beside a file that is whole: the command that made it."""
+        return self.path.with_name(f"{self.path.name}.prepared")
+
+    @property
+    def is_brought_along(self) -> bool:
+        """Whether the file is there and not of our making: it is taken as it is."""
+        from eagle_kit.train.regenerate import settings_path
+
+        return self.path.is_file() and not self.mark.is_file() and not settings_path(self.path).is_file()
 
     @property
     def is_done(self) -> bool:
-        """Whether the file is there and whole: made here to the end, or brought along."""
-        return self.path.is_file() and not self.begun.exists()
+        """Whether the file is there and whole."""
+        return self.path.is_file() and (self.mark.is_file() or self.is_brought_along)
+
+    def check(self) -> None:
+        """Raise UserError for something that is no command, or when the file was made by another one."""
+        from eagle_kit.cli.app import parse
+
+        try:
+            words = shlex.split(self.command)
+            fits = " ".join(words[:2]) in PREPARE and "--out" not in words
+            if fits:
+                parse([*words, "--out", str(self.path)])
+        except (ValueError, SystemExit):
+            fits = False
+        if not fits:
+            raise UserError(
+                f"{self.path} cannot be prepared by {self.command!r}.",
+                f"Give a whole command that begins with {' or '.join(PREPARE)}, without --out.",
+            )
+        if self.is_done and not self.is_brought_along:
+            before = self.mark.read_text(encoding="utf-8").strip()
+            if before != self.command:
+                raise UserError(
+                    f"{self.path} was made by another command: {before}",
+                    "Restore that one, or name another file.",
+                )
 
     def words(self) -> list[str]:
         """The command, which goes on where it was broken off."""
-        self.begun.parent.mkdir(parents=True, exist_ok=True)
-        self.begun.touch()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return [sys.executable, "-m", "eagle_kit.cli", *shlex.split(self.command), "--out", str(self.path)]
 
     def finish(self) -> None:
-        """Take the mark away."""
-        self.begun.unlink()
+        """Leave the mark."""
+        write_text_atomically(self.mark, f"{self.command}\n")
 
 
 @dataclass(frozen=True)
@@ -100,8 +138,8 @@ class StudyRun:
     def words(self) -> list[str]:
         """The command, which goes on behind the last save."""
         resumes = ["--resume"] if any(self.folder.glob("step-*")) else []
-        if not resumes:  # broken off before its first save
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if not resumes and (self.folder / "run.yaml").is_file():  # broken off before its first save
+            shutil.rmtree(self.folder)
         return [sys.executable, "-m", "eagle_kit.train", str(self.config), *self.overrides, *resumes]
 
     def finish(self) -> None:
@@ -128,23 +166,30 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--jobs is {args.jobs}.", "Give at least one.")
     seconds = None if args.stop_after is None else parse_duration(args.stop_after)
     study = load_config(StudyConfig, args.config, args.overrides)
-    runs = plan(study, Path(args.config).parent)
-    check(runs)
-    print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {study.output_dir}", flush=True)
     out = Path(study.output_dir)
-    data = [Preparation(Path(path), command, out) for path, command in study.prepare.items()]
+    files = [Preparation(Path(path), command, out) for path, command in study.prepare.items()]
+    runs = plan(study, Path(args.config).parent)
+    check(study, files, runs)
+    print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {study.output_dir}", flush=True)
+    for file in files:
+        state = "taken as it is" if file.is_brought_along else "there" if file.is_done else "to be made"
+        print(f"{file.path}: {state}{'' if file.is_done else f', eagle-kit {file.command}'}", flush=True)
     if args.dry_run:
-        for file in data:
-            print(f"{file.path}: {'there' if file.is_done else f'eagle-kit {file.command}'}")
         for one in runs:
             print(f"{one.name}: {one.config} {' '.join(one.overrides)}")
         return 0
     deadline = None if seconds is None else time.monotonic() + seconds
-    for what, jobs in (("prepare", data), ("train", runs)):
+    steps: list[tuple[str, Sequence[Preparation | StudyRun]]] = [("prepare", files), ("train", runs)]
+    for what, jobs in steps:
         missing: list[Job] = [job for job in jobs if not job.is_done]
         if missing and not run_jobs(missing, args.jobs, deadline, what, len(jobs) - len(missing)):
-            return 130
-    return _measure(study, runs)
+            return INTERRUPTED
+    try:
+        with interruptible(deadline):
+            return _measure(study, runs)
+    except KeyboardInterrupt:
+        print("Stopped; answers are kept. Give the command again to go on.")
+        return INTERRUPTED
 
 
 def plan(study: StudyConfig, folder: Path) -> list[StudyRun]:
@@ -173,17 +218,67 @@ def plan(study: StudyConfig, folder: Path) -> list[StudyRun]:
     return runs
 
 
-def check(runs: Sequence[StudyRun]) -> None:
-    """Raise UserError when one of the configs is wrong, before any has run, or when a run that is there, done
-    or not, had other settings."""
+def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[StudyRun]) -> None:
+    """Raise UserError for what would be found wrong only after hours: a config, a command, a task, a missing
+    package, or a run or head that is there, done or not, and had other settings."""
     from eagle_kit.config.load import load_config
     from eagle_kit.config.train import TrainConfig
+    from eagle_kit.eval.plots import require_matplotlib
+    from eagle_kit.eval.tasks import load_tasks
     from eagle_kit.train.run_folder import RunFolder
 
+    for file in files:
+        file.check()
+    load_tasks(study.measure.tasks)
+    require_matplotlib()
     configs = [load_config(TrainConfig, one.config, one.overrides) for one in runs]
     for one, config in zip(runs, configs, strict=True):
         if any(one.folder.glob("step-*")):
             RunFolder(one.folder).check_resumable(config)
+        elif one.is_done:  # its run was deleted
+            _check_head(one, config)
+
+
+def _check_head(one: StudyRun, config: "TrainConfig") -> None:
+    """Raise UserError when the head's own record says that it was trained with other settings."""
+    from eagle_kit.train.run_folder import differences, list_changes
+
+    before = _about(one).get("config", {}).get("training", {})
+    now = {
+        name: value for name, value in config.model_dump(mode="json")["training"].items() if name in before
+    }
+    if changed := differences({"training": before}, {"training": now}):
+        raise UserError(
+            f"The head {one.head} was trained with other settings: {list_changes(changed)}.",
+            "Restore them, or delete the head to train it anew.",
+        )
+
+
+def _about(one: StudyRun) -> dict[str, Any]:
+    return json.loads((one.head / "eagle_kit.json").read_text(encoding="utf-8"))
+
+
+def check_data(runs: Sequence[StudyRun]) -> None:
+    """Raise UserError when heads that name the same data learned from files that have changed meanwhile."""
+    from eagle_kit.config.load import load_config
+    from eagle_kit.config.train import TrainConfig
+
+    learned: dict[str, tuple[StudyRun, object]] = {}
+    for one in runs:
+        config = load_config(TrainConfig, one.config, one.overrides)
+        named = json.dumps(
+            [
+                config.data.model_dump(mode="json", exclude={"cache_dir", "preview"}),
+                config.head.draft_vocab_size,
+            ]
+        )
+        fingerprint = _about(one).get("data", {}).get("fingerprint")
+        first, other = learned.setdefault(named, (one, fingerprint))
+        if other != fingerprint:
+            raise UserError(
+                f"The heads {first.name} and {one.name} learned from different data under the same name.",
+                f"Delete {first.head.parent} and {first.folder.parent} to train all of them anew.",
+            )
 
 
 def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
@@ -193,12 +288,14 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
     from eagle_kit.eval.study import compare
 
     out, measure = Path(study.output_dir), study.measure
+    check_data(runs)
+    about_eval = json.dumps([[one.name for one in runs], measure.model_dump(mode="json")])
     summary = run_eval(
         load_config(TrainConfig, runs[0].config, runs[0].overrides).target,
         [one.head for one in runs],
         measure.tasks,
         measure.shapes,
-        out=out / "eval",
+        out=out / f"eval-{hashlib.sha256(about_eval.encode()).hexdigest()[:8]}",  # one for each set of heads
         max_tokens=measure.max_tokens,
         limit=measure.limit,
         batch_size=measure.batch_size,
@@ -211,7 +308,7 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
     trained: dict[str, dict[str, Any]] = {}
     for one in runs:
         members[one.arm].append(one.name)
-        trained[one.name] = json.loads((one.head / "eagle_kit.json").read_text(encoding="utf-8"))
+        trained[one.name] = _about(one)
     about = {name: arm.about for name, arm in study.arms.items()}
     print(compare(summary, members, about, trained, out))
     return 1 if summary["greedy_identical"] is False else 0

@@ -2,18 +2,19 @@
 
 A draft is judged on what the target says, so that is what it should learn from; the replies of ShareGPT are
 another model's. The result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines in the order of
-the source, which the data reader takes as it is. Lines are written as groups of conversations are done, so a
-run that was broken off goes on where it stopped. Every reply has a seed of its own, a hash of the run's seed
-and of all that was said before: a reply is the same in any batch, shard or session, with a draft and without.
+the source, which the data reader takes as it is. A line is written as soon as its conversation and those
+before it are answered, so a run that was broken off goes on where it stopped. Every reply has a seed of its
+own, a hash of the run's seed and of all that was said before: a reply is the same in any batch, shard or
+session, with a draft and without.
 """
 
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def _continue(
         return report
     dialogues = _new_dialogues(llm, source, options, done, report.skipped)
     try:
-        write_text_atomically(_settings_path(path), json.dumps(settings, indent=1) + "\n")
+        write_text_atomically(settings_path(path), json.dumps(settings, indent=1) + "\n")
         opened = path.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
@@ -180,16 +181,30 @@ def _continue(
         tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar,
     ):
         for group in _groups(islice(dialogues, left), GROUP_FACTOR * llm.max_batch_size):
-            _answer(llm, group, options, report)
-            for dialogue in group:
-                file.write(_line(dialogue, options.with_ids))
-            file.flush()
-            os.fsync(file.fileno())
-            report.num_written += len(group)
-            accept = f", accept length {report.stats.accept_length:.2f}" if report.stats.num_verifies else ""
-            bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens{accept}", refresh=False)
-            bar.update(len(group))
+            unwritten = deque(group)
+
+            def write(unwritten: deque[_Dialogue] = unwritten) -> None:
+                ready = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
+                if not ready:
+                    return
+                for _ in ready:
+                    file.write(_line(unwritten.popleft(), options.with_ids))
+                file.flush()
+                os.fsync(file.fileno())
+                report.num_written += len(ready)
+                bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens{_accept(report)}", refresh=False)
+                bar.update(len(ready))
+
+            _answer(llm, group, options, report, write)
     return report
+
+
+def _accept(report: RegenerateReport) -> str:
+    """Of a draft; without one every verify emits one token."""
+    stats = report.stats
+    return (
+        f", accept length {stats.accept_length:.2f}" if stats.num_emitted_tokens > stats.num_verifies else ""
+    )
 
 
 def check_out(path: Path) -> None:
@@ -200,9 +215,18 @@ def check_out(path: Path) -> None:
 
 
 def _answer(
-    llm: "LLM", group: Sequence[_Dialogue], options: RegenerateOptions, report: RegenerateReport
+    llm: "LLM",
+    group: Sequence[_Dialogue],
+    options: RegenerateOptions,
+    report: RegenerateReport,
+    write: Callable[[], None],
 ) -> None:
-    """Answer every turn of ``group``, turn by turn; counts reply tokens and acceptance in ``report``."""
+    """Answer every turn of ``group``, turn by turn; counts reply tokens and acceptance in ``report``.
+
+    Args:
+        write: called when conversations may have been answered to their end.
+    """
+
     while asking := [dialogue for dialogue in group if dialogue.waiting]:
         prompts = [llm.tokenize(dialogue.ask()) for dialogue in asking]
         fits = [len(prompt) <= options.max_prompt_tokens for prompt in prompts]
@@ -211,11 +235,16 @@ def _answer(
                 dialogue.waiting = []
         asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
         laws = [options.params(dialogue.seed(options.seed)) for dialogue in asking]
-        outputs = llm.generate([prompt for prompt, fit in zip(prompts, fits, strict=True) if fit], laws)
-        for dialogue, output in zip(asking, outputs, strict=True):
-            dialogue.take(output)
+        asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
+
+        def take(i: int, output: RequestOutput, asking: Sequence[_Dialogue] = asking) -> None:
+            asking[i].take(output)
             report.num_reply_tokens += len(output.token_ids)
             report.stats.add(output.stats)
+            write()
+
+        llm.generate(asked, laws, on_finish=take)
+        write()  # those that did not fit
 
 
 def _new_dialogues(
@@ -282,7 +311,8 @@ def _settings(source: str, options: RegenerateOptions, target: str) -> dict[str,
     return json.loads(json.dumps({"source": str(source), "target": target, **about}))
 
 
-def _settings_path(path: Path) -> Path:
+def settings_path(path: Path) -> Path:
+    """Where the settings of the replies in ``path`` are."""
     return path.with_suffix(".settings.json")
 
 
@@ -290,11 +320,11 @@ def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> Non
     """Raise UserError when the replies that are there were made otherwise. Files from before there were
     settings have greedy replies."""
     try:
-        before = json.loads(_settings_path(path).read_text(encoding="utf-8")) if num_found else {}
+        before = json.loads(settings_path(path).read_text(encoding="utf-8")) if num_found else {}
     except FileNotFoundError:
         before = {"temperature": 0.0}
     except (OSError, ValueError) as error:
-        raise UserError(f"{_settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
+        raise UserError(f"{settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
     for name, value in settings.items():
         if name in before and before[name] != value and "" not in (before[name], value):
             raise UserError(

@@ -89,20 +89,14 @@ class RunFolder:
                 )
             self.check_unused()
             return
-        before = flatten(_with_defaults(self._read()["config"]))
-        now = flatten(config.model_dump(mode="json"))
-        changed = {
-            key: (before.get(key), now.get(key))
-            for key in sorted(before | now)
-            if before.get(key) != now.get(key) and not _is_free(key)
-        }
+        before, now = _with_defaults(self._read()["config"]), config.model_dump(mode="json")
+        changed = differences(before, now)
         if self.judgements.rows():
-            old, new = measure(before), measure(now)
+            old, new = measure(flatten(before)), measure(flatten(now))
             changed |= {key: (old[key], new[key]) for key in old if old[key] != new[key]}
         if changed:
-            what = ", ".join(f"{key} ({old} -> {new})" for key, (old, new) in changed.items())
             raise UserError(
-                f"The run in {self.path} cannot be resumed with other settings: {what}.",
+                f"The run in {self.path} cannot be resumed with other settings: {list_changes(changed)}.",
                 "Restore them, or start a new run with output_dir=FOLDER.",
             )
         check_writable(self.path, "Give yourself the right to write there.")
@@ -196,6 +190,21 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings of nested configs that differ, without those that a run may change, as (old, new)."""
+    old, new = flatten(before), flatten(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and not _is_free(key)
+    }
+
+
+def list_changes(changed: dict[str, tuple[Any, Any]]) -> str:
+    """For a message."""
+    return ", ".join(f"{key} ({old} -> {new})" for key, (old, new) in changed.items())
 
 
 def measure(flat: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A study end to end on a tiny target: trained, broken off, gone on with, measured, compared."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -48,7 +49,8 @@ def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsy
     out = tmp_path / "out"
     result = json.loads((out / "study.json").read_text())
     assert [arm["arm"] for arm in result["arms"]] == ["first", "other"]
-    evaluated = json.loads((out / "eval" / "summary.json").read_text())
+    (evaluation,) = out.glob("eval-*")
+    evaluated = json.loads((evaluation / "summary.json").read_text())
     for arm in result["arms"]:
         assert arm["tokens_seen"][0] > 0 and arm["tokens_seen"] == result["arms"][0]["tokens_seen"]
         for row in arm["figures"]:
@@ -107,6 +109,9 @@ def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2
     assert "training.learning_rate (1e-05 -> 0.0001)" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out" / "runs")  # the heads know too
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert "other-s0 was trained with other settings: training.learning_rate" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -126,22 +131,71 @@ def prepared(study, tmp_path):
 def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
     study, replies = prepared
     assert main(["study", str(study), "--dry-run"]) == 0
-    assert f"{replies}: eagle-kit data regenerate" in capsys.readouterr().out and not replies.exists()
+    assert f"{replies}: to be made, eagle-kit data regenerate" in capsys.readouterr().out
+    assert not replies.exists()
     assert main(["study", str(study)]) == 0
     run = yaml.safe_load((tmp_path / "out" / "runs" / "first-s0" / "run.yaml").read_text())
     assert run["config"]["data"]["source"] == str(replies)
     whole = replies.read_text()
     assert len(whole.splitlines()) > 10
+    capsys.readouterr()
 
-    cut = "".join(whole.splitlines(keepends=True)[:7])
-    replies.write_text(cut)
-    assert main(["study", str(study)]) == 0
-    assert replies.read_text() == cut  # a file that is there, brought along perhaps, is taken as it is
-    command = yaml.safe_load(study.read_text())["prepare"][str(replies)]
-    preparation = study_command.Preparation(replies, command, tmp_path / "out")
-    preparation.begun.touch()
+    preparation = study_command.Preparation(replies, _command(study, replies), tmp_path / "out")
+    assert preparation.is_done
+    preparation.mark.unlink()  # as after kill -9
+    replies.write_text("".join(whole.splitlines(keepends=True)[:7]))
     assert main(["study", str(study)]) == 0
     assert replies.read_text() == whole and preparation.is_done
+
+
+def test_a_file_that_was_brought_along_is_taken_as_it_is(prepared, capsys):
+    study, replies = prepared
+    replies.parent.mkdir()
+    replies.write_text("mine")
+    assert main(["study", str(study), "--dry-run"]) == 0
+    assert f"{replies}: taken as it is" in capsys.readouterr().out and replies.read_text() == "mine"
+
+
+def test_a_file_of_another_command_is_refused(prepared, capsys, tmp_path):
+    study, replies = prepared
+    command = _command(study, replies)
+    replies.parent.mkdir()
+    replies.write_text("theirs")
+    study_command.Preparation(replies, f"{command} --limit 3", tmp_path / "out").finish()
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert f"was made by another command: {command} --limit 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "data regenrate --source a",
+        "data preview a.yaml",
+        "data regenerate --source 'a",
+        "data regenerate --source a --out b",
+        "data regenerate --sauce a",
+        "eagle-kit data regenerate --source a",
+    ],
+)
+def test_what_is_no_command_is_refused_before_anything_is_made(prepared, tmp_path, capsys, command):
+    study, replies = prepared
+    raw = yaml.safe_load(study.read_text()) | {"prepare": {str(replies): command}}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert f"{replies} cannot be prepared by" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not replies.parent.exists()
+
+
+def test_a_task_that_is_not_there_is_refused_before_any_run(study, tmp_path, capsys):
+    raw = yaml.safe_load(study.read_text())
+    raw["measure"]["tasks"] = ["nope"]
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert "nope" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def _command(study, replies):
+    return yaml.safe_load(study.read_text())["prepare"][str(replies)]
 
 
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):

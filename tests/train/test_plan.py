@@ -70,6 +70,12 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
     assert files <= {f"train/accelerate/{name}.yaml" for name in ("multi-gpu", "fsdp2", "zero2", "zero3")}
 
 
+def test_the_table_of_the_documentation_is_what_the_tool_prints() -> None:
+    planners = {str(path): make_planner(str(path), (), "h100-80g") for path in RECIPES}
+    text = (CONFIGS.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    assert "\n".join(table(planners, "h100-80g").splitlines()[1:-1]) in text
+
+
 def test_strategies_follow_from_the_sizes() -> None:
     names = {
         ("llama-3.1-8b-eagle3", "h100-80g"): ("fits", "fits"),

@@ -23,17 +23,16 @@ class Parrot:
     def tokenize(self, prompt):
         return [ord(char) for message in prompt for char in message["role"][0] + message["content"]]
 
-    def generate(self, prompts, params):
-        self.num_prompts += len(prompts)
-        if self.fail_after is not None and self.num_prompts > self.fail_after:
-            raise KeyboardInterrupt
-        outputs = []
-        for prompt in prompts:
-            turn = "".join(map(chr, prompt)).rpartition("u")[2]
+    def generate(self, prompts, params, on_finish):
+        """Replies finish in an order of their own: every second one first."""
+        for i in [*range(1, len(prompts), 2), *range(0, len(prompts), 2)]:
+            self.num_prompts += 1
+            if self.fail_after is not None and self.num_prompts > self.fail_after:
+                raise KeyboardInterrupt
+            turn = "".join(map(chr, prompts[i])).rpartition("u")[2]
             reply = turn[::-1]
             reason = "length" if "long" in turn else "stop"
-            outputs.append(RequestOutput(prompt, [ord(char) for char in reply], reply, reason))
-        return outputs
+            on_finish(i, RequestOutput(prompts[i], [ord(char) for char in reply], reply, reason))
 
 
 def _source(folder: Path, dialogues: list[list[str]], system: str | None = None) -> str:
@@ -136,14 +135,29 @@ def test_a_second_writer_of_a_file_is_refused_and_the_first_goes_on(tmp_path):
     source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "new" / "out.jsonl"
 
     class Interrupted(Parrot):
-        def generate(self, prompts, params):
+        def generate(self, prompts, params, on_finish):
             with pytest.raises(UserError, match=rf"Another process is writing to {out}\."):
                 _run(Parrot(), source, out)
-            return super().generate(prompts, params)
+            return super().generate(prompts, params, on_finish)
 
     assert _run(Interrupted(), source, out).num_written == 2
     assert _run(Parrot(), source, out).num_found == 2
     assert {path.name for path in out.parent.iterdir()} == {"out.jsonl", "out.settings.json"}
+
+
+@pytest.mark.parametrize("answered", range(7))
+def test_what_is_answered_in_order_is_kept_inside_a_group(tmp_path, answered):
+    source, out = _source(tmp_path, [[f"turn {n}"] for n in range(6)]), tmp_path / "out.jsonl"
+    llm = Parrot()
+    llm.fail_after = answered
+    if answered < 6:
+        with pytest.raises(KeyboardInterrupt):
+            _run(llm, source, out)
+    else:
+        _run(llm, source, out)
+    kept = [record["id"] for record in _records(out)]
+    # 1, 3 and 5 finish first, then 0, 2 and 4; a reply waits for those before it
+    assert kept == [f"c{n}" for n in range({4: 2, 5: 4, 6: 6}.get(answered, 0))]
 
 
 def test_the_limit_counts_what_an_earlier_run_wrote(tmp_path):
