@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -136,11 +135,8 @@ class StudyRun:
         return (self.head / "config.json").is_file()
 
     def words(self) -> list[str]:
-        """The command, which goes on behind the last save."""
-        resumes = ["--resume"] if any(self.folder.glob("step-*")) else []
-        if not resumes and (self.folder / "run.yaml").is_file():  # broken off before its first save
-            shutil.rmtree(self.folder)
-        return [sys.executable, "-m", "eagle_kit.train", str(self.config), *self.overrides, *resumes]
+        """The command, which goes on behind the last save, if there is one."""
+        return [sys.executable, "-m", "eagle_kit.train", str(self.config), *self.overrides, "--resume"]
 
     def finish(self) -> None:
         """Export the head."""
