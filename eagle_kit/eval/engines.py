@@ -39,8 +39,15 @@ def make_engines(
     max_context: int | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    records: bool = True,
 ) -> list[EvalEngine]:
-    """Load the target once and every draft; one that does not fit is refused before the target is loaded."""
+    """Load the target once and every draft; one that does not fit is refused before the target is loaded.
+
+    Args:
+        records: whether cycles on a CPU are recorded, see serve.cpu_graph.
+    """
+    import torch
+
     from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
     from eagle_kit.models.source import resolve_target
     from eagle_kit.serve.llm import LLM
@@ -49,6 +56,8 @@ def make_engines(
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder))
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_context": max_context}
+    if not records and (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
+        options["graph_mode"] = "off"
     plain = LLM(folder, dtype=dtype, device=device, **options)
     return [plain, *(LLM(plain.target, draft, tokenizer=plain.tokenizer, **options) for draft in drafts)]
 

@@ -27,6 +27,9 @@ from eagle_kit.eval.tasks import Task, load_tasks
 
 DEFAULT_SHAPES = ("4,1,5", "5,4,16")
 
+MOST_RECORDED = 8
+"""Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""
+
 
 def run_eval(
     target: str | Path,
@@ -103,8 +106,16 @@ def run_eval(
     decoder = Decoder(loaded, runs, params, batch_size, store, show_progress=not quiet)
     if decoder.num_pending:
         if engines is None:
+            records = len(runs) <= MOST_RECORDED
+            if not (records or quiet):
+                print(f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many.")
             engines = functools.partial(
-                make_engines, batch_size=batch_size, max_context=max_context, dtype=dtype, device=device
+                make_engines,
+                batch_size=batch_size,
+                max_context=max_context,
+                dtype=dtype,
+                device=device,
+                records=records,
             )
         made = dict(zip([None, *names], engines(str(target), [str(draft) for draft in drafts]), strict=True))
         check_prompts(made[None], loaded)
