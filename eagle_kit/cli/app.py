@@ -10,6 +10,7 @@ from typing import NamedTuple
 from eagle_kit import __version__
 from eagle_kit.config.command_line import print_error
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 
 
 class Command(NamedTuple):
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # `| head` has read enough; Python must not try to flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

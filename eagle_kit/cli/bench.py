@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.cli.arguments import DEFAULT_TARGET, add_target, check_positive
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
     from eagle_kit.serve.load.client import Settings
@@ -287,7 +288,7 @@ def run_load(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(measurements, urls, args.plot)
     if interrupted:
-        return 130
+        return INTERRUPTED
     return 0 if any(summary["requests"]["ok"] for summary in summaries) else 1
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from eagle_kit.core.process import num_cores
+
 OPTIONAL = {
     "accelerate": "train",
     "datasets": "train",
@@ -60,10 +62,10 @@ def _versions() -> Iterator[str]:
 def _machine() -> Iterator[str]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    yield f"{platform.system()} {platform.machine()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    system, threads = f"{platform.system()} {platform.machine()}", torch.get_num_threads()
+    yield f"{system}, {num_cores()} cores, {threads} torch threads"
     yield f"memory {_gib(total)}, {_gib(free)} free; disk {_gib(shutil.disk_usage('.').free)} free here"
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED, num_cores
 
 POLL_S = 0.5
-INTERRUPTED = 130
 STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 TAIL_BYTES = 400
 
@@ -114,8 +114,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, deadline: float | None, what: st
     waiting = list(jobs)
     running: list[_Running] = []
     stopped = False
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // at_once))}
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // at_once))}
     with (
         interruptible(),
         tqdm(total=done + len(waiting), initial=done, unit="run", desc=what, dynamic_ncols=True) as bar,

@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.checkpoints.disk import write_text_atomically
-from eagle_kit.cli.jobs import INTERRUPTED, Job, interruptible, run_jobs
+from eagle_kit.cli.jobs import Job, interruptible, run_jobs
 from eagle_kit.config.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
@@ -82,7 +84,7 @@ class Preparation:
                 f"{self.path} cannot be prepared by {self.command!r}.",
                 f"Give a whole command that begins with {' or '.join(PREPARE)}, without --out.",
             )
-        if self.is_done and not self.is_brought_along:
+        if self.path.is_file() and self.mark.is_file():
             before = self.mark.read_text(encoding="utf-8").strip()
             if before != self.command:
                 raise UserError(
@@ -123,6 +125,14 @@ class StudyRun:
     def name(self) -> str:
         """What its head is called in the evaluation."""
         return f"{self.arm} s{self.seed}"
+
+    @cached_property
+    def resolved(self) -> "TrainConfig":
+        """The config with its overrides. Raises UserError for a wrong one."""
+        from eagle_kit.config.load import load_config
+        from eagle_kit.config.train import TrainConfig
+
+        return load_config(TrainConfig, self.config, self.overrides)
 
     @property
     def log(self) -> Path:
@@ -217,8 +227,6 @@ def plan(study: StudyConfig, folder: Path) -> list[StudyRun]:
 def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[StudyRun]) -> None:
     """Raise UserError for what would be found wrong only after hours: a config, a command, a task, a missing
     package, or a run or head that is there, done or not, and had other settings."""
-    from eagle_kit.config.load import load_config
-    from eagle_kit.config.train import TrainConfig
     from eagle_kit.eval.plots import require_matplotlib
     from eagle_kit.eval.tasks import load_tasks
     from eagle_kit.train.run_folder import RunFolder
@@ -227,22 +235,21 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
         file.check()
     load_tasks(study.measure.tasks)
     require_matplotlib()
-    configs = [load_config(TrainConfig, one.config, one.overrides) for one in runs]
+    configs = [one.resolved for one in runs]  # all of them, before any folder is looked at
     for one, config in zip(runs, configs, strict=True):
         if any(one.folder.glob("step-*")):
             RunFolder(one.folder).check_resumable(config)
         elif one.is_done:  # its run was deleted
-            _check_head(one, config)
+            _check_head(one)
 
 
-def _check_head(one: StudyRun, config: "TrainConfig") -> None:
+def _check_head(one: StudyRun) -> None:
     """Raise UserError when the head's own record says that it was trained with other settings."""
     from eagle_kit.train.run_folder import differences, list_changes
 
     before = _about(one).get("config", {}).get("training", {})
-    now = {
-        name: value for name, value in config.model_dump(mode="json")["training"].items() if name in before
-    }
+    training = one.resolved.training.model_dump(mode="json")
+    now = {name: value for name, value in training.items() if name in before}
     if changed := differences({"training": before}, {"training": now}):
         raise UserError(
             f"The head {one.head} was trained with other settings: {list_changes(changed)}.",
@@ -256,18 +263,10 @@ def _about(one: StudyRun) -> dict[str, Any]:
 
 def check_data(runs: Sequence[StudyRun]) -> None:
     """Raise UserError when heads that name the same data learned from files that have changed meanwhile."""
-    from eagle_kit.config.load import load_config
-    from eagle_kit.config.train import TrainConfig
-
     learned: dict[str, tuple[StudyRun, object]] = {}
     for one in runs:
-        config = load_config(TrainConfig, one.config, one.overrides)
-        named = json.dumps(
-            [
-                config.data.model_dump(mode="json", exclude={"cache_dir", "preview"}),
-                config.head.draft_vocab_size,
-            ]
-        )
+        data = one.resolved.data.model_dump(mode="json", exclude={"cache_dir", "preview"})
+        named = json.dumps([data, one.resolved.head.draft_vocab_size])
         fingerprint = _about(one).get("data", {}).get("fingerprint")
         first, other = learned.setdefault(named, (one, fingerprint))
         if other != fingerprint:
@@ -278,8 +277,6 @@ def check_data(runs: Sequence[StudyRun]) -> None:
 
 
 def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
-    from eagle_kit.config.load import load_config
-    from eagle_kit.config.train import TrainConfig
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.eval.study import compare
 
@@ -287,7 +284,7 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
     check_data(runs)
     about_eval = json.dumps([[one.name for one in runs], measure.model_dump(mode="json")])
     summary = run_eval(
-        load_config(TrainConfig, runs[0].config, runs[0].overrides).target,
+        runs[0].resolved.target,
         [one.head for one in runs],
         measure.tasks,
         measure.shapes,

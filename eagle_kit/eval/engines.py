@@ -46,17 +46,15 @@ def make_engines(
     Args:
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
     """
-    import torch
-
     from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
     from eagle_kit.models.source import resolve_target
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.llm import LLM, choose_device
 
     folder: Path = resolve_target(target)
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder))
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_context": max_context}
-    if not records and (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
+    if not records and choose_device(device) == "cpu":
         options["graph_mode"] = "off"
     plain = LLM(folder, dtype=dtype, device=device, **options)
     return [plain, *(LLM(plain.target, draft, tokenizer=plain.tokenizer, **options) for draft in drafts)]

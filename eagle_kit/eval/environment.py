@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.core.process import num_cores
+
 
 def describe_machine(device: str) -> dict[str, Any]:
     """CPU model, usable cores, torch threads, memory in GB, and the GPU when ``device`` is one."""
@@ -17,7 +19,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_gb": _memory_gb(),
         "gpu": gpu,

@@ -121,7 +121,7 @@ class LLM:
             from eagle_kit.models.loader import load_target
             from eagle_kit.models.source import load_tokenizer, resolve_target
 
-            place = _device(device)
+            place = choose_device(device)
             if place.startswith("cuda:"):
                 torch.cuda.set_device(place)  # graphs and kernels run on the current device
             folder = resolve_target(str(target))
@@ -420,7 +420,8 @@ def _kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
     return torch.float8_e4m3fn
 
 
-def _device(name: str) -> str:
+def choose_device(name: str) -> str:
+    """The device that ``name`` means on this machine. Raises UserError for one that there is not."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.partition(":")[0] not in ("cpu", "cuda"):

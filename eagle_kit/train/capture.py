@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.checkpoints.disk import check_disk_space, check_writable, nearest_folder
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.data import state_manifest
 from eagle_kit.data.state_format import bytes_per_token
 from eagle_kit.data.states import SHARD_BYTES, StateStore
@@ -34,7 +35,6 @@ from eagle_kit.train.teacher import capture_features
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-INTERRUPTED = 130
 ANOTHER_OUT = "Give another folder with --out."
 
 

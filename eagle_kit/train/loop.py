@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.checkpoints.draft import read_metadata, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.models.draft_head import DraftHead, TiedHead
 from eagle_kit.train.interrupt import Interrupt
 from eagle_kit.train.judge import Judge, choose_prompts
@@ -50,8 +51,6 @@ from eagle_kit.train.trackers import check_trackers, draws_report, start_tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-INTERRUPTED = 130
 
 
 class Ending(Enum):

@@ -9,6 +9,7 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import num_cores
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.train.trackers import tracker_options
 
@@ -108,7 +109,6 @@ def _share_cores(threads: int | None) -> None:
     """Use every core: accelerate's launcher leaves a process one thread unless told otherwise."""
     if threads is None and any(name.startswith("ACCELERATE_") for name in os.environ):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // local)
+        threads = max(1, num_cores() // local)
     if threads is not None:
         torch.set_num_threads(threads)

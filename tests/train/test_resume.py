@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +58,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     make_run: Callable, number: signal.Signals
 ) -> None:
     run = make_run(training={"max_steps": 100_000})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wait_for_rows(run.output / "metrics.jsonl", 3, process)
+    process = start_trainer(run, rows=3, stdout=subprocess.PIPE)
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -82,14 +76,7 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(training={"max_steps": 100_000})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wait_for_rows(run.output / "metrics.jsonl", 5, process)
+    process = start_trainer(run, rows=5)
     for more in ([], ["--resume"]):
         assert run(*more) == 2
         message = capsys.readouterr().err
@@ -310,6 +297,19 @@ def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:
     rows = run.metrics()
     assert run("--resume") == 0
     assert run.metrics() == rows
+
+
+def start_trainer(run: Any, *, rows: int, stdout: int = subprocess.DEVNULL) -> "subprocess.Popen[str]":
+    """The run in a process of its own, which has made ``rows`` steps."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for_rows(run.output / "metrics.jsonl", rows, process)
+    return process
 
 
 def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seconds: float = 90.0) -> None:

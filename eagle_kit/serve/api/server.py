@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -105,7 +106,7 @@ def run_forever(app: "FastAPI", sock: socket.socket) -> int:
     try:
         server.run(sockets=[sock])
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
