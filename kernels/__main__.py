@@ -70,10 +70,10 @@ def check() -> int:
 
 def bench(words: list[str]) -> int:
     """Every kernel against this machine's ceilings."""
-    from eagle_kit.config.command_line import print_error
+    from eagle_kit.bench.kernels.command import main as measure
+    from eagle_kit.config.loading.command_line import print_error
     from eagle_kit.core.errors import UserError
-    from eagle_kit.eval.environment import describe_machine, describe_versions, now
-    from eagle_kit.kernels.bench.command import main as measure
+    from eagle_kit.report.environment import describe_machine, describe_versions, now
 
     def describe(device: str) -> dict[str, Any]:
         versions = describe_versions()

@@ -3,8 +3,8 @@
 import torch
 
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.targets.llama import LlamaModel
 
 
 def tiny_target(

@@ -4,7 +4,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.draft_model import Eagle3Draft
+from eagle_kit.speculation.propose.draft_model import Eagle3Draft
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 

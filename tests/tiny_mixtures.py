@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.models.llama import LlamaModel, TargetOutput
+from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
 
 SIZES = {
     "vocab_size": 271,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from eagle_kit.checkpoints import mtp
-from eagle_kit.checkpoints.disk import ANOTHER_FOLDER, check_disk_space, sync_files
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import (
     canonical_tensors,
@@ -24,13 +23,14 @@ from eagle_kit.checkpoints.layout import (
 )
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, sync_files
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.draft_head import DraftHead
-from eagle_kit.models.eagle1 import Eagle1Head
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import check_tensors, read_json, read_safetensors
-from eagle_kit.models.mtp import MTPHead
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.heads.eagle1 import Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.mtp import MTPHead
+from eagle_kit.models.loading.loader import check_tensors, read_json, read_safetensors
+from eagle_kit.models.targets.llama import LlamaModel
 
 CONFIG, WEIGHTS, METADATA, CARD = "config.json", "model.safetensors", "eagle_kit.json", "README.md"
 OLD_WEIGHTS = "pytorch_model.bin"

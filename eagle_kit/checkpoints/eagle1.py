@@ -23,17 +23,17 @@ from eagle_kit.checkpoints.layout import rope_to_dict
 from eagle_kit.checkpoints.validate import OWN_TARGET, Finding, check_name, check_template
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig, read_rope
-from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import (
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.loading.loader import (
     IGNORED_SUFFIXES,
     check_activation,
     check_tensors,
     read_json,
     read_target_config,
 )
-from eagle_kit.models.published import FUSED, published_names
-from eagle_kit.models.source import resolve_target
+from eagle_kit.models.loading.published import FUSED, published_names
+from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.models.targets.llama import LlamaModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -203,7 +203,7 @@ def validate_eagle1(draft_folder: str | Path, target: str | Path) -> list[Findin
 
     Args:
         draft_folder: a checkpoint; when it cannot be read, that is the only finding.
-        target: anything :func:`~eagle_kit.models.source.resolve_target` knows; only its config is read.
+        target: anything that ``resolve_target`` knows; only its config is read.
 
     Raises:
         UserError: the target cannot be found or read.

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from eagle_kit.checkpoints import mtp
+from eagle_kit.checkpoints.card import model_card
 from eagle_kit.checkpoints.draft import CONFIG, OLD_WEIGHTS, WEIGHTS, load_draft, write_draft
 from eagle_kit.checkpoints.eagle1 import read_eagle1_config
 from eagle_kit.checkpoints.formats.convert import IMPORTED, read_draft, write_draft_as
 from eagle_kit.checkpoints.formats.files import OWN, DraftFiles, Format, Served, without_keys
 from eagle_kit.checkpoints.formats.recognise import Kind, Layout
 from eagle_kit.checkpoints.layout import config_from_dict
-from eagle_kit.checkpoints.model_card import model_card
 from eagle_kit.checkpoints.mtp import read_mtp_config
 from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.eagle1 import Eagle1Config
-from eagle_kit.models.loader import read_json, read_target_config
-from eagle_kit.models.mtp import MTPConfig, MTPHead
-from eagle_kit.models.source import PACKAGED_TARGETS, resolve_target
+from eagle_kit.models.heads.eagle1 import Eagle1Config
+from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.models.loading.loader import read_json, read_target_config
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_target
 
 PEER_ENGINES: tuple[Format, ...] = ("sglang", "vllm")
 ABSOLUTE_FOLDER = re.compile(r"(?<![\w.:/~-])/(?:[\w.@+-]+/)+")

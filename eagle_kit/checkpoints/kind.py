@@ -7,7 +7,7 @@ from eagle_kit.checkpoints.layout import ARCHITECTURES
 from eagle_kit.checkpoints.mtp import is_mtp_config
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import FAMILIES
-from eagle_kit.models.loader import read_json
+from eagle_kit.models.loading.loader import read_json
 
 Algorithm = Literal["EAGLE3", "EAGLE", "NEXTN", "STANDALONE"]
 

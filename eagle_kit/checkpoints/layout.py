@@ -14,8 +14,8 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
 from eagle_kit.models.config_parts import MLAConfig, read_mla
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.loader import check_activation
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.loading.loader import check_activation
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")

@@ -18,12 +18,12 @@ import torch
 from eagle_kit.checkpoints.copies import is_copy
 from eagle_kit.checkpoints.layout import mla_to_dict, rope_to_dict
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.layers import Rope
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import check_activation, check_tensors, fill, read_json, read_published
-from eagle_kit.models.mtp import MTPConfig, MTPHead
-from eagle_kit.models.published import Part, expected_shapes, published_parts, read_fp8_block
+from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.models.loading.loader import check_activation, check_tensors, fill, read_json, read_published
+from eagle_kit.models.loading.published import Part, expected_shapes, published_parts, read_fp8_block
+from eagle_kit.models.targets.llama import LlamaModel
 
 ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "shared_head.head.weight"

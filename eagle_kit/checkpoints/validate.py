@@ -1,6 +1,5 @@
 """Does this draft fit this target? Every mismatch by name, before any weight of the target is read."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,12 @@ from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS, flatten_config
 from eagle_kit.checkpoints.mtp import read_mtp, read_mtp_config
 from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.template import template_hash
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.eagle1 import Eagle1Config
-from eagle_kit.models.loader import read_json, read_target_config
-from eagle_kit.models.mtp import MTPConfig
-from eagle_kit.models.source import load_tokenizer, resolve_target
+from eagle_kit.models.heads.eagle1 import Eagle1Config
+from eagle_kit.models.heads.mtp import MTPConfig
+from eagle_kit.models.loading.loader import read_json, read_target_config
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
 
@@ -31,12 +31,6 @@ class Finding:
     remedy: str = ""
 
 
-def template_hash(tokenizer: Any) -> str:
-    """A short hash of a tokenizer's chat template; empty without one."""
-    template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else ""
-
-
 def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding]:
     """Check a draft of any kind against a target.
 
@@ -46,8 +40,7 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
 
     Args:
         draft_folder: a checkpoint; when it cannot be read, that is a finding too.
-        target: anything :func:`~eagle_kit.models.source.resolve_target` knows; only its config and tokenizer
-            are read.
+        target: anything that ``resolve_target`` knows; only its config and tokenizer are read.
 
     Raises:
         UserError: the target cannot be found or read.

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from eagle_kit import __version__
-from eagle_kit.config.command_line import print_error
+from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
 

@@ -16,10 +16,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
-    from eagle_kit.serve.load.client import Settings
-    from eagle_kit.serve.load.runner import Measurement, Plan
-    from eagle_kit.serve.load.workload import Prompt
-    from eagle_kit.train.bench_ratios import RatioOptions
+    from eagle_kit.bench.load.client import Settings
+    from eagle_kit.bench.load.runner import Measurement, Plan
+    from eagle_kit.bench.load.workload import Prompt
+    from eagle_kit.bench.train.ratios import RatioOptions
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import; its profiler chatters without
 
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _add_engine(sub)
         if kind == "train":
             _add_train(sub)
-    from eagle_kit.serve.load.reply import DEFINITIONS
+    from eagle_kit.bench.load.reply import DEFINITIONS
 
     serve = kinds.add_parser(
         "serve",
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_random(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``bench engine``."""
-    from eagle_kit.kernels.bench.options import add_arguments
+    from eagle_kit.bench.kernels.options import add_arguments
 
     parser.add_argument(
         "--model",
@@ -186,12 +186,12 @@ def run_engine(args: argparse.Namespace) -> int:
         raise UserError(f"There is no benchmark {unknown[0]!r}.", f"Choose of {', '.join(PARTS)}.")
     parts, result = asked or PARTS, dict[str, Any]()
     if "decode" in parts:
-        from eagle_kit.serve.bench import benchmark_decoding, format_decoding
+        from eagle_kit.bench.decode import benchmark_decoding, format_decoding
 
         result["decode"] = benchmark_decoding(args.target, args.draft, compare=not args.no_compare)
         print(format_decoding(result["decode"]), flush=True)
     if "train" in parts:
-        from eagle_kit.train.bench import benchmark_training, format_training
+        from eagle_kit.bench.train.step import benchmark_training, format_training
 
         result["train"] = benchmark_training(args.target, _ratio_options(args))
         print(format_training(result["train"]), flush=True)
@@ -204,7 +204,7 @@ def _ratio_options(args: argparse.Namespace) -> "RatioOptions | None":
     """What ``bench train`` compares; None for ``bench`` alone, which measures rates only."""
     if args.kind != "train":
         return None
-    from eagle_kit.train.bench_ratios import RatioOptions
+    from eagle_kit.bench.train.ratios import RatioOptions
 
     given = {field: getattr(args, field) for field in RatioOptions.__dataclass_fields__ if field in args}
     check_positive(
@@ -221,7 +221,7 @@ def run_random(args: argparse.Namespace) -> int:
                 f"--{name} does not apply to bench engine, whose weights are random.",
                 "Choose shapes with --model, or time a checkpoint with bench decode.",
             )
-    from eagle_kit.serve.bench_engine import main
+    from eagle_kit.bench.engine.sweep import main
 
     args.output = args.output or args.out
     return main(args, _head)
@@ -236,7 +236,7 @@ def run_serving(args: argparse.Namespace) -> int:
         if name not in known and name in parser.parse_args([]) and value != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} is about a server, and none was given.", "Give --base-url URL too.")
-    from eagle_kit.serve.bench_serving import benchmark_serving, format_serving, load_chats
+    from eagle_kit.bench.serving import benchmark_serving, format_serving, load_chats
     from eagle_kit.serve.llm import LLM
 
     llm = LLM(args.target, args.draft, max_context=1280)
@@ -253,9 +253,9 @@ def run_load(args: argparse.Namespace) -> int:
     if given:
         option = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{option} does not apply to bench serve.", "Leave it out.")
-    from eagle_kit.serve.load.plot import plot, require_matplotlib
-    from eagle_kit.serve.load.report import compare, output_over_time, reply_rows, summarize
-    from eagle_kit.serve.load.text import format_comparison, format_summary
+    from eagle_kit.bench.load.plot import plot, require_matplotlib
+    from eagle_kit.bench.load.report import compare, output_over_time, reply_rows, summarize
+    from eagle_kit.bench.load.text import format_comparison, format_summary
 
     if args.plot is not None:
         require_matplotlib()
@@ -295,14 +295,14 @@ def run_load(args: argparse.Namespace) -> int:
 async def _measure(
     settings: "Sequence[Settings]", plan: "Plan", progress: bool
 ) -> "tuple[list[Measurement], bool]":
-    from eagle_kit.serve.load.endpoint import explore
-    from eagle_kit.serve.load.runner import measure
+    from eagle_kit.bench.load.endpoint import explore
+    from eagle_kit.bench.load.runner import measure
 
     return await measure([await explore(each) for each in settings], plan, progress=progress)
 
 
 def _settings(args: argparse.Namespace, url: str, model: str) -> "Settings":
-    from eagle_kit.serve.load.client import Settings
+    from eagle_kit.bench.load.client import Settings
 
     try:
         extra = json.loads(args.extra_body or "{}")
@@ -326,8 +326,8 @@ def _settings(args: argparse.Namespace, url: str, model: str) -> "Settings":
 
 def _plan(args: argparse.Namespace) -> "tuple[Plan, list[str]]":
     """The requests with their times, and notes for the user."""
-    from eagle_kit.serve.load.runner import Plan
-    from eagle_kit.serve.load.workload import arrival_times, make_requests
+    from eagle_kit.bench.load.runner import Plan
+    from eagle_kit.bench.load.workload import arrival_times, make_requests
 
     check_positive(args, "num_prompts", "max_tokens", "max_input_chars", "max_concurrency", "rounds")
     if args.warmup < 0:
@@ -346,7 +346,7 @@ def _plan(args: argparse.Namespace) -> "tuple[Plan, list[str]]":
 
 def _prompts(args: argparse.Namespace) -> "tuple[list[tuple[Prompt, int]], list[str]]":
     """Prompts with their most tokens, those of the warm-up last, and notes."""
-    from eagle_kit.serve.load.workload import RandomLengths, pick, read_chats, shorter_than
+    from eagle_kit.bench.load.workload import RandomLengths, pick, read_chats, shorter_than
 
     options = {
         name: value
@@ -409,7 +409,7 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
     """Date, command without its key, and the client's machine and versions."""
     from importlib.metadata import version
 
-    from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
+    from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
 
     versions = {**describe_versions(), "httpx": version("httpx")}
     return {
@@ -422,7 +422,7 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
 
 def _head(device: str = "cpu") -> dict[str, Any]:
     """When, how, on what and with what a result was measured."""
-    from eagle_kit.eval.environment import command_line, describe_machine, describe_versions, now
+    from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
 
     machine = {"date": now(), "command": command_line(), "machine": describe_machine(device)}
     return {**machine, "versions": describe_versions()}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
-from eagle_kit.config.command_line import add_config
+from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
-    from eagle_kit.data.dataset import PreparedData
+    from eagle_kit.data.chat.dataset import PreparedData
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,11 +116,11 @@ def _preview(args: argparse.Namespace) -> int:
     config = _config(args)
     if not config.data.source:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
-    from eagle_kit.data.dataset import conversations_of
-    from eagle_kit.data.preview import preview
-    from eagle_kit.data.records import SkipLog, Unusable
-    from eagle_kit.data.template import tokenize_chat
-    from eagle_kit.models.source import load_tokenizer, resolve_target
+    from eagle_kit.data.chat.dataset import conversations_of
+    from eagle_kit.data.chat.preview import preview
+    from eagle_kit.data.chat.records import SkipLog, Unusable
+    from eagle_kit.data.chat.template import tokenize_chat
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
     conversations = conversations_of(config.data, SkipLog())
@@ -144,8 +144,8 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _data(config: "TrainConfig") -> "PreparedData":
     """The config's data, tokenised now or read from the cache."""
-    from eagle_kit.data.stored import dataset_of
-    from eagle_kit.models.source import load_tokenizer, resolve_target
+    from eagle_kit.data.states.fit import dataset_of
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
     return dataset_of(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
@@ -171,7 +171,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _vocab(args: argparse.Namespace) -> int:
-    from eagle_kit.checkpoints.disk import check_writable
+    from eagle_kit.core.files import check_writable
 
     config = _config(args)
     if config.head.start_from is not None:
@@ -215,7 +215,7 @@ def _regenerate(args: argparse.Namespace) -> int:
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")
     check_out(args.out)
-    from eagle_kit.models.source import resolve_target, target_fingerprint
+    from eagle_kit.models.loading.source import resolve_target, target_fingerprint
     from eagle_kit.serve.llm import LLM
 
     context = args.max_prompt_tokens + args.max_tokens
@@ -239,7 +239,7 @@ def _regenerate(args: argparse.Namespace) -> int:
 
 
 def _capture(args: argparse.Namespace) -> int:
-    from eagle_kit.train.launch import (
+    from eagle_kit.train.parallel.launch import (
         check_launcher,
         cpu_processes_to_start,
         parent_command,
@@ -269,7 +269,7 @@ def _capture(args: argparse.Namespace) -> int:
 
 
 def _store(args: argparse.Namespace) -> int:
-    from eagle_kit.data.states import StateStore
+    from eagle_kit.data.states.store import StateStore
     from eagle_kit.train.capture import summary, verify
 
     store = StateStore(args.folder)

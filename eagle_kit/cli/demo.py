@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Fetch, train, export, evaluate; exit code 1 when a speculative answer differs from the plain one."""
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
-    from eagle_kit.models.source import resolve_target
+    from eagle_kit.models.loading.source import resolve_target
 
     if args.minutes <= 0:
         raise UserError(f"--minutes is {args.minutes:g}.", "Train for more than zero minutes.")
@@ -71,7 +71,7 @@ def _train(args: argparse.Namespace) -> None:
     one is refused."""
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
-    from eagle_kit.train.loop import Ending, RunOptions, train
+    from eagle_kit.train.run.loop import Ending, RunOptions, train
 
     if (args.out / MARKER).is_file():
         shutil.rmtree(args.out)
@@ -106,7 +106,7 @@ def num_steps(minutes: float) -> int:
     """Optimiser steps this machine is expected to make in ``minutes``."""
     import torch
 
-    from eagle_kit.train.estimate import measure_matmul_rate
+    from eagle_kit.train.plan.estimate import measure_matmul_rate
 
     rate = measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     per_minute = min(60 * EFFICIENCY * rate / FLOPS_PER_STEP, MOST_STEPS_PER_MINUTE)

@@ -71,7 +71,7 @@ def _machine() -> Iterator[str]:
 
 def _matmul_rates() -> Iterator[str]:
     """fp32 rates of one large product: the faster library is used, and bounds training on this machine."""
-    from eagle_kit.serve.bench import matmul_ceiling
+    from eagle_kit.bench.decode import matmul_ceiling
 
     rates = matmul_ceiling()
     shown = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in rates.items())
@@ -95,7 +95,7 @@ def _packages() -> Iterator[str]:
 
 
 def _cache() -> Iterator[str]:
-    from eagle_kit.models.source import cache_folder
+    from eagle_kit.models.loading.source import cache_folder
 
     folder = cache_folder()
     if not folder.exists():

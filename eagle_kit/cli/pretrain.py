@@ -2,7 +2,7 @@
 
 import argparse
 
-from eagle_kit.config.command_line import add_config
+from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.core.errors import UserError
 
 
@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 0 when it is done or was stopped by its time, having saved."""
-    from eagle_kit.config.load import load_config
+    from eagle_kit.config.loading.loader import load_config
     from eagle_kit.config.pretrain import PretrainConfig
     from eagle_kit.train.pretrain import pretrain
 

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and print where and what."""
-    from eagle_kit.train.run_report import compare, write_report
+    from eagle_kit.train.monitor.run_report import compare, write_report
 
     groups = groups_of(args.runs)
     folders = [folder for group in groups.values() for folder in group]

@@ -237,8 +237,8 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: a threshold outside 0..1, or thresholds for drafts that are drawn.
     """
-    from eagle_kit.kernels.accept import Relaxed
-    from eagle_kit.speculation.ngram import NgramOptions
+    from eagle_kit.speculation.propose.ngram import NgramOptions
+    from eagle_kit.speculation.verify.proposal import Relaxed
 
     single, acc = args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
     for value in (single, acc):

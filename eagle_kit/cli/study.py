@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.disk import write_text_atomically
 from eagle_kit.cli.jobs import Job, interruptible, run_jobs
-from eagle_kit.config.command_line import add_config
+from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_text_atomically
 from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class StudyRun:
     @cached_property
     def resolved(self) -> "TrainConfig":
         """The config with its overrides. Raises UserError for a wrong one."""
-        from eagle_kit.config.load import load_config
+        from eagle_kit.config.loading.loader import load_config
         from eagle_kit.config.train import TrainConfig
 
         return load_config(TrainConfig, self.config, self.overrides)
@@ -165,7 +165,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare and train what is not there yet, measure, compare; exit code 130 when it was stopped."""
-    from eagle_kit.config.load import load_config
+    from eagle_kit.config.loading.loader import load_config
     from eagle_kit.train.__main__ import parse_duration
 
     if args.jobs < 1:
@@ -229,7 +229,7 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     package, or a run or head that is there, done or not, and had other settings."""
     from eagle_kit.eval.plots import require_matplotlib
     from eagle_kit.eval.tasks import load_tasks
-    from eagle_kit.train.run_folder import RunFolder
+    from eagle_kit.train.run.folder import RunFolder
 
     for file in files:
         file.check()
@@ -245,7 +245,7 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
 
 def _check_head(one: StudyRun) -> None:
     """Raise UserError when the head's own record says that it was trained with other settings."""
-    from eagle_kit.train.run_folder import differences, list_changes
+    from eagle_kit.train.run.folder import differences, list_changes
 
     before = _about(one).get("config", {}).get("training", {})
     training = one.resolved.training.model_dump(mode="json")

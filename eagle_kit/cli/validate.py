@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print every finding; exit code 2 when one of them is an error."""
     from eagle_kit.checkpoints.validate import validate_draft
-    from eagle_kit.models.source import resolve_target
+    from eagle_kit.models.loading.source import resolve_target
 
     findings = validate_draft(args.draft, resolve_target(args.target))
     for finding in findings:

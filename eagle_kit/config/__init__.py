@@ -1,5 +1,5 @@
 """Configuration: pydantic schemas and their loading. YAML, then command line, then validation; torch-free."""
 
-from eagle_kit.config.load import load_config
+from eagle_kit.config.loading.loader import load_config
 
 __all__ = ["load_config"]

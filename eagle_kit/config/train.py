@@ -1,7 +1,7 @@
 """Schema of a training run: target, data, head, optimisation, judging and tracking. Torch-free.
 
-A run is one YAML file read through `eagle_kit.config.load.load_config`; every value can be overridden on the
-command line as ``section.key=value``. Sizes are in tokens or packed rows, times in seconds.
+A run is one YAML file read through `config.load_config`; every value can be overridden on the command
+line as ``section.key=value``. Sizes are in tokens or packed rows, times in seconds.
 """
 
 from typing import Any, Literal

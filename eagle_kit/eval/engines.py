@@ -47,7 +47,7 @@ def make_engines(
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
     """
     from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
-    from eagle_kit.models.source import resolve_target
+    from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM, choose_device
 
     folder: Path = resolve_target(target)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_kit.eval.environment import machine_title
 from eagle_kit.eval.identity import describe
 from eagle_kit.eval.summary import ALL
+from eagle_kit.report.environment import machine_title
 
 MAX_DIFFERENCES = 5
 _COLUMNS = (

@@ -19,11 +19,11 @@ from eagle_kit.eval.answers import (
 )
 from eagle_kit.eval.decoder import Decoder
 from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place
-from eagle_kit.eval.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.eval.plots import plot_summary, require_matplotlib
 from eagle_kit.eval.report import report
 from eagle_kit.eval.summary import summarise
 from eagle_kit.eval.tasks import Task, load_tasks
+from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 
 DEFAULT_SHAPES = ("4,1,5", "5,4,16")
 

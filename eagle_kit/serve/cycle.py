@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Accepted, Deterministic, TargetOnly, Verifier
+from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.models.llama import LlamaModel, TargetOutput
-from eagle_kit.serve.choose import decide
-from eagle_kit.speculation.drafter import Draft, Drafter, DraftState
-from eagle_kit.speculation.paged_store import PagedStore
+from eagle_kit.kv.store import PagedStore
+from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
+from eagle_kit.speculation.propose.drafter import Draft, Drafter, DraftState
+from eagle_kit.speculation.verify.decide import decide
+from eagle_kit.speculation.verify.proposal import Deterministic, TargetOnly, Verifier
 
 
 class CycleState(NamedTuple):

@@ -8,13 +8,13 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights, packed_parts
-from eagle_kit.models.draft_head import DraftHead, TiedHead
-from eagle_kit.models.eagle1 import Eagle1Head
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import in_dtype
-from eagle_kit.models.mtp import MTPHead
-from eagle_kit.speculation.draft_model import (
+from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.models.heads.eagle1 import Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.mtp import MTPHead
+from eagle_kit.models.loading.loader import in_dtype
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
     Eagle1Draft,
     Eagle3Draft,

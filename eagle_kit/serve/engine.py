@@ -21,18 +21,18 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kernels.accept import Relaxed, TargetOnly, Verifier
-from eagle_kit.models.llama import LlamaModel
+from eagle_kit.kv.page_pool import KVCache
+from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cpu_graph import CpuGraphs
-from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.graph import GraphMode, GraphRunner
-from eagle_kit.serve.kv_cache import KVCache
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
-from eagle_kit.speculation.draft_model import DraftModel
-from eagle_kit.speculation.ngram import NgramIndex, NgramOptions
-from eagle_kit.speculation.static_tree import StaticDrafter
+from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.ngram import NgramIndex, NgramOptions
+from eagle_kit.speculation.propose.static import StaticDrafter
+from eagle_kit.speculation.verify.proposal import Relaxed, TargetOnly, Verifier
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,24 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape, auto_shape
-from eagle_kit.data.template import prompt_token_ids
-from eagle_kit.kernels.accept import Verifier
+from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.models.draft_head import DraftHead
-from eagle_kit.models.llama import LlamaModel
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions
-from eagle_kit.serve.grammar import GrammarCompiler
+from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
-from eagle_kit.speculation.draft_model import DraftModel, HeadDraft, StandaloneDraft
-from eagle_kit.speculation.ngram import NgramOptions
-from eagle_kit.speculation.static_tree import EAGLE1_CHOICES, Topology
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraft, StandaloneDraft
+from eagle_kit.speculation.propose.ngram import NgramOptions
+from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
+from eagle_kit.speculation.verify.proposal import Verifier
 
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
@@ -118,8 +118,8 @@ class LLM:
         if isinstance(target, LlamaModel):
             self.target = target
         else:
-            from eagle_kit.models.loader import load_target
-            from eagle_kit.models.source import load_tokenizer, resolve_target
+            from eagle_kit.models.loading.loader import load_target
+            from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
             place = choose_device(device)
             if place.startswith("cuda:"):

@@ -15,8 +15,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.speculation.draft_model import DraftModel
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import DraftModel
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""

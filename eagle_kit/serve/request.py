@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from eagle_kit.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.serve.kv_cache import Lease
+from eagle_kit.kv.page_pool import Lease
 
 if TYPE_CHECKING:
-    from eagle_kit.serve.grammar import GrammarMatch
+    from eagle_kit.serve.grammar.compiler import GrammarMatch
     from eagle_kit.serve.text_stream import TextStream
 
 

@@ -11,13 +11,13 @@ import torch
 
 from eagle_kit.core.request import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape
-from eagle_kit.kernels.accept import Deterministic, Relaxed, TargetOnly, Verifier
 from eagle_kit.kernels.linear.choice import MACHINE
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.serve.choose import choose
+from eagle_kit.kv.latents import open_store
+from eagle_kit.kv.store import Segment
+from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cycle import (
     CycleState,
     Logprobs,
@@ -29,18 +29,18 @@ from eagle_kit.serve.cycle import (
     root_only,
     verify,
 )
-from eagle_kit.serve.grammar import allowed_tokens
+from eagle_kit.serve.grammar.compiler import allowed_tokens
 from eagle_kit.serve.graph import GraphRunner, HostCopy, Lengths, map_tensors
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
-from eagle_kit.speculation.draft_model import DraftModel
-from eagle_kit.speculation.drafter import Draft, Drafter
-from eagle_kit.speculation.modules import ModulesDrafter
-from eagle_kit.speculation.ngram import NgramDraft, NgramIndex, to_tree
-from eagle_kit.speculation.paged_latents import open_store
-from eagle_kit.speculation.paged_store import Segment
-from eagle_kit.speculation.static_tree import drafter_class
+from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.propose.modules import ModulesDrafter
+from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
+from eagle_kit.speculation.propose.static import drafter_class
+from eagle_kit.speculation.verify.decide import choose
+from eagle_kit.speculation.verify.proposal import Deterministic, Relaxed, TargetOnly, Verifier
 
 COLUMN_BUCKET = 64
 

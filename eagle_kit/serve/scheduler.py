@@ -10,7 +10,7 @@ are free. Nobody overtakes: a request that does not fit yet keeps those behind i
 import heapq
 from typing import NamedTuple
 
-from eagle_kit.serve.kv_cache import KVCache
+from eagle_kit.kv.page_pool import KVCache
 from eagle_kit.serve.request import Request
 
 

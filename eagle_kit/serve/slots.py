@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.cycle import CycleState
-from eagle_kit.speculation.drafter import Drafter, DraftState
+from eagle_kit.speculation.propose.drafter import Drafter, DraftState
 
 
 class Slots:

@@ -1,1 +1,1 @@
-""""""
+"""Training: capture of hidden states, training-time test, runs, plans."""

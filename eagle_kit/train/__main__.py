@@ -7,11 +7,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from eagle_kit.config.command_line import add_config, print_error
-from eagle_kit.config.load import load_config
+from eagle_kit.config.loading.command_line import add_config, print_error
+from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.launch import (
+from eagle_kit.train.parallel.launch import (
     check_launcher,
     cpu_processes_to_start,
     is_main,
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_intermixed_args(argv)
     try:
         if args.plan:
-            from eagle_kit.train.plan_report import print_plans
+            from eagle_kit.train.plan.report import print_plans
 
             more = [word for word in args.overrides if "=" not in word]
             print_plans([args.config, *more], [word for word in args.overrides if "=" in word], args.gpu)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_processes = cpu_processes_to_start(os.environ, parent_command())
     if num_processes > 1:
         return start_cpu_processes(num_processes, argv)
-    from eagle_kit.train.loop import RunOptions, train
+    from eagle_kit.train.run.loop import RunOptions, train
 
     options = RunOptions(
         resume=args.resume,

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.disk import check_disk_space, check_writable, nearest_folder
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import check_disk_space, check_writable, nearest_folder
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.data import state_manifest
-from eagle_kit.data.state_format import bytes_per_token
-from eagle_kit.data.states import SHARD_BYTES, StateStore
-from eagle_kit.train.batch import make_forward
-from eagle_kit.train.estimate import EXPECTED_EFFICIENCY, Workload, capture_flops, measure_matmul_rate
-from eagle_kit.train.interrupt import Interrupt
-from eagle_kit.train.launch import launch_words, parent_commands
-from eagle_kit.train.new_head import draft_config
-from eagle_kit.train.parallel import largest, make_process_state
-from eagle_kit.train.placement import place_target
-from eagle_kit.train.progress import format_seconds
-from eagle_kit.train.run_folder import versions
-from eagle_kit.train.setup import Ingredients, gather, states_manifest
-from eagle_kit.train.teacher import capture_features
+from eagle_kit.data.states import manifest as state_manifest
+from eagle_kit.data.states.format import bytes_per_token
+from eagle_kit.data.states.store import SHARD_BYTES, StateStore
+from eagle_kit.train.algorithm.batch import make_forward
+from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.parallel.launch import launch_words, parent_commands
+from eagle_kit.train.parallel.placement import place_target
+from eagle_kit.train.parallel.processes import largest, make_process_state
+from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, Workload, capture_flops, measure_matmul_rate
+from eagle_kit.train.run.folder import versions
+from eagle_kit.train.run.interrupt import Interrupt
+from eagle_kit.train.run.new_head import draft_config
+from eagle_kit.train.run.progress import format_seconds
+from eagle_kit.train.run.setup import Ingredients, gather, states_manifest
 
 if TYPE_CHECKING:
     from accelerate import PartialState

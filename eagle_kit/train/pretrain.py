@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle_kit.config.pretrain import PretrainConfig, TextConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.interrupt import Interrupt
+from eagle_kit.train.run.interrupt import Interrupt
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -203,7 +203,7 @@ def _make_tokenizer(text: TextConfig) -> Any:
 
 def _batches(text: TextConfig, size: int) -> Iterator[list[str]]:
     """Rendered conversations, some at a time."""
-    from eagle_kit.data.records import SkipLog, read_conversations
+    from eagle_kit.data.chat.records import SkipLog, read_conversations
 
     batch: list[str] = []
     for chat in read_conversations(text.source, limit=text.limit, skipped=SkipLog()):

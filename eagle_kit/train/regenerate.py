@@ -18,11 +18,11 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.disk import check_writable, sole_writer, write_text_atomically
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.data.records import Conversation, SkipLog, read_conversations
+from eagle_kit.data.chat.records import Conversation, SkipLog, read_conversations
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
@@ -140,7 +140,7 @@ def regenerate(
 
     Args:
         llm: the target, with or without a draft: the replies are the same.
-        source: as :func:`eagle_kit.data.records.read_conversations` takes it.
+        source: as :func:`eagle_kit.data.chat.records.read_conversations` takes it.
         out: a JSONL file, made or continued; a half-written last line is dropped.
         options: limits and law.
         target: what tells its weights from others'; empty is not compared.

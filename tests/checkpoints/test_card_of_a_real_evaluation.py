@@ -15,7 +15,7 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
 
 METADATA = {"command": "accelerate launch train configs/a.yaml", "tokens_seen": 123456, "seconds": 62.0}
 

@@ -23,10 +23,10 @@ from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.speculation.draft_model import MTPDraft
+from eagle_kit.speculation.propose.draft_model import MTPDraft
 
 ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 

@@ -14,7 +14,7 @@ from eagle_kit.checkpoints.eagle1 import load_eagle1, validate_eagle1
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 131,

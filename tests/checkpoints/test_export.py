@@ -9,11 +9,11 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
+from eagle_kit.checkpoints.card import model_card
 from eagle_kit.checkpoints.draft import load_draft, read_metadata, save_draft
 from eagle_kit.checkpoints.export import export_draft, find_checkpoint, without_folders
-from eagle_kit.checkpoints.model_card import model_card
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
 
 METADATA = {
     "target": "tiny",

@@ -7,7 +7,7 @@ import pytest
 from tiny_run import make_config
 
 from eagle_kit.cli.app import main
-from eagle_kit.data.vocab_map import load_vocab_map
+from eagle_kit.data.chat.vocab_map import load_vocab_map
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tiny_run import make_config
 
 from eagle_kit.cli import study as study_command
 from eagle_kit.cli.app import main
-from eagle_kit.config.load import load_config
+from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.study import StudyConfig
 
 

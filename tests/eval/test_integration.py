@@ -14,7 +14,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.eval.identity import compare
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 
 TASK = [
@@ -92,9 +92,9 @@ def test_a_draft_of_another_target_is_refused_before_anything_is_written(
 
 @pytest.mark.real
 def test_prompts_of_both_shipped_tasks_fit_the_real_target() -> None:
-    from eagle_kit.data.template import prompt_token_ids
+    from eagle_kit.data.chat.template import prompt_token_ids
     from eagle_kit.eval.tasks import load_task
-    from eagle_kit.models.source import load_tokenizer, resolve_target
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target("smollm2-135m-instruct"))
     for name in ("human_eval", "ours"):

@@ -9,10 +9,10 @@ from tiny import tiny_target
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
-from eagle_kit.kernels.accept import Block, Rejection, Relaxed, TargetOnly
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write
-from eagle_kit.speculation.draft_model import StandaloneDraft
+from eagle_kit.speculation.propose.draft_model import StandaloneDraft
+from eagle_kit.speculation.verify.proposal import Block, Rejection, Relaxed, TargetOnly
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 

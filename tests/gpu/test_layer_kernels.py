@@ -7,7 +7,7 @@ from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
-from eagle_kit.models.layers import Rope
+from eagle_kit.models.blocks.layers import Rope
 from tests.gpu.near import NORM, assert_near
 from tests.gpu.place import DEVICE, DTYPES, FP8, HALVES, generator, pick, randn
 

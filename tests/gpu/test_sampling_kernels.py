@@ -4,19 +4,7 @@ import pytest
 import torch
 
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.kernels.accept import (
-    Accepted,
-    Block,
-    Deterministic,
-    Rejection,
-    Relaxed,
-    SampledChain,
-    SampledTree,
-    TargetOnly,
-    accept,
-    accept_greedy,
-    accept_most_likely,
-)
+from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_most_likely
 from eagle_kit.kernels.sampling import (
     make_sampling_batch,
     probabilities,
@@ -28,6 +16,16 @@ from eagle_kit.kernels.sampling import (
     window_uniforms,
 )
 from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.speculation.verify.proposal import (
+    Block,
+    Deterministic,
+    Rejection,
+    Relaxed,
+    SampledChain,
+    SampledTree,
+    TargetOnly,
+    accept,
+)
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, generator, pick, randn
 

@@ -14,8 +14,8 @@ from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.experts import experts, pack_experts
 from eagle_kit.kernels.recording import choose_by
-from eagle_kit.models.loader import load_target
-from eagle_kit.models.source import load_tokenizer
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.cpu_graph import CpuGraphs, Recording
 from eagle_kit.serve.graph import CaptureError, Lengths

@@ -9,15 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Deterministic, Rejection, Relaxed
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
 from eagle_kit.serve.cycle import Settings, cycle, verify_cycle
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.llm import EAGLE1_SHAPE
-from eagle_kit.speculation.draft_model import Eagle3Draft
-from eagle_kit.speculation.drafter import Draft
-from eagle_kit.speculation.ngram import NgramIndex, to_tree
+from eagle_kit.speculation.propose.draft_model import Eagle3Draft
+from eagle_kit.speculation.propose.drafter import Draft
+from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
+from eagle_kit.speculation.verify.proposal import Deterministic, Rejection, Relaxed
 
 BATCH = 3
 LAWS = {

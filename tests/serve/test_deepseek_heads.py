@@ -15,8 +15,8 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.eagle3 import Eagle3Head
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.cycle import Settings, cycle
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions

@@ -15,8 +15,8 @@ from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.drafter import Draft
-from eagle_kit.speculation.ngram import NgramOptions
+from eagle_kit.speculation.propose.drafter import Draft
+from eagle_kit.speculation.propose.ngram import NgramOptions
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])

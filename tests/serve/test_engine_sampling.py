@@ -8,10 +8,10 @@ from tiny_trained import trained_models
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Rejection, Relaxed
 from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
+from eagle_kit.speculation.verify.proposal import Rejection, Relaxed
 
 LAWS = {
     "warm": {"temperature": 0.8},

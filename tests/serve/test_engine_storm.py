@@ -15,7 +15,7 @@ from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results
-from eagle_kit.speculation.ngram import NgramOptions
+from eagle_kit.speculation.propose.ngram import NgramOptions
 
 STOP = 5
 

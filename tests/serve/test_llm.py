@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.kernels.accept import Block
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import CycleInputs, Settings
+from eagle_kit.speculation.verify.proposal import Block
 
 DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -11,16 +11,16 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.llama import LlamaModel
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cycle import Settings, cycle
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.draft_model import Eagle3Draft, StandaloneDraft
-from eagle_kit.speculation.paged_latents import PagedLatents
+from eagle_kit.speculation.propose.draft_model import Eagle3Draft, StandaloneDraft
 
 TARGETS = {
     "v2": v2(vocab_size=11, q_lora_rank=None, rope_parameters=LITE_YARN),

@@ -7,7 +7,7 @@ from tiny_engine import PROMPTS, decode
 from tiny_mixtures import GROUPED, randomised
 from transformers import MixtralConfig, Qwen3MoeConfig
 
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
 
 SMALL = GROUPED | {"vocab_size": 11, "num_hidden_layers": 3}
 TARGETS = {

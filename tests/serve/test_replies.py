@@ -4,8 +4,8 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.models.loader import load_target
-from eagle_kit.models.source import load_tokenizer
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.llm import LLM
 
 

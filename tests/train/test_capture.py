@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.states import StateStore
-from eagle_kit.models.source import target_fingerprint, target_revision
-from eagle_kit.train.align import supervised_rows, teacher_of
-from eagle_kit.train.batch import make_forward
+from eagle_kit.data.states.store import StateStore
+from eagle_kit.models.loading.source import target_fingerprint, target_revision
+from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
+from eagle_kit.train.algorithm.batch import make_forward
 from eagle_kit.train.capture import CaptureOptions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -246,8 +246,8 @@ def test_a_store_has_what_the_target_says_of_every_row(make_run: Callable) -> No
 
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
-    from eagle_kit.data.stored import dataset_of
-    from eagle_kit.models.source import load_tokenizer
+    from eagle_kit.data.states.fit import dataset_of
+    from eagle_kit.models.loading.source import load_tokenizer
 
     run = make_run()
     store = Store(run)
@@ -458,7 +458,7 @@ def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run:
 def test_a_target_is_spread_before_it_is_captured(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_kit.train import placement
+    from eagle_kit.train.parallel.processes import placement
 
     asked: list[list[torch.device]] = []
     spread = placement.spread_layers
@@ -470,7 +470,7 @@ def test_a_target_is_spread_before_it_is_captured(
 
 
 def test_waiting_for_the_disk_is_a_number(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_kit.train import loop
+    from eagle_kit.train.run import loop
 
     waits = []
     close = loop.Stepper.close
@@ -491,7 +491,7 @@ def test_waiting_for_the_disk_is_a_number(make_run: Callable, monkeypatch: pytes
 def test_a_shard_lost_while_training_ends_the_run_with_its_name(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from eagle_kit.train import loop
+    from eagle_kit.train.run import loop
 
     run = make_run()
     store = Store(run)

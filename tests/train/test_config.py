@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kit.config.load import load_config
+from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main, parse_duration

@@ -30,8 +30,8 @@ from eagle_kit.checkpoints.formats.files import (
     zeros_for,
 )
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.eagle1 import Eagle1Config
-from eagle_kit.models.loader import check_tensors
+from eagle_kit.models.heads.eagle1 import Eagle1Config
+from eagle_kit.models.loading.loader import check_tensors
 
 FC_BIAS = "fc.bias"
 BIAS_KEYS = ("bias", "qkv_bias", "attention_bias")

@@ -33,7 +33,7 @@ from eagle_kit.checkpoints.layout import (
 )
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.loader import check_tensors
+from eagle_kit.models.loading.loader import check_tensors
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")

@@ -12,7 +12,7 @@ import torch
 from eagle_kit.checkpoints.draft import CONFIG, read_draft_tensors, read_metadata
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.loader import IGNORED_SUFFIXES, read_json
+from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, read_json
 
 Format = Literal["eagle-kit", "sglang", "vllm", "speculators", "eagle"]
 FORMATS: tuple[Format, ...] = ("eagle-kit", "sglang", "vllm", "speculators", "eagle")

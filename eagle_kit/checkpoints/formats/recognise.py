@@ -12,7 +12,7 @@ from eagle_kit.checkpoints.formats.files import FORMATS, OWN, PEERS, Format
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.layout import CONVENTION, LAYER_IDS, flatten_config, refuse_other_parts
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.loader import read_json
+from eagle_kit.models.loading.loader import read_json
 
 Kind = Literal["eagle3", "eagle1", "mtp"]
 MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm")

@@ -52,8 +52,8 @@ Timer = Callable[[Form, Size, torch.device], float]
 def time_form(form: Form, size: Size, device: torch.device) -> float:
     """Seconds of one call in a CUDA graph. As in a model, no call finds its weight in the second-level cache:
     the calls of a graph read copies of it, and the cache is emptied before."""
-    from eagle_kit.kernels.bench.timing import Timer as GpuTimer
     from eagle_kit.kernels.linear import linear
+    from eagle_kit.kernels.timing import Timer as GpuTimer
 
     bytes_each = size.outputs * size.inputs * size.dtype.itemsize
     copies = max(1, min(MAX_COPIES, TIMED_BYTES // bytes_each))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from eagle_kit import __version__
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.serve.api.async_engine import AsyncEngine
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.logprobs import TokenNames
@@ -19,7 +20,6 @@ from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
 from eagle_kit.serve.api.settings import Settings
-from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, Reply
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.checkpoints.mtp import load_mtp
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Head
 
 PEERS = ("sglang", "vllm", "speculators", "eagle")
 SHIPPED = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
@@ -262,7 +262,7 @@ def test_the_shipped_head_comes_back(tmp_path, peer):
 
 def sglang_captures(ids: list[int], *, is_deepseek: bool) -> list[int]:
     """Inputs of which layers SGLang 0.5.23 hands to the head: ``set_eagle3_layers_to_capture`` of
-    ``models/llama.py`` (and of every other family but one), and of ``models/deepseek_v2.py``."""
+    ``models/targets/llama.py`` (and of every other family but one), and of ``models/deepseek_v2.py``."""
     if is_deepseek and ids[0] != 1:
         return ids
     return [layer + 1 for layer in ids]

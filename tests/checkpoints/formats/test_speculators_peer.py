@@ -11,7 +11,7 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
-from eagle_kit.models.loader import load_target
+from eagle_kit.models.loading.loader import load_target
 
 speculators = pytest.importorskip(
     "speculators", reason="pip install speculators, in an environment of its own"

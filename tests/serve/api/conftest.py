@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.models.source import load_tokenizer
+from eagle_kit.models.loading.source import load_tokenizer
 from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
 from tests.serve.api.serving import serving, wait_until
 

@@ -13,7 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams, TokenLogprobs
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.data.template import prompt_token_ids
+from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 

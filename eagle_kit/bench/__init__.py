@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, engine, training and serving; nothing in production imports them."""

@@ -1,0 +1,1 @@
+"""Benchmark of whole decode cycles against the memory floor, with random weights."""

@@ -1,0 +1,83 @@
+"""What a cycle takes at best on a machine: every forward reads its weights and its prefix once, or computes.
+
+A cycle of S steps is one target forward over the window, S - 1 draft steps (the first candidates are left by
+the cycle before) and one draft-extend. Rows of embeddings, states and logits are left out: thousandths.
+
+Legend: B requests, N window nodes, S steps, K top-k.
+"""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from eagle_kit.bench.kernels.cost import Cost
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.count import layer_weights
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import Eagle3Draft
+
+
+class Floor(NamedTuple):
+    """``bytes`` of a cycle and the seconds that they take alone; ``seconds``, each forward taking the larger
+    of what its bytes and its arithmetic take."""
+
+    bytes: int
+    byte_seconds: float
+    seconds: float
+
+
+def cycle_forwards(
+    target: LlamaModel, draft: Eagle3Draft, shape: SpecShape, batch: int, context: int
+) -> list[Cost]:
+    """The forwards of one cycle with their bytes and floating-point operations."""
+    config = target.config
+    heads = config.num_heads * config.head_dim
+    table = target.embed_tokens.weight
+    rows = batch * shape.tokens
+    held = _parameters(target) - (0 if config.tie_word_embeddings else table.numel())
+    all_experts, one_token = (layer_weights(config, active=active) for active in (False, True))
+    experts = all_experts - one_token
+    if config.moe is not None:  # of E experts, rows that choose K each at random wake 1 - (1 - K / E)^rows
+        share = config.moe.num_experts_per_token / config.moe.num_experts
+        experts = round(experts * ((1 - (1 - share) ** rows) - share) / (1 - share))
+    read, used = held - (all_experts - one_token) + experts, held - (all_experts - one_token)
+    size = table.element_size()
+    keys = batch * context
+    forwards = [
+        Cost(
+            (read + keys * config.cache.values_per_token) * size,
+            2 * used * rows + 4 * config.num_layers * heads * keys * shape.tokens,
+        )
+    ]
+    if not shape.steps:
+        return forwards
+    head = draft.head
+    assert isinstance(head, Eagle3Head)
+    fuse, output = head.fc.weight.numel(), head.lm_head.weight.numel()
+    layer = _parameters(head) - fuse - output
+    draft_kv = draft.cache.values_per_token * size
+    draft_heads = head.config.num_heads * head.config.head_dim
+    beam = batch * shape.topk
+    step = Cost(
+        (layer + output) * size + keys * draft_kv,
+        2 * (layer + output) * beam + 4 * draft_heads * keys * shape.topk,
+    )
+    emitted = shape.steps + 1
+    extend = Cost(
+        (layer + output + fuse) * size + keys * draft_kv,
+        2 * ((layer + fuse) * emitted + output) * batch + 4 * draft_heads * keys * emitted,
+    )
+    return [*forwards, *[step] * (shape.steps - 1), extend]
+
+
+def floor_of(forwards: list[Cost], copy_bytes_per_s: float, flops_per_s: float) -> Floor:
+    """The floor of forwards that follow one another."""
+    total = sum(cost.bytes for cost in forwards)
+    slow = sum(cost.seconds(copy_bytes_per_s, flops_per_s) for cost in forwards)
+    return Floor(total, total / copy_bytes_per_s, slow)
+
+
+def _parameters(model: nn.Module) -> int:
+    """Elements of all parameters, each once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,1 @@
+"""Benchmark of a training step against its plain forms."""

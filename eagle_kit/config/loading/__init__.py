@@ -1,0 +1,1 @@
+"""Reading configs: YAML file, command-line overrides, unknown keys, validation."""

@@ -1,0 +1,1 @@
+"""Conversations: records, chat templates, packing, draft vocabulary."""

@@ -1,0 +1,67 @@
+"""Conversations into rows of one length, whole ones side by side.
+
+Legend: T tokens of a row.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle_kit.data.chat.template import TokenizedChat
+
+OPEN_ROWS = 16
+"""Rows that are filled at the same time; more pack tighter and shuffle documents further."""
+
+
+@dataclass
+class PackedRow:
+    """``ids``, ``reply`` and ``doc_start`` int32 ``[T]``: tokens; the reply each must be produced in, unique
+    within the row, or -1; and where in the row its document starts, so that position = index - ``doc_start``.
+    """
+
+    ids: np.ndarray
+    reply: np.ndarray
+    doc_start: np.ndarray
+
+
+def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
+    """First-fit in order over a few open rows.
+
+    Args:
+        lengths: of the documents, each at most ``capacity``.
+
+    Returns:
+        The documents of each row.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (row, room left), oldest first
+    for document, length in enumerate(lengths):
+        assert length <= capacity, "documents are cut before packing"
+        for slot, (row, room) in enumerate(open_rows):
+            if length <= room:
+                rows[row].append(document)
+                open_rows[slot] = (row, room - length)
+                break
+        else:
+            rows.append([document])
+            open_rows.append((len(rows) - 1, capacity - length))
+            if len(open_rows) > OPEN_ROWS:
+                open_rows.remove(min(open_rows, key=lambda item: item[1]))
+    return rows
+
+
+def join(chats: list[TokenizedChat]) -> PackedRow:
+    """Lay documents side by side."""
+    replies, starts, offset, numbered = [], [], 0, 0
+    for chat in chats:
+        replies.append(np.where(chat.reply >= 0, chat.reply + numbered, -1))
+        starts.append(np.full(len(chat.ids), offset))
+        offset += len(chat.ids)
+        numbered += int(chat.reply.max()) + 1
+    ids = np.concatenate([chat.ids for chat in chats])
+    return PackedRow(
+        ids.astype(np.int32),
+        np.concatenate(replies).astype(np.int32),
+        np.concatenate(starts).astype(np.int32),
+    )

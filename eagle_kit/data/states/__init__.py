@@ -1,0 +1,1 @@
+"""Captured hidden states on disk: store, shards, manifest, prefetch."""

@@ -1,0 +1,54 @@
+"""The packed rows of a run, from conversations or from a store of captured states that carries them."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.dataset import DataSettings, PreparedData, load_prepared, prepare_dataset
+from eagle_kit.data.chat.template import template_hash
+from eagle_kit.data.chat.vocab_map import tokenizer_hash
+from eagle_kit.data.states.manifest import DATA, check_data_files, check_fields, field, need_manifest
+
+
+class RunDataSettings(DataSettings, Protocol):
+    """A run's ``data`` section: ``store`` is a folder, ``explicit`` what was set of what decides the rows."""
+
+    @property
+    def store(self) -> str | None: ...
+    @property
+    def explicit(self) -> dict[str, Any]: ...
+
+
+def dataset_of(
+    settings: RunDataSettings,
+    tokenizer: Any,
+    draft_vocab_size: int | None,
+    vocab_map: str | Path | None = None,
+    *,
+    progress: bool = True,
+) -> PreparedData:
+    """The packed rows of ``settings.store``, or of ``settings.source`` without one.
+
+    Raises:
+        UserError: a store that is none, is of another tokenizer, chat template or data than is set, or has
+            damaged rows; or what :func:`eagle_kit.data.chat.dataset.prepare_dataset` raises.
+    """
+    if settings.store is None:
+        return prepare_dataset(settings, tokenizer, draft_vocab_size, vocab_map, progress=progress)
+    folder = Path(settings.store).expanduser()
+    manifest = need_manifest(folder)
+    remedy = "Restore the setting, or capture anew with eagle-kit data capture."
+    check_fields(
+        folder,
+        manifest,
+        {"tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)},
+        "Name the target that the store was captured from.",
+        "of this target",
+    )
+    wanted = {f"data.{name}": value for name, value in settings.explicit.items()}
+    check_fields(folder, manifest, wanted, remedy, "in this config")
+    check_data_files(folder, manifest, whole=True)
+    if not (folder / DATA / "summary.json").is_file():
+        raise UserError(f"The store {folder} lacks its packed rows.", "Copy it again.")
+    fingerprint = str(field(manifest, "data.fingerprint"))
+    return load_prepared(folder / DATA, fingerprint, tokenizer, draft_vocab_size, vocab_map)

@@ -1,0 +1,1 @@
+"""Key-value cache: page pool and paged stores of keys and values or latents."""

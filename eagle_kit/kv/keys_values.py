@@ -1,0 +1,128 @@
+"""The paged store of keys and values.
+
+Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.kernels.rope.reference import store
+from eagle_kit.kernels.window_attention import WindowPlan, window_attention
+from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.models.blocks.layers import Attend, Place
+
+
+class PagedKV(PagedStore):
+    """Keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows and for ``sizes``."""
+
+    def __init__(self, num_layers: int, num_heads: int, head_dim: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        shape = (num_layers, num_heads, self.num_rows, head_dim)
+        self.k, self.v = self._empty(*shape), self._empty(*shape)
+        self.scale = head_dim**-0.5
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        return self.k, self.v
+
+    def window_attend(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        ancestors: torch.Tensor,
+        num_keys: int,
+        num_columns: int,
+    ) -> Attend:
+        """See :class:`PagedStore`; the nodes' keys and values are written as they are made
+        (:class:`~eagle_kit.models.blocks.layers.StoringAttend`)."""
+        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
+        return _WindowAttend(self, rows, plan)
+
+    def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
+        """See :class:`PagedStore`. Kernels read keys from the pool, as anybody does where it is of another
+        dtype; elsewhere those of earlier tokens are copied next to the new ones."""
+        if uses_triton(self.k) or self.k.dtype != self.dtype:
+            return _PrefillAttend(self, *self._prefill_plan(segments))
+        target_rows, cached = self._prompt_rows(segments)
+        sizes = [segment.stop - segment.start for segment in segments]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k_rows, v_rows = self.k[layer], self.v[layer]
+            k_rows.index_copy_(1, target_rows, k.transpose(0, 1))
+            v_rows.index_copy_(1, target_rows, v.transpose(0, 1))
+            out = []
+            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, strict=True)
+            for my_q, my_k, my_v, rows in parts:
+                if rows.numel():
+                    my_k = torch.cat((k_rows[:, rows].transpose(0, 1), my_k))
+                    my_v = torch.cat((v_rows[:, rows].transpose(0, 1), my_v))
+                out.append(prefill_attention(my_q, my_k, my_v, self.scale))
+            return torch.cat(out) if len(out) > 1 else out[0]
+
+        return attend
+
+    def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
+        """Rows that the tokens' keys and values go to, int64 ``[T]``, and where those lie that they attend
+        to."""
+        numbers = torch.tensor([segment[1:] for segment in segments]).t().contiguous()
+        sizes = [segment.stop - segment.start for segment in segments]
+        if self.k.is_cuda:
+            numbers = numbers.pin_memory()
+        starts, stops, write_from = numbers.to(self.k.device, non_blocking=True)
+        cu_rows = torch.nn.functional.pad((stops - starts).cumsum(0), (1, 0))
+        request = torch.repeat_interleave(stops - starts, output_size=sum(sizes))
+        positions = torch.arange(sum(sizes), device=self.k.device) + (starts - cu_rows[:-1])[request]
+        tables = torch.stack([segment.page_table for segment in segments])
+        own = tables[request, positions // self.page_size] * self.page_size + positions % self.page_size
+        rows = torch.where(positions >= write_from[request], own, self.trash_row)
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes))
+        return rows, plan
+
+
+class _StoreAttend:
+    """Attention over a store that keys and values are written into as they are made, to ``rows [T]``."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor) -> None:
+        self.kv, self.rows = kv, rows
+
+    def place(self, layer: int) -> Place:
+        """The tokens' rows of the store."""
+        return Place(self.kv.k[layer], self.kv.v[layer], self.rows)
+
+    def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values, these included."""
+        k_rows, v_rows, rows = self.place(layer)
+        if len(k):
+            store(k_rows, rows, k, 1.0)
+            store(v_rows, rows, v, 1.0)
+        return k_rows, v_rows
+
+
+class _WindowAttend(_StoreAttend):
+    """Attention of a window's nodes, over the pool and the scratch."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: WindowPlan) -> None:
+        super().__init__(kv, rows)
+        self.plan = plan
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k_rows, v_rows = self._stored(layer, k, v)
+        b, n = self.plan.ancestors.shape
+        nodes = q.view(b, n, *q.shape[1:])
+        return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.scale).flatten(0, 1)
+
+
+class _PrefillAttend(_StoreAttend):
+    """Attention of prompt tokens, over the pool."""
+
+    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: PrefillPlan) -> None:
+        super().__init__(kv, rows)
+        self.plan = plan
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return paged_prefill_attention(q, *self._stored(layer, k, v), self.plan, self.kv.scale)

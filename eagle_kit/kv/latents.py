@@ -1,0 +1,119 @@
+"""The paged store of latent attention, and which store a model needs.
+
+A token is one row a layer, from which all heads' keys and values are made (``models/blocks/mla.py``).
+Windows attend in the absorbed form, which reads each row once for all heads and nodes. Prompts attend in the
+expanded form: what they have from before is expanded with them, so that a prompt in chunks, or one whose
+beginning was cached, is computed as if it were whole.
+
+Legend: L layers, R rows, D = latent + RoPE size, H heads, T prompt tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eagle_kit.kernels.mla_attention import mla_window_attention
+from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.rope.reference import store
+from eagle_kit.kernels.window_attention import WindowPlan
+from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
+from eagle_kit.models.config_parts import CacheSpec, LatentSpec
+
+
+def open_store(spec: CacheSpec, **sizes: Any) -> PagedStore:
+    """The store of a model that keeps ``spec`` of a token; ``sizes`` as :class:`PagedStore` takes them."""
+    if isinstance(spec, LatentSpec):
+        return PagedLatents(spec, **sizes)
+    return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, **sizes)
+
+
+class PagedLatents(PagedStore):
+    """Rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for which is which and for ``sizes``."""
+
+    def __init__(self, spec: LatentSpec, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.spec = spec
+        self.rows = self._empty(spec.num_layers, self.num_rows, spec.latent_dim + spec.rope_dim)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, None]:
+        """The rows."""
+        return self.rows, None
+
+    def window_attend(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        ancestors: torch.Tensor,
+        num_keys: int,
+        num_columns: int,
+    ) -> LatentAttend:
+        """See :class:`PagedStore`."""
+        return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
+
+    def prefill_attend(self, segments: Sequence[Segment]) -> LatentAttend:
+        """See :class:`PagedStore`."""
+        return _PrefillAttend(self, segments)
+
+
+class _LatentAttend:
+    """Refuses the keys and values of other layers."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a store of latents was given keys and values")
+
+
+class _WindowAttend(_LatentAttend):
+    """Absorbed attention of a window's nodes."""
+
+    def __init__(self, store: PagedLatents, plan: WindowPlan, rows: torch.Tensor) -> None:
+        self.store, self.plan, self.rows = store, plan, rows
+
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        held, spec = self.store.rows[layer], self.store.spec
+        _put(held, self.rows, rows)
+        nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)
+        out = mla_window_attention(nodes, held, self.plan, spec.scale, latent_dim=spec.latent_dim)
+        return heads.project(out.flatten(0, 1))
+
+
+class _PrefillAttend(_LatentAttend):
+    """Expanded attention of prompts, request by request."""
+
+    def __init__(self, store: PagedLatents, segments: Sequence[Segment]) -> None:
+        self.store = store
+        self.written, self.cached = store._prompt_rows(segments)
+        self.sizes = [segment.stop - segment.start for segment in segments]
+
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        held = self.store.rows[layer]
+        _put(held, self.written, rows)
+        if held.dtype != rows.dtype:  # a prompt in chunks is computed as if it were whole
+            rounded = torch.empty_like(rows, dtype=held.dtype)
+            _put(rounded, torch.arange(len(rows), device=rows.device), rows)
+            rows = rounded.to(rows.dtype)
+        out = []
+        parts = zip(q.whole.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
+        for my_q, my_rows, before in parts:
+            k, v = heads.expand(
+                torch.cat((_take(held, before, rows.dtype), my_rows)) if before.numel() else my_rows
+            )
+            out.append(prefill_attention(my_q, k, v, self.store.spec.scale))
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
+    """``held[at] = rows``, rounded to the store's type."""
+    if held.dtype == rows.dtype:
+        held.index_copy_(0, at, rows)
+    else:
+        store(held[None], at, rows[:, None], 1.0)
+
+
+def _take(held: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``held[rows]`` as ``dtype``; torch cannot index fp8."""
+    raw = held.view(torch.uint8) if held.element_size() == 1 else held
+    return raw[rows].view(held.dtype).to(dtype)

@@ -1,0 +1,167 @@
+"""Where a model's tokens are kept: pages of committed tokens and a scratch for window nodes.
+
+What is kept of a token is a matter of the stores: keys and values (:mod:`.paged_kv`) or latents
+(:mod:`.paged_latents`). Where it lies is the same for all, and here.
+
+Legend: R rows, B requests, N window nodes, P pages a request may have.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.window_attention import WindowPlan
+from eagle_kit.models.blocks.layers import Attend
+
+
+class Segment(NamedTuple):
+    """Prompt tokens of one request that own slots start..stop-1 under ``page_table [P]``. Those before
+    ``write_from`` lie in pages shared with other requests and are computed again without being stored."""
+
+    page_table: torch.Tensor
+    start: int
+    stop: int
+    write_from: int
+
+
+class PagedStore(ABC):
+    """A store of R rows in every layer: the slots of ``num_pages`` pages and of one *dummy page*, then a
+    scratch of ``window`` rows per request of a batch, then one dummy row that padding reads and nobody
+    writes, and one trash row for what is not to be kept.
+
+    Only committed tokens are ever in the pool: a window writes its nodes into the scratch,
+    :meth:`commit_window` copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p %
+    page_size`` belongs to position p. Page tables name the dummy page where a request has no page.
+
+    Args:
+        first_slot: how many slots at the front of a request hold nothing and are not attended to.
+        dtype: of queries, keys and values.
+        store_dtype: of the store when it is another one: fp8 e4m3, which saturates.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        window: int,
+        first_slot: int = 0,
+        dtype: torch.dtype = torch.float32,
+        store_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.page_size, self.window, self.first_slot = page_size, window, first_slot
+        self.dtype, self.device = dtype, torch.device(device)
+        self.dummy_page = num_pages
+        self.num_slots = (num_pages + 1) * page_size
+        self.dummy_row = self.num_slots + max_batch_size * window
+        self.trash_row = self.dummy_row + 1
+        self.num_rows = self.trash_row + 1
+        self._store_dtype = store_dtype or dtype
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        """Rows that nothing has been written to."""
+        return torch.zeros(shape, dtype=self._store_dtype, device=self.device)
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What ``commit_path`` takes: keys and values, or latents and None."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one committed token occupies in all layers."""
+        return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)
+
+    def slots(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Pool rows of ``positions`` int64 ``[B, n]`` under ``page_table [B, P]`` -> ``[B, n]``."""
+        page = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
+        return page_table.gather(1, page) * self.page_size + positions % self.page_size
+
+    def scratch_rows(self, batch_size: int, start: int, stop: int) -> torch.Tensor:
+        """Scratch rows start..stop-1 of each request -> int64 ``[B, stop - start]``."""
+        request = torch.arange(batch_size, device=self.device)[:, None] * self.window
+        return self.num_slots + request + torch.arange(start, stop, device=self.device)
+
+    @abstractmethod
+    def window_attend(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        ancestors: torch.Tensor,
+        num_keys: int,
+        num_columns: int,
+    ) -> Attend:
+        """Attention for a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window keys.
+
+        What is kept of the nodes goes into the scratch; each node attends to the first ``prefix_lens [B]``
+        slots (without those before ``first_slot``) and to the node's ``ancestors [B, N]``. ``num_columns``
+        bounds prefix + ``num_keys``.
+        """
+
+    @abstractmethod
+    def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
+        """Attention for a forward over prompt tokens of one or several requests, packed in this order: they
+        are stored in the pool and attend causally from ``first_slot`` on, every request by itself."""
+
+    def commit_window(
+        self,
+        page_table: torch.Tensor,
+        nodes: torch.Tensor,
+        first_position: torch.Tensor,
+        num_committed: torch.Tensor,
+    ) -> None:
+        """Copy window ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first
+        ``num_committed [B]``."""
+        commit_path(
+            *self.tensors,
+            page_table,
+            self.page_size,
+            nodes,
+            first_position,
+            num_committed,
+            self.num_slots,
+            self.window,
+        )
+
+    def _window(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        ancestors: torch.Tensor,
+        num_keys: int,
+        num_columns: int,
+    ) -> tuple[WindowPlan, torch.Tensor]:
+        """Where a window's keys are, and the scratch rows int64 ``[B * N]`` of its nodes."""
+        b, n = ancestors.shape
+        plan = WindowPlan(
+            page_table=page_table,
+            page_size=self.page_size,
+            prefix_lens=prefix_lens,
+            first_slot=self.first_slot,
+            scratch_start=self.num_slots,
+            scratch_stride=self.window,
+            num_keys=num_keys,
+            ancestors=ancestors,
+            num_columns=num_columns,
+            dummy_row=self.dummy_row,
+            dtype=self.dtype,
+        )
+        return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
+
+    def _prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Rows int64 ``[T]`` that prompt tokens are written to, the trash where they are not, and the rows
+        that each request has from before."""
+        written, cached = [], []
+        for table, start, stop, write_from in segments:
+            positions = torch.arange(self.first_slot, stop, device=self.device)
+            rows = self.slots(table[None], positions[None])[0]
+            own = rows[start - self.first_slot :]
+            keep = positions[start - self.first_slot :] >= write_from
+            written.append(torch.where(keep, own, self.trash_row))
+            cached.append(rows[: start - self.first_slot])
+        return torch.cat(written), cached

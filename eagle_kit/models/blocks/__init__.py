@@ -1,0 +1,1 @@
+"""Layers that targets and heads are built from."""

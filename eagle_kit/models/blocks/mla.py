@@ -1,0 +1,177 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values of all heads are linear in one latent a token, beside which lies one key part with RoPE that
+all heads share. Attention is done in one of two forms of the same mathematics: *expanded*, with a key and a
+value for every head, or *absorbed*, with W_UK folded into the query and W_UV behind the sum, so that all
+heads attend to the latents themselves. What attends decides; the layer knows both.
+
+Legend: T tokens, H heads, Dn / Dr sizes of a head's part without / with RoPE, Dv of a value, L latent size, C
+keys.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
+from eagle_kit.kernels.rope import rope_store
+from eagle_kit.models.blocks.layers import Attend, RMSNorm
+from eagle_kit.models.config_parts import MLAConfig
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside the layer, whatever the config says of the others."""
+LEAST_ROWS = 4
+
+
+class Queries(NamedTuple):
+    """Of T tokens, rotated: the parts without RoPE, ``nope [T, H, Dn]``, and with it, ``rope [T, H, Dr]``."""
+
+    nope: torch.Tensor
+    rope: torch.Tensor
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """``[T, H, Dn + Dr]``."""
+        return torch.cat(self, -1)
+
+
+class LatentHeads(Protocol):
+    """What a layer can do with its latents, for those who attend."""
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[C, L + Dr]`` -> keys ``[C, H, Dn + Dr]`` and values ``[C, H, Dv]``."""
+        ...
+
+    def absorb(self, q: Queries) -> torch.Tensor:
+        """Queries -> queries that meet rows, ``[T, H, L + Dr]``."""
+        ...
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of latents ``[T, H, L]`` -> sums of values ``[T, H, Dv]``."""
+        ...
+
+
+class LatentAttend(Attend, Protocol):
+    """Attention over a store of latents: takes rows in place of keys and values."""
+
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        """Queries and rows ``[T, L + Dr]`` of T tokens, in layer ``layer`` -> ``[T, H, Dv]``."""
+        ...
+
+
+class LatentAttention(nn.Module):
+    """MLA around an :class:`~.layers.Attend`, which gets expanded keys and values, or a
+    :class:`LatentAttend`."""
+
+    _packed: Joined | None = None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        num_heads: int,
+        mla: MLAConfig,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.num_heads = mla, num_heads
+        queries = num_heads * mla.qk_head_dim
+        if mla.q_lora_rank is None:
+            self.q_proj = Linear(input_size, queries, bias=False)
+        else:
+            self.q_a_proj = Linear(input_size, mla.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(mla.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = Linear(input_size, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
+        per_head = mla.qk_nope_head_dim + mla.v_head_dim
+        self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
+        self.o_proj = Linear(self.num_heads * mla.v_head_dim, output_size, bias=out_bias)
+
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`: what reads the input is one matmul."""
+        first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+        self._packed = pack_joined(first, self.kv_a_proj_with_mqa)
+
+    def queries_and_rows(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[Queries, torch.Tensor]:
+        """``x [T, H_in]`` -> queries and rows ``[T, L + Dr]``, both rotated."""
+        mla = self.config
+        has_bottleneck = mla.q_lora_rank is not None
+        if self._packed is not None and takes_packed(x):
+            q, row = self._packed.outputs(x)
+        else:
+            q = (self.q_a_proj if has_bottleneck else self.q_proj)(x)
+            row = self.kv_a_proj_with_mqa(x)
+        if has_bottleneck:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split_with_sizes(sizes, -1)
+        latent, k_rope = row.split_with_sizes((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        shared = k_rope[:, None]
+        heads = torch.cat((q_rope, shared, shared), 1)  # the last stands where others have a value
+        q_rope, k, _ = rope_store(heads, table, num_heads=self.num_heads, interleaved=mla.interleaved)
+        rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
+        return Queries(q_nope, q_rope), rows
+
+    def qkv(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``x [T, H_in]`` -> q and k ``[T, H, Dn + Dr]``, v ``[T, H, Dv]``: the expanded form."""
+        q, rows = self.queries_and_rows(x, table)
+        return q.whole, *self.expand(rows)
+
+    def attended(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, H_in]`` -> ``[T, H, Dv]``, which ``o_proj`` reads."""
+        q, rows = self.queries_and_rows(x, table)
+        over_latents = getattr(attend, "latents", None)
+        if over_latents is None:
+            return attend(layer, q.whole, *self.expand(rows))
+        return over_latents(layer, q, rows, self)
+
+    def forward(
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """``[T, H_in]`` -> ``[T, H_out]``."""
+        return self.o_proj(self.attended(x, table, layer, attend).flatten(1))
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`LatentHeads`."""
+        mla = self.config
+        latent, k_rope = rows.split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        made = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
+        k_nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
+        return torch.cat((k_nope, k_rope[:, None].expand(-1, self.num_heads, -1)), -1), v
+
+    def absorb(self, q: Queries) -> torch.Tensor:
+        """See :class:`LatentHeads`."""
+        w_uk = self._per_head()[:, : self.config.qk_nope_head_dim]
+        return torch.cat((_multiply(q.nope, w_uk), q.rope), -1)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`LatentHeads`."""
+        w_uv = self._per_head()[:, self.config.qk_nope_head_dim :]
+        return _multiply(attended, w_uv.transpose(1, 2))
+
+    def _per_head(self) -> torch.Tensor:
+        """W_UK and below it W_UV, ``[H, Dn + Dv, L]``: the expansion's weight."""
+        weight = self.kv_b_proj.weight
+        return weight.view(self.num_heads, -1, weight.shape[1])
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
+
+    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four or more: a
+    token's logits are not to depend on how many others share its window.
+    """
+    t = len(x)
+    if t < LEAST_ROWS and x.device.type == "cpu":
+        x = torch.cat([x] * LEAST_ROWS)
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]

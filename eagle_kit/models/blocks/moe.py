@@ -1,0 +1,112 @@
+"""A mixture of experts (DeepSeek-V2, arXiv 2405.04434, section 2.2; DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+
+Legend: T tokens, E experts, K experts of a token, H hidden, I intermediate size of an expert.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
+from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
+from eagle_kit.models.blocks.layers import MLP
+from eagle_kit.models.config_parts import MoEConfig
+
+LEAST_SUM = 1e-20
+"""Keeps weights finite whose sum they are divided by, when no score is left."""
+
+
+class Gate(Linear):
+    """Which experts a token is sent to, and with what weight; in fp32 whatever the weights' type.
+
+    ``e_score_correction_bias`` fp32 ``[E]`` takes part in the choice only.
+    """
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__(hidden_size, config.num_experts, bias=False)
+        self.config = config
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.zeros(config.num_experts)) if config.has_bias else None
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """``[T, H]`` -> experts int64 ``[T, K]`` and their weights fp32 ``[T, K]``."""
+        if self.weight.dtype == x.dtype == torch.float32:
+            return self.choose(super().forward(x))
+        return self.choose(F.linear(x.float(), self.weight.float()))
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits fp32 ``[T, E]`` -> experts and weights, ``[T, K]`` each.
+
+        A group's score is that of its best expert, or with a bias the sum of its best two; experts outside
+        the best groups are not chosen.
+        """
+        config = self.config
+        if config.scoring == "sigmoid":
+            # On a CPU the last elements of a tensor are computed by other instructions than the rest: in fp32
+            # a token's weights would depend on how many others there are.
+            scores = logits.double().sigmoid().float()
+        else:
+            scores = logits.softmax(-1)
+        ranked = scores
+        if self.e_score_correction_bias is not None:
+            ranked = scores + self.e_score_correction_bias.float()
+        if config.num_kept_groups < config.num_groups:
+            groups = ranked.unflatten(-1, (config.num_groups, -1))
+            best = groups.topk(min(2 if config.has_bias else 1, groups.shape[-1]), -1).values.sum(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool)
+            kept = kept.scatter(1, best.topk(config.num_kept_groups, -1).indices, True)
+            ranked = groups.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+        ids = ranked.topk(config.num_experts_per_token, -1).indices
+        weights = scores.gather(1, ids)
+        if config.normalises:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        return ids, weights if config.scale == 1.0 else weights * config.scale
+
+
+class Experts(nn.Module):
+    """The routed experts: ``gate_up_proj [E, 2 I, H]``, the gate first, and ``down_proj [E, H, I]``."""
+
+    _packed: PackedExperts | None = None
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        e, inner = config.num_experts, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * inner, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
+
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`."""
+        self._packed = pack_experts(self.gate_up_proj, self.down_proj)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``[T, H]``, experts and weights ``[T, K]`` -> ``[T, H]``."""
+        return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed)
+
+
+class MoE(nn.Module):
+    """Routed experts, and shared ones that see every token."""
+
+    _packed: Joined | None = None
+
+    def __init__(self, hidden_size: int, config: MoEConfig, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Gate(hidden_size, config)
+        self.experts = Experts(hidden_size, config)
+        shared = config.shared_intermediate_size
+        self.shared_experts = MLP(hidden_size, shared, bias=bias) if shared else None
+
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`: the gate and the first layer of the shared experts read the same rows."""
+        if self.shared_experts is not None:
+            self._packed = pack_joined(self.gate, self.shared_experts.gate_up_proj)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, H]`` -> ``[T, H]``."""
+        shared = self.shared_experts
+        if shared is None:
+            return self.experts(x, *self.gate(x))
+        if self._packed is not None and takes_packed(x):
+            logits, gate_up = self._packed.outputs(x)
+            return self.experts(x, *self.gate.choose(logits)) + shared.down(gate_up)
+        return self.experts(x, *self.gate(x)) + shared(x)

@@ -1,0 +1,116 @@
+"""The EAGLE-1 draft head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged.
+
+Legend: T packed tokens, H hidden, Hq heads, D head size.
+
+At row i the head sees the target's last hidden state of position i, after the final norm, and the embedding
+of the token after it, and predicts the target's last hidden state of position i + 1. The target's own output
+layer turns that into logits, so the head has none.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
+from eagle_kit.models.config_parts import KVSpec
+from eagle_kit.models.heads.draft_head import Block, TiedHead
+
+
+@dataclass(frozen=True)
+class Eagle1Config:
+    """An EAGLE-1 head: one decoder layer of the Llama kind behind ``fc``, which may have a bias.
+
+    Attributes:
+        max_position_embeddings: positions it was trained for; 0 when unknown.
+        target: name of the target, for people and checks.
+        template_hash: hash of the chat template the head was trained with; empty when unknown.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    fc_bias: bool = True
+    max_position_embeddings: int = 0
+    target: str = ""
+    template_hash: str = ""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The target's vocabulary: the head proposes any token."""
+        return self.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        """H."""
+        return self.hidden_size
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """None: the target's final states are enough."""
+        return ()
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5
+
+    @property
+    def cache(self) -> KVSpec:
+        """What the head keeps of a token."""
+        return KVSpec(1, self.num_kv_heads, self.head_dim)
+
+
+class Eagle1Head(TiedHead, Block):
+    """An EAGLE-1 head, which is its own and only block: ``fc`` belongs to every step."""
+
+    config: Eagle1Config
+    self_attn: Attention
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__(config.vocab_size)
+        self.config = config
+        size = config.hidden_size
+        self.fc = Linear(2 * size, size, bias=config.fc_bias)
+        self.self_attn = Attention(
+            size,
+            size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+        )
+        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.mlp = MLP(size, config.intermediate_size)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The head itself."""
+        return [self]
+
+    @property
+    def last_norm(self) -> RMSNorm:
+        """The layer's only norm: there is none in front of the output layer."""
+        return self.post_attention_layernorm
+
+    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~.draft_head.Block`; no norm is between ``fc`` and attention, so the
+        two ``[T, H]`` are one."""
+        x = self.fc(torch.cat((embeds, hidden), -1))
+        return x, x
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
+        h = residual + self.self_attn.o_proj(attended.flatten(1))
+        return h + self.mlp(self.post_attention_layernorm(h))

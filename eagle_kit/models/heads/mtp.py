@@ -1,0 +1,136 @@
+"""DeepSeek's multi-token prediction modules as a draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Legend: T packed tokens, H hidden, V vocabulary, D modules.
+
+A module is a decoder layer of the target's kind over ``eh_proj(cat(enorm(embedding), hnorm(feature)))``, a
+norm, and the target's output layer. The feature of the first module is the target's final-normed state, and
+every module hands on its own *normed* output, as in SGLang; vLLM hands on the state before that norm. One
+module drafts every step; of several, module d drafts step d.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.blocks.layers import RMSNorm, Rope
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.heads.draft_head import Block, TiedHead
+from eagle_kit.models.targets.llama import make_attention, make_mlp
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """MTP modules.
+
+    Attributes:
+        layer: sizes of a module's decoder layer, as a target's that has it behind its last one.
+        num_modules: D.
+        own_head: whether the output layer is the head's own instead of the target's.
+        target: name of the target, for people and checks.
+        template_hash: hash of the chat template the head was trained with; empty when unknown.
+    """
+
+    layer: TargetConfig
+    num_modules: int = 1
+    own_head: bool = False
+    target: str = ""
+    template_hash: str = ""
+
+    @property
+    def hidden_size(self) -> int:
+        """H, which is the target's."""
+        return self.layer.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, which is the target's."""
+        return self.layer.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """V: a module proposes any token."""
+        return self.layer.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        """H."""
+        return self.layer.hidden_size
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """None: the target's final states are enough."""
+        return ()
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.layer.attention_scale
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What all modules keep of a token."""
+        return self.layer.cache_of(self.num_modules)
+
+
+class SharedHead(nn.Module):
+    """The norm in front of the output layer, which is shared."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class MTPModule(Block):
+    """One module; its output is normed."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = Linear(2 * size, size, bias=False)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = make_attention(config)  # type: ignore[assignment]
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = make_mlp(config, config.num_layers)
+        self.shared_head = SharedHead(config)
+
+    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`; attention's input is ``[T, H]``."""
+        h = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), -1))
+        return self.input_layernorm(h), h
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
+        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
+        return self.shared_head.norm.add(self.mlp(normed), h)[0]
+
+
+class MTPHead(TiedHead):
+    """D modules. Without a head of its own it must be told the target's output layer (:meth:`bind`)."""
+
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config.vocab_size)
+        self.config, layer = config, config.layer
+        self.layers = nn.ModuleList(MTPModule(layer) for _ in range(config.num_modules))
+        self.lm_head = Linear(layer.hidden_size, layer.vocab_size, bias=False) if config.own_head else None
+        self.rope = Rope(layer.rope_dim, layer.rope_theta, layer.rope_scaling)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The modules."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def output(self) -> Linear:
+        """The head's own output layer, or the target's."""
+        return self.lm_head or super().output
+
+    @property
+    def last_norm(self) -> RMSNorm:
+        """The last module's ``shared_head.norm``."""
+        return self.layers[-1].shared_head.norm  # type: ignore[union-attr, return-value]

@@ -1,0 +1,213 @@
+"""Target weights from safetensors, every tensor accounted for."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.blocks.layers import Rope
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.published import (
+    Part,
+    expected_shapes,
+    is_mtp,
+    published_parts,
+    read_fp8_block,
+    take,
+)
+from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.models.targets.llama import LlamaModel
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+EXACT_SUFFIXES = ("e_score_correction_bias",)
+"""Parameters that stay in fp32: rounded, they would choose other experts."""
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UserError when it is missing or not one."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
+    except ValueError as error:
+        raise UserError(
+            f"The file {path} is not valid JSON ({error}).", "Copy it again from its source."
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(f"The file {path} does not hold a JSON object.", "Copy it again from its source.")
+    return value
+
+
+def read_target_config(folder: Path) -> TargetConfig:
+    """The config of a model folder; ``generation_config.json`` decides on end tokens where it names some.
+
+    Raises:
+        UserError: an architecture, activation or quantisation that we do not run, or a missing key.
+    """
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    read_fp8_block(config, str(folder))
+    check_activation(config, str(folder))
+    try:
+        return TargetConfig.from_dict(config)
+    except KeyError as key:
+        raise UserError(
+            f"The config.json in {folder} has no {key}.", "Copy it again from its source."
+        ) from None
+
+
+def check_activation(config: dict[str, Any], where: str) -> None:
+    """Raises UserError when ``hidden_act`` is something else than SwiGLU's SiLU."""
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UserError(
+            f"The config in {where} asks for the activation {activation!r}, which is not supported.",
+            "Use a model with hidden_act silu.",
+        )
+
+
+def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file, all or those with ``wanted`` names. Raises UserError when it is missing,
+    truncated or corrupt."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError:
+        raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"The file {path} is corrupt or truncated ({reason[0]}).", "Copy or download it again."
+        ) from error
+
+
+def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
+    """The safetensors files of a model folder; with an index those that have ``wanted`` tensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise UserError(f"The index {index} names no shards.", "Copy it again from its source.")
+        return [
+            folder / file
+            for file in sorted({file for name, file in shards.items() if wanted is None or wanted(name)})
+        ]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise UserError(
+        f"The folder {folder} has no model.safetensors and no index of shards.",
+        "Convert its weights to safetensors.",
+    )
+
+
+def load_target(
+    name_or_path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    with_layers: bool = True,
+) -> LlamaModel:
+    """A frozen target in eval mode.
+
+    Args:
+        name_or_path: whatever :func:`~eagle_kit.models.loading.source.resolve_target` knows.
+        dtype: of the weights in memory, those in blocks of fp8 too; RoPE frequencies and the biases of gates
+            stay fp32.
+        with_layers: False reads embedding, final norm and output layer only, for who has captured states of a
+            target that is too large for this machine; such a model does not run.
+
+    Raises:
+        UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
+            by name.
+    """
+    folder = resolve_target(str(name_or_path))
+    config = read_target_config(folder)
+    block = read_fp8_block(read_json(folder / "config.json"), str(folder))
+    with torch.device("meta"):
+        model = LlamaModel(config)
+    wanted = None
+    if not with_layers:
+        model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
+    tensors = read_published(folder, wanted)
+    published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
+    if config.tie_word_embeddings:
+        published.pop("lm_head.weight", None)
+    parts = published_parts(model.named_parameters(), config, published)
+    expected = expected_shapes((part for group in parts.values() for part in group), published, block)
+    check_tensors(published, expected, str(folder))
+    model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
+    fill(model, parts, published, block, dtype, device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    return model.eval().requires_grad_(False)
+
+
+def _is_outside_layers(name: str) -> bool:
+    return not name.removeprefix("model.").startswith("layers.")
+
+
+def fill(
+    model: torch.nn.Module,
+    parts: Mapping[str, list[Part]],
+    published: dict[str, torch.Tensor],
+    block: tuple[int, int] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Give ``model`` the parameters that ``parts`` of ``published`` make up, which are taken out of it."""
+    for name, parameter in list(model.named_parameters()):
+        kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
+        pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
+        value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+
+
+def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
+    """``model`` with its parameters in ``dtype``, except those that stay exact."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(EXACT_SUFFIXES):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a model folder, all or those with ``wanted`` names, by their published names without
+    ``model.``. Raises UserError."""
+    published: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder, wanted):
+        for name, tensor in read_safetensors(path, wanted).items():
+            if not name.endswith(IGNORED_SUFFIXES):
+                published[name.removeprefix("model.")] = tensor
+    return published
+
+
+def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raises UserError naming tensors that are missing, unexpected, misshapen or not floating point."""
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {list(found[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(shape)
+    ]
+    problems += [
+        f"{name} holds {str(found[name].dtype).removeprefix('torch.')} instead of floating-point numbers"
+        for name in expected
+        if name in found and not found[name].is_floating_point()
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise UserError(
+            f"The weights in {where} do not fit their config: {shown}.",
+            "Use a complete, matching checkpoint.",
+        )

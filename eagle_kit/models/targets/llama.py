@@ -1,0 +1,165 @@
+"""Decoders as targets: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral,
+Qwen3-MoE and DeepSeek-V2 / V3.
+
+Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
+except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.backend import current_device
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm, Rope
+from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.blocks.moe import MoE
+from eagle_kit.models.config import TargetConfig
+
+
+class TargetOutput(NamedTuple):
+    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states side by
+    side."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor
+
+
+def make_attention(config: TargetConfig) -> nn.Module:
+    """The attention of a layer, grouped-query or latent."""
+    if config.mla is not None:
+        return LatentAttention(
+            config.hidden_size,
+            config.hidden_size,
+            config.num_heads,
+            config.mla,
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+        )
+    return Attention(
+        config.hidden_size,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        bias=config.attention_bias,
+        out_bias=config.attention_out_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )
+
+
+def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
+    """What follows attention in layer ``layer``: an MLP or a mixture of experts."""
+    if config.moe is None or layer in config.moe.dense_layers:
+        return MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return MoE(config.hidden_size, config.moe, bias=config.mlp_bias)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP or experts, with residuals."""
+
+    def __init__(self, config: TargetConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = make_attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = make_mlp(config, layer)
+
+    def forward(
+        self,
+        normed: torch.Tensor,
+        h: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``h [T, H]`` and its norm -> ``h`` after attention, and what the MLP adds to it: the addition is
+        left to the next norm, which reads both anyway."""
+        added = self.self_attn(normed, table, layer, attend)
+        normed, h = self.post_attention_layernorm.add(added, h)
+        return h, self.mlp(normed)
+
+
+class LlamaModel(nn.Module):
+    """A causal language model that knows nothing of caches, windows or batches: ``attend`` does."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self._devices: Sequence[torch.device] | None = None
+
+    def place_layers(self, devices: Sequence[torch.device] | None) -> None:
+        """Say that layer i is on ``devices[i]`` and everything else on ``devices[L]``, the first layer's too;
+        states are then moved between layers. None: all on one device."""
+        assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
+        self._devices = devices
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The output matrix ``[V, H]``, tied or not."""
+        return self.lm_head.weight
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids [T]`` int64 -> ``[T, H]``."""
+        return F.embedding(ids, self.embed_tokens.weight)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Run the decoder.
+
+        Args:
+            ids: ``[T]`` int64.
+            positions: ``[T]`` int64, RoPE positions.
+            attend: attention of every layer.
+            capture: which states to return, by the layer they are the *input* of; ``num_layers`` is the last
+                layer's output before the final norm.
+        """
+        assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
+        table = self.rope.table(positions)
+        h = self.embed(ids)
+        states: dict[int, torch.Tensor] = {}
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed = norms[0](h)
+        for i, layer in enumerate(self.layers):
+            if i in capture:
+                states[i] = h
+            if self._devices is not None:
+                normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, table, attend)
+                continue
+            h, added = layer(normed, h, table, i, attend)
+            normed, h = norms[i + 1].add(added, h)
+        states[len(self.layers)] = h
+        aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
+        return TargetOutput(normed, aux)
+
+    def _layer_elsewhere(
+        self,
+        i: int,
+        next_norm: RMSNorm,
+        normed: torch.Tensor,
+        h: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer i on its device, then the next norm on that of the layer it belongs to."""
+        assert self._devices is not None
+        here, there = self._devices[i], self._devices[i + 1]
+        with current_device(here):
+            h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), i, attend)
+        with current_device(there):
+            return next_norm.add(added.to(there), h.to(there))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""
+        return self.lm_head(hidden)

@@ -1,0 +1,1 @@
+"""Tables, plots and pages, shared by training, evaluation and benchmarks."""

@@ -1,0 +1,1 @@
+"""Structured output: grammar compiler and the rules for schemas and patterns."""

@@ -1,0 +1,1 @@
+"""Draft proposal: chains, trees, static trees, MTP modules, n-grams."""

@@ -1,0 +1,264 @@
+"""Drafting with a model: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and the
+draft-extend that feeds them. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
+
+Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, Vd draft vocabulary.
+
+A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
+states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch and are
+forgotten with the cycle.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.accept import Accepted
+from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.kernels.draft_head import MAX_TOPK, draft_topk
+from eagle_kit.kernels.sampling import SamplingBatch
+from eagle_kit.kernels.transfer import to_device
+from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.kv.latents import open_store
+from eagle_kit.kv.store import Segment
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.verify.proposal import Deterministic, Proposal, Relaxed, TargetOnly
+
+
+class DraftState(NamedTuple):
+    """What draft-extend leaves for the next proposal: the candidates of depth 1 as target ids ``tokens``
+    int64 ``[B, K]``, their log-probabilities ``scores`` fp32 ``[B, K]``, and the ``features [B, F]`` they
+    came from."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    features: torch.Tensor
+
+
+class Draft(NamedTuple):
+    """A window to verify, and the law its tokens come from."""
+
+    tree: Tree
+    proposal: Proposal
+
+
+class Drafter:
+    """A draft model with its key-value store. Mutates only the store.
+
+    Args:
+        vocab_size: V of the target.
+        num_pages, page_size: of the pool that the target's store shares with this one.
+        kv_dtype: of the store; None takes the model's.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        *,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.vocab_size = model, vocab_size
+        self.kv = open_store(
+            model.cache,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            window=MAX_WINDOW,
+            first_slot=model.first_slot,
+            dtype=model.dtype,
+            store_dtype=kv_dtype,
+            device=model.device,
+        )
+
+    lookback = 0
+    """How many prompt tokens before those that the stores lack must be computed again."""
+    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
+    """Kinds of verification that fit the law of these drafts, the default first."""
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Target layers whose inputs the draft reads."""
+        return self.model.capture
+
+    def empty_state(self, count: int, topk: int) -> DraftState:
+        """A state of ``count`` requests that have not been prefilled."""
+        device = self.model.device
+        return DraftState(
+            torch.zeros(count, topk, dtype=torch.int64, device=device),
+            torch.zeros(count, topk, device=device),
+            torch.zeros(count, self.model.feature_size, dtype=self.model.dtype, device=device),
+        )
+
+    def propose(
+        self,
+        state: DraftState,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> Draft:
+        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes.
+
+        Args:
+            sampling: the laws of the requests; this drafter proposes the same whatever they are.
+        """
+        state = state._replace(tokens=state.tokens[:, : shape.topk], scores=state.scores[:, : shape.topk])
+        grow = self._grow_chain if shape.topk == 1 else self._grow_tree
+        return Draft(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
+
+    def _grow_tree(
+        self,
+        state: DraftState,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+    ) -> Tree:
+        b, topk = roots.shape[0], shape.topk
+        beam, candidates = start_beam(state.tokens, state.scores, shape)
+        features = state.features
+        for step in range(1, shape.steps):
+            attend = self.kv.window_attend(page_table, seq_lens + 1, beam.ancestors, step * topk, num_columns)
+            slots = (seq_lens + step)[:, None].expand(b, topk).reshape(-1)
+            out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
+            beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
+            features = self._fed_back(out)
+        return tree_build(roots, *candidates, shape)
+
+    def _grow_chain(
+        self,
+        state: DraftState,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+    ) -> Tree:
+        """A tree without anything to rank: the best token of every step."""
+        tokens, features, drafted = state.tokens, state.features, [state.tokens]
+        for step in range(1, shape.steps):
+            bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
+            attend = self.kv.window_attend(page_table, seq_lens + 1, bits, step, num_columns)
+            out = self.model.step(features, tokens[:, 0], seq_lens + step, attend)
+            features = self._fed_back(out)
+            tokens, _ = self._candidates(out, 1)
+            drafted.append(tokens)
+        return chain_build(roots, torch.cat(drafted, 1))
+
+    def extend(
+        self,
+        out: TargetOutput,
+        accepted: Accepted,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        num_committed: torch.Tensor,
+        state: DraftState,
+        topk: int,
+        num_columns: int,
+    ) -> DraftState:
+        """Enter the emitted tokens into the store, from the target states that predicted them.
+
+        Args:
+            out: the target's output over the window, ``[B * N]`` rows.
+            accepted: the path and the emitted tokens ``[B, S + 1]``.
+            seq_lens: ``[B]``, the root's position.
+            num_committed: ``[B]``, how many of the emitted tokens are entered: all, or 0 for padding.
+            state: the one that was proposed from.
+        """
+        b, length = accepted.tokens.shape
+        first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
+        rows = (first + accepted.path).view(-1)
+        bits = chain_bits(length, seq_lens.device).expand(b, length)
+        attend = self.kv.window_attend(page_table, seq_lens + 1, bits, length, num_columns)
+        offset = torch.arange(length, device=seq_lens.device)
+        slots = (seq_lens[:, None] + 1 + offset).view(-1)
+        states = self.model.step(
+            self.model.features(out.hidden[rows], out.aux[rows]), accepted.tokens.view(-1), slots, attend
+        )
+        self.kv.commit_window(page_table, offset.expand(b, length), seq_lens + 1, num_committed)
+        last = torch.arange(b, device=seq_lens.device) * length + accepted.num_accepted
+        return self._state(states[last], topk)
+
+    def prefill(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        topk: int,
+    ) -> DraftState:
+        """Enter prompt rows of one or several requests.
+
+        Args:
+            out: the target's output at the rows, ``[T]`` of them.
+            ids: int64 ``[T]``, their tokens.
+            next_ids: int64 ``[T]``, the token after each.
+            segments: which rows of which request, as the target computed them.
+            last: int64 ``[n]``, rows whose candidates are wanted.
+        """
+        features = self.model.features(out.hidden, out.aux)
+        rows, tokens, slots, mine = [], [], [], []
+        arange = partial(torch.arange, device=features.device)
+        at = 0
+        for table, start, stop, _ in segments:
+            count = stop - start
+            # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
+            head = 1 if start == 0 and self.model.first_slot == 0 else 0
+            first = start + 1 - head
+            rows += [arange(at, at + head), arange(at, at + count)]
+            tokens += [ids[at : at + head], next_ids[at : at + count]]
+            slots.append(arange(first, stop + 1))
+            mine.append(Segment(table, first, stop + 1, first))
+            at += count
+        attend = self.kv.prefill_attend(mine)
+        states = self.model.step(features[torch.cat(rows)], torch.cat(tokens), torch.cat(slots), attend)
+        return self._state(states[_row_of(mine, segments, last)], topk)
+
+    def _state(self, out: torch.Tensor, topk: int) -> DraftState:
+        tokens, scores = self._candidates(out, topk)
+        return DraftState(tokens, scores, self._fed_back(out))
+
+    def _fed_back(self, out: torch.Tensor) -> torch.Tensor:
+        """States of a step -> the features of the next; a whole model has none."""
+        return out[:, : self.model.feature_size]
+
+    def _candidates(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, H]`` -> the best tokens as target ids and their log-probabilities, ``[T, K]`` each.
+
+        A chain ranks nothing, so with K = 1 the probabilities are left at 0.
+        """
+        if uses_triton(out) and topk <= MAX_TOPK:
+            states, weight, token_map = self.model.readout(out)
+            return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
+        logits = self.model.logits(out)
+        if topk == 1:
+            ids = logits.argmax(-1, keepdim=True)
+            return self.model.to_target(ids), torch.zeros_like(ids, dtype=torch.float32)
+        logits = logits.float()
+        values, ids = logits.topk(topk, -1)
+        return self.model.to_target(ids), values - logits.logsumexp(-1, keepdim=True)
+
+
+def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tensor) -> torch.Tensor:
+    """Row numbers among the target's rows -> among the draft's, which may have one more per request."""
+    extra, shift, bounds = 0, [], []
+    at = 0
+    for own, segment in zip(mine, theirs, strict=True):
+        extra += (own.stop - own.start) - (segment.stop - segment.start)
+        at += segment.stop - segment.start
+        shift.append(extra)
+        bounds.append(at)
+    segment_of = torch.searchsorted(to_device(bounds, last.device), last, right=True)
+    return last + to_device(shift, last.device)[segment_of]

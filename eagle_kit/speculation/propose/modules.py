@@ -1,0 +1,223 @@
+"""Drafting with several MTP modules, one for each step (multi-layer EAGLE): chains, made while extending.
+
+Legend: B requests, S steps of the shape, D modules, M window rows, H hidden, L tokens in the target's pool.
+
+Module d, counted from 0, keeps at slot p what it makes of the token there and of module d - 1's state at slot
+p - 1 (module 0 of the target's state at position p - 1), so it begins at slot 1 + d and has a store of its
+own. Its state at a slot gives the token of the next. When a request has emitted tokens of slots L + 1 .. L +
+n, module 0 enters them and drafts slot L + n + 1; module 1 enters them, and then that draft in the scratch,
+and drafts the next; and so on. The window of module d is therefore a chain of S + 1 + d rows, of which the
+first n are committed, the next d are drafts, and the rest is not looked at. The chain to propose is then
+ready.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.accept import Accepted
+from eagle_kit.kernels.sampling import SamplingBatch
+from eagle_kit.kernels.tree_build import chain_build
+from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.kv.latents import open_store
+from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.propose.draft_model import HeadDraft
+from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.verify.proposal import Deterministic
+
+
+class ModulesState(NamedTuple):
+    """What extending leaves: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the root's
+    slot, ``carries [B, D, H]``."""
+
+    tokens: torch.Tensor
+    carries: torch.Tensor
+
+
+class ModulesDrafter(Drafter):
+    """Several modules with a store each. Mutates only the stores."""
+
+    model: HeadDraft
+
+    def __init__(
+        self,
+        model: HeadDraft,
+        *,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.vocab_size = model, vocab_size
+        self.lookback = model.num_modules - 1
+        self.stores: list[PagedStore] = [
+            open_store(
+                replace(model.cache, num_layers=1),
+                num_pages=num_pages,
+                page_size=page_size,
+                max_batch_size=max_batch_size,
+                window=MAX_WINDOW,
+                first_slot=model.first_slot + module,
+                dtype=model.dtype,
+                store_dtype=kv_dtype,
+                device=model.device,
+            )
+            for module in range(model.num_modules)
+        ]
+        self.kv = self.stores[0]
+
+    def empty_state(self, count: int, topk: int) -> ModulesState:  # type: ignore[override]
+        """See :class:`Drafter`."""
+        modules, size, device = self.model.num_modules, self.model.feature_size, self.model.device
+        return ModulesState(
+            torch.zeros(count, modules, dtype=torch.int64, device=device),
+            torch.zeros(count, modules, size, dtype=self.model.dtype, device=device),
+        )
+
+    def propose(
+        self,
+        state: ModulesState,  # type: ignore[override]
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> Draft:
+        """The chain that extending has drafted; ``shape`` must be one of at most D steps."""
+        assert shape.topk == 1 and shape.steps <= self.model.num_modules
+        return Draft(chain_build(roots, state.tokens[:, : shape.steps]), Deterministic())
+
+    def extend(  # type: ignore[override]
+        self,
+        out: TargetOutput,
+        accepted: Accepted,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        num_committed: torch.Tensor,
+        state: ModulesState,
+        topk: int,
+        num_columns: int,
+    ) -> ModulesState:  # type: ignore[override]
+        """See :class:`Drafter`."""
+        b, length = accepted.tokens.shape
+        first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
+        rows = (first + accepted.path).view(-1)
+        features = self.model.features(out.hidden[rows], out.aux[rows]).view(b, length, -1)
+        emitted = accepted.num_accepted + 1
+        made = self._draft(
+            features, accepted.tokens, emitted, state.carries, seq_lens, page_table, num_columns
+        )
+        nodes = torch.arange(length, device=seq_lens.device).expand(b, length)
+        for store in self.stores:
+            store.commit_window(page_table, nodes, seq_lens + 1, num_committed)
+        return made
+
+    def _draft(
+        self,
+        features: torch.Tensor,
+        emitted: torch.Tensor,
+        counts: torch.Tensor,
+        carries: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        num_columns: int,
+    ) -> ModulesState:
+        """Run all modules over a window behind slot ``seq_lens [B]``, whose states are ``carries [B, D, H]``.
+
+        Args:
+            features: ``[B, M, F]`` of the emitted tokens' rows; M may be 0.
+            emitted: int64 ``[B, M]``, of which the first ``counts [B]`` count.
+        """
+        b, length = emitted.shape
+        modules, request = self.model.num_modules, torch.arange(b, device=emitted.device)
+        tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
+        hidden, drafted, kept = features.to(carries.dtype), [], []
+        for module in range(modules):
+            size = length + module
+            states = carries[:, module, None]
+            if size:
+                made = self._window(module, hidden, tokens[:, :size], seq_lens, page_table, num_columns)
+                states = torch.cat((states, made), 1)  # row j is the state at slot seq_lens + j
+            ids, _ = self._candidates(states[request, counts + module], 1)
+            tokens = tokens.scatter(1, (counts + module)[:, None], ids)
+            drafted.append(ids)
+            kept.append(states[request, counts])
+            hidden = states
+        return ModulesState(torch.cat(drafted, 1), torch.stack(kept, 1))
+
+    def _window(
+        self,
+        module: int,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        num_columns: int,
+    ) -> torch.Tensor:
+        """A module over the slots behind ``seq_lens``: ``hidden [B, m, H]``, ``tokens [B, m]`` -> ``[B, m,
+        H]``. Slots in front of the module's first one are seen by nobody but themselves."""
+        b, size = tokens.shape
+        store, offset = self.stores[module], torch.arange(size, device=tokens.device)
+        missing = (store.first_slot - 1 - seq_lens).clamp(0, size)[:, None]
+        bits = (chain_bits(size, tokens.device) & (-1 << missing)) | (1 << offset)
+        attend = store.window_attend(page_table, seq_lens + 1, bits, size, num_columns)
+        slots = (seq_lens[:, None] + 1 + offset).view(-1)
+        out = self.model.step(hidden.flatten(0, 1), tokens.reshape(-1), slots, attend, module)
+        return out.view(b, size, -1)
+
+    def prefill(  # type: ignore[override]
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        topk: int,
+    ) -> ModulesState:
+        """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
+        hidden = self.model.features(out.hidden, out.aux).to(self.model.dtype)
+        following = next_ids
+        carries = []
+        for module in range(self.model.num_modules):
+            states, sizes = self._prompt(module, hidden, following, segments)
+            parts, nothing = states.split(sizes), states.new_zeros(1, states.shape[1])
+            carries.append(torch.cat([part[-1:] if len(part) else nothing for part in parts]))
+            # The next module's slots begin one later, with this one's states up to the last but one.
+            hidden = torch.cat([part[:-1] for part in parts])
+            following = torch.cat([part[1:] for part in following.split(sizes)])
+        stops, count = [segment.stop for segment in segments], len(segments)
+        made = self._draft(
+            hidden.new_zeros(count, 0, self.model.feature_size),
+            next_ids.new_zeros(count, 0),
+            next_ids.new_zeros(count),
+            torch.stack(carries, 1),
+            torch.tensor(stops).to(last.device),
+            torch.stack([segment.page_table for segment in segments]),
+            max(stops) + 1 + self.model.num_modules,
+        )
+        ends = torch.tensor([s.stop - s.start for s in segments]).cumsum(0).to(last.device)
+        which = torch.searchsorted(ends, last, right=True)
+        return ModulesState(made.tokens[which], made.carries[which])
+
+    def _prompt(
+        self, module: int, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Enter prompt rows of a module -> its states at them, and how many each segment has."""
+        mine = [
+            Segment(table, first, stop + 1, max(first, write_from))
+            for table, start, stop, write_from in segments
+            for first in [start + 1 + module]
+        ]
+        sizes = [max(0, segment.stop - segment.start) for segment in mine]
+        mine = [segment for segment, size in zip(mine, sizes, strict=True) if size]
+        if not mine:
+            return hidden[:0], sizes
+        slots = torch.cat([torch.arange(segment.start, segment.stop) for segment in mine]).to(hidden.device)
+        attend = self.stores[module].prefill_attend(mine)
+        return self.model.step(hidden, tokens, slots, attend, module), sizes

@@ -1,0 +1,197 @@
+"""Drafts of a topology that is fixed beforehand, EAGLE-1's tree (arXiv 2401.15077): node r of a parent is its
+r-th candidate. As the topology does not depend on the drafted values, siblings may also be drawn from the
+draft's own law, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
+
+Legend: B requests, N window nodes, S depth, M nodes that are forwarded, V / Vd target / draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.sampling import DRAFT_COINS, SamplingBatch, sample_distinct, window_uniforms
+from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
+from eagle_kit.speculation.verify.proposal import Deterministic, Rejection, Relaxed, SampledTree, TargetOnly
+
+EAGLE1_CHOICES = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+"""EAGLE-1's published tree: a node is its ranks from the root on."""
+
+
+class Topology(NamedTuple):
+    """Nodes of a window in breadth-first order, the root first, and what follows from it.
+
+    ``parents``, ``ranks`` (which candidate of its parent a node is), ``depths``: one number a node, 0 for the
+    root. ``inner``: for each depth from 0, the nodes there that have children.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    depths: tuple[int, ...]
+    inner: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def parse(cls, choices: str) -> "Topology":
+        """Read nodes like ``"0 1 00 01"``: every node after its parent's first rank is given."""
+        paths = sorted({tuple(int(rank, 36) for rank in word) for word in choices.split()}, key=_order)
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        for path in paths:
+            assert path[:-1] in nodes, f"the node {path} has no parent"
+            nodes[path] = len(nodes)
+        assert 2 <= len(nodes) <= MAX_WINDOW
+        parents = [0] + [nodes[path[:-1]] for path in paths]
+        depth = max(map(len, paths))
+        inner = [sorted({nodes[path[:-1]] for path in paths if len(path) == d + 1}) for d in range(depth)]
+        return cls(
+            tuple(parents),
+            (0, *(path[-1] for path in paths)),
+            (0, *(len(path) for path in paths)),
+            tuple(tuple(level) for level in inner),
+        )
+
+    @property
+    def shape(self) -> SpecShape:
+        """Depth, most children of a node, nodes."""
+        return SpecShape(max(self.depths), max(self.ranks) + 1, len(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """Nodes below ``node``, best rank first."""
+        return [i for i in range(1, len(self.parents)) if self.parents[i] == node]
+
+
+def _order(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    return len(path), tuple(path)
+
+
+class _Children(NamedTuple):
+    """The node at place ``at`` of its level, its children and their ranks, as indices int64 on the device."""
+
+    at: int
+    node: int
+    below: torch.Tensor
+    ranks: torch.Tensor
+    num_candidates: int
+
+
+class _Level(NamedTuple):
+    """One depth: its inner ``nodes`` and the places of their parents in the level ``above`` int64 ``[M]``,
+    ``bits`` int64 ``[1, M]`` over the ``num_keys`` nodes forwarded so far, and who has which children."""
+
+    depth: int
+    nodes: torch.Tensor
+    above: torch.Tensor
+    bits: torch.Tensor
+    num_keys: int
+    families: list[_Children]
+
+
+class StaticDrafter(SampledDrafter):
+    """Fills a fixed topology: with the most likely candidates, or, ``draws`` set, with drawn ones for
+    requests that sample. All indices are on the device from the start, so that a graph can hold it."""
+
+    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
+    topology = Topology.parse(EAGLE1_CHOICES)
+    draws = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        topology, device = self.topology, self.model.device
+        parents = torch.tensor([topology.parents], device=device)
+        self._parents = parents
+        self._depths = torch.tensor([topology.depths], device=device)
+        self._bits = ancestor_bits(parents, max(topology.depths))
+        self._levels = [self._level(depth) for depth in range(len(topology.inner))]
+
+    def _level(self, depth: int) -> _Level:
+        topology, device = self.topology, self.model.device
+        level = topology.inner[depth]
+        forwarded = [node for inner in topology.inner[1 : depth + 1] for node in inner]
+        place = {node: i for i, node in enumerate(forwarded)}
+        # A node of depth 1 has its parent's place for its own: the root is not forwarded.
+        parents = [place.get(topology.parents[node], place[node]) for node in forwarded]
+        bits = ancestor_bits(torch.tensor([parents or [0]]), depth)[:, -len(level) :]
+        above = topology.inner[depth - 1] if depth else level
+        families = []
+        for at, node in enumerate(level):
+            below = topology.children(node)
+            ranks = [topology.ranks[child] for child in below]
+            columns, candidates = torch.tensor(below, device=device), torch.tensor(ranks, device=device)
+            families.append(_Children(at, node, columns, candidates, ranks[-1] + 1))
+        return _Level(
+            depth,
+            torch.tensor(level, device=device),
+            torch.tensor([above.index(topology.parents[node]) for node in level], device=device),
+            bits.to(device),
+            len(forwarded),
+            families,
+        )
+
+    def propose(
+        self,
+        state: SampledDraftState,  # type: ignore[override]
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> Draft:
+        """Fill the topology behind ``roots [B]``; ``shape`` must be the topology's."""
+        b, count = roots.shape[0], len(self.topology.parents)
+        drawn = sampling if self.draws else None
+        tokens = roots[:, None].expand(b, count).clone()
+        laws = coins = None
+        if drawn is not None:
+            laws = torch.zeros(b, count, self.vocab_size, device=roots.device)
+            coins = window_uniforms(drawn.seeds, seq_lens, count, DRAFT_COINS)
+        logits, features = state.logits[:, None], state.features[:, None]
+        for level in self._levels:
+            if level.depth:
+                logits, features = self._forward(tokens, features, level, seq_lens, page_table, num_columns)
+            for at, node, below, ranks, num_candidates in level.families:
+                if laws is not None and coins is not None and drawn is not None:
+                    laws[:, node] = self._law(logits[:, at], drawn)
+                    chosen = sample_distinct(laws[:, node], coins.index_select(1, below))
+                else:
+                    ids = logits[:, at].topk(num_candidates, -1).indices
+                    chosen = self.model.to_target(ids).index_select(1, ranks)
+                tokens.index_copy_(1, below, chosen)
+        tree = Tree(tokens, *(part.expand(b, count) for part in (self._parents, self._depths, self._bits)))
+        return Draft(tree, Deterministic() if laws is None else SampledTree(laws))
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        level: _Level,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the nodes of one level that have children -> their logits ``[B, M, Vd]`` and features."""
+        b, m = tokens.shape[0], len(level.nodes)
+        attend = self.kv.window_attend(
+            page_table, seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
+        )
+        mine = features.index_select(1, level.above).flatten(0, 1)
+        slots = (seq_lens + level.depth)[:, None].expand(b, m).reshape(-1)
+        out = self.model.step(mine, tokens.index_select(1, level.nodes).reshape(-1), slots, attend)
+        return self.model.logits(out).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
+
+
+class DrawnStaticDrafter(StaticDrafter):
+    """A fixed topology whose siblings are drawn."""
+
+    verifiers: tuple[type, ...] = (Rejection,)
+    draws = True
+
+
+def drafter_class(tree: str, *, drawn: bool) -> type[Drafter]:
+    """The drafter for ``"dynamic"`` or ``"static"`` trees, of likely or of drawn tokens."""
+    if tree == "static":
+        return DrawnStaticDrafter if drawn else StaticDrafter
+    return SampledDrafter if drawn else Drafter

@@ -1,0 +1,1 @@
+"""Proposal types and the choice of a verifier."""

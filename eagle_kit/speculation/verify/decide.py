@@ -1,0 +1,76 @@
+"""The target's next token after every node of a window.
+
+A node's token is drawn with the coin of its position, so all nodes of one depth share a coin; only one of
+them is on the path. A deterministic draft is then followed as far as it agrees: whatever was drafted, the
+text is the one that plain decoding draws with the same seed.
+
+Legend: B requests, N window nodes, V vocabulary.
+"""
+
+import torch
+
+from eagle_kit.kernels.accept import Accepted, accept_most_likely
+from eagle_kit.kernels.sampling import (
+    TARGET_COINS,
+    Law,
+    SamplingBatch,
+    adjust_logits,
+    sample,
+    target_law,
+    uniforms,
+)
+from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.speculation.verify.proposal import Deterministic, Proposal, Verifier, accept
+
+
+def choose(
+    logits: torch.Tensor,
+    tree: Tree,
+    seq_lens: torch.Tensor,
+    sampling: SamplingBatch | None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``logits [B, N, V]`` -> the chosen tokens int64 ``[B, N]``.
+
+    Args:
+        tree: the window; a token's penalties depend on the path to its node.
+        seq_lens: int64 ``[B]``, position of the root.
+        sampling: None takes the most likely token everywhere.
+        allowed: bool ``[B, N, V]``, what a grammar allows; every node must allow something.
+    """
+    if sampling is None:
+        return _masked(logits, allowed).argmax(-1)
+    positions = seq_lens[:, None] + 1 + tree.depths
+    coins = uniforms(sampling.seeds, positions, TARGET_COINS)
+    return sample(law_of(logits, tree, sampling, allowed), coins)
+
+
+def decide(
+    logits: torch.Tensor,
+    tree: Tree,
+    proposal: Proposal,
+    verifier: Verifier,
+    seq_lens: torch.Tensor,
+    sampling: SamplingBatch | None,
+    allowed: torch.Tensor | None,
+    steps: int,
+) -> Accepted:
+    """Which drafts are kept, and the token that follows them: see :func:`choose` and ``kernels.accept``."""
+    if sampling is None:
+        assert isinstance(proposal, Deterministic), "a draft of greedy requests has nothing to draw"
+        return accept_most_likely(_masked(logits, allowed), tree.tokens, tree.parents, steps)
+    law = law_of(logits, tree, sampling, allowed)
+    return accept(law, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
+
+
+def law_of(
+    logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
+) -> torch.Tensor | Law:
+    """The law after every node: penalties and bias, the grammar, then the filters."""
+    if any(part is not None for part in (sampling.repetition, sampling.counts, sampling.bias)):
+        logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
+    return target_law(_masked(logits, allowed), sampling)
+
+
+def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,1 @@
+"""Training-time test: alignment, teacher, losses, noise."""

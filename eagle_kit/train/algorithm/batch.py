@@ -1,0 +1,101 @@
+"""The rows of an optimiser step as forwards: packed rows end to end, and what the loss of every row weighs.
+
+Legend: T packed tokens of a forward, K steps of training-time test, R_k rows with loss at step k.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eagle_kit.data.chat.dataset import PreparedData
+from eagle_kit.train.algorithm.ttt import RowPlan, plan_row
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of one process: packed rows laid end to end, each document by itself.
+
+    Attributes:
+        numbers: the rows.
+        lengths: their tokens.
+        ids, doc_start: int64 ``[T]``.
+        plan: which rows carry loss.
+    """
+
+    numbers: list[int]
+    lengths: list[int]
+    ids: torch.Tensor
+    doc_start: torch.Tensor
+    plan: RowPlan
+
+    @property
+    def num_documents(self) -> int:
+        """Documents with at least one row that carries loss."""
+        return int(torch.unique(self.doc_start[self.plan.rows[0]]).shape[0])
+
+
+def make_forward(
+    data: PreparedData,
+    numbers: list[int],
+    ttt_length: int,
+    device: torch.device,
+    loss_rows: str = "serving",
+) -> Forward:
+    """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart."""
+    lengths: list[int] = []
+    reply: list[np.ndarray] = []
+    ids, doc_start = [], []
+    for number in numbers:
+        row = data.row(number)
+        first, first_reply = sum(lengths), 1 + max((int(part.max()) for part in reply), default=-1)
+        ids.append(np.asarray(row.ids, dtype=np.int64))
+        mine = np.asarray(row.reply, dtype=np.int64)
+        reply.append(np.where(mine >= 0, mine + first_reply, -1))
+        doc_start.append(np.asarray(row.doc_start, dtype=np.int64) + first)
+        lengths.append(len(row.ids))
+    packed = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, reply, doc_start)]
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
+    return Forward(numbers, lengths, packed[0], packed[2], plan)
+
+
+def row_weights(
+    forward: Forward,
+    weights: Sequence[float],
+    normalisation: str,
+    counts: Sequence[float],
+    num_documents: float,
+) -> list[torch.Tensor]:
+    """Weight of the loss of every row at every step, so that their sum over the global batch is the loss.
+
+    ``tokens``: ``w_k / (sum w * R_k)``, R_k the rows of the *global* batch.
+    ``sequence``: ``w_k / (sum w * D * R_kd)``, D the documents of the global batch, R_kd the rows of the
+    row's own document.
+    ``published``: ``w_k / (D * T_d)``, T_d the tokens of the row's own document.
+
+    Args:
+        weights: step weights w.
+        counts: R_k over all forwards and processes, K numbers.
+        num_documents: D.
+
+    Returns:
+        K tensors fp32 ``[R_k of this forward]``.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    if normalisation == "tokens":
+        return [
+            torch.full(rows.shape, share / max(1.0, count), dtype=torch.float32, device=rows.device)
+            for rows, share, count in zip(forward.plan.rows, shares, counts, strict=True)
+        ]
+    if normalisation == "published":
+        tokens = torch.bincount(forward.doc_start)
+        return [
+            weight / max(1.0, num_documents) / tokens[forward.doc_start[rows]].float()
+            for rows, weight in zip(forward.plan.rows, weights, strict=True)
+        ]
+    result = []
+    for rows, share in zip(forward.plan.rows, shares, strict=True):
+        sizes = torch.bincount(forward.doc_start[rows], minlength=forward.ids.shape[0])
+        result.append(share / max(1.0, num_documents) / sizes[forward.doc_start[rows]].float())
+    return result

@@ -1,0 +1,110 @@
+"""What the target says, made once per packed row: its states, its choices, its law over the draft vocabulary.
+
+Legend: T packed tokens, H target hidden, V / Vd target / draft vocabulary, P positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kernels.backend import current_device
+from eagle_kit.kernels.linear import linear
+from eagle_kit.kernels.packed_attention import document_spans, packed_attention
+from eagle_kit.models.targets.llama import LlamaModel
+
+VOCAB_CHUNK = 8192
+ROW_CHUNK = 256
+
+
+class TargetFeatures(NamedTuple):
+    """The target's view of one packed row.
+
+    ``aux [T, 3 H]``, the captured states; ``hidden [T, H]``, final-normed; ``argmax`` int64 ``[T]``, its most
+    likely next token at each position that some row learns from, -1 elsewhere.
+    """
+
+    aux: torch.Tensor
+    hidden: torch.Tensor
+    argmax: torch.Tensor
+
+
+def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
+    """``doc_start`` int64 ``[T]`` -> positions within the document ``[T]``."""
+    return torch.arange(doc_start.shape[0], device=doc_start.device) - doc_start
+
+
+@torch.no_grad()
+def capture_features(
+    target: LlamaModel,
+    ids: torch.Tensor,
+    doc_start: torch.Tensor,
+    layer_ids: tuple[int, ...],
+    needed: torch.Tensor,
+) -> TargetFeatures:
+    """Run the target over a packed row, every document by itself.
+
+    Args:
+        ids, doc_start: int64 ``[T]``.
+        layer_ids: captured states, as inputs of these layers.
+        needed: bool ``[T]``, positions whose most likely token is wanted.
+
+    The target may be on another device than ``ids``, where the features are returned.
+    """
+    device, home = target.embed_tokens.weight.device, ids.device
+    spans = document_spans(doc_start)
+    scale = target.config.attention_scale
+    with current_device(device):
+        out = target(
+            ids.to(device),
+            positions_of(doc_start).to(device),
+            lambda layer, q, k, v: packed_attention(q, k, v, spans, scale),
+            layer_ids,
+        )
+        best = vocab_argmax(out.hidden[needed.to(device)], target.head_weight)
+    argmax = torch.full_like(ids, -1)
+    argmax[needed] = best.to(home)
+    return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)
+
+
+@torch.no_grad()
+def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row, without ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``."""
+    best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    for start in range(0, hidden.shape[0], ROW_CHUNK):
+        rows = hidden[start : start + ROW_CHUNK]
+        values, tokens = [], []
+        for first in range(0, head_weight.shape[0], VOCAB_CHUNK):
+            value, token = linear(rows, head_weight[first : first + VOCAB_CHUNK]).max(-1)
+            values.append(value)
+            tokens.append(token + first)
+        winner = torch.stack(values).argmax(0, keepdim=True)
+        best[start : start + ROW_CHUNK] = torch.stack(tokens).gather(0, winner)[0]
+    return best
+
+
+@torch.no_grad()
+def draft_vocab_probs(hidden: torch.Tensor, head_rows: torch.Tensor) -> torch.Tensor:
+    """The target's softmax over the draft vocabulary only: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P, Vd]``."""
+    probs = torch.empty(hidden.shape[0], head_rows.shape[0], dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], ROW_CHUNK):
+        rows = slice(start, start + ROW_CHUNK)
+        torch.softmax(linear(hidden[rows], head_rows).float(), -1, out=probs[rows])
+    return probs
+
+
+@torch.no_grad()
+def draft_vocab_mass(
+    hidden: torch.Tensor, head_rows: torch.Tensor, head_weight: torch.Tensor
+) -> torch.Tensor:
+    """The target's probability of the draft vocabulary as a whole: ``[P, H]``, ``[Vd, H]`` and ``[V, H]`` ->
+    fp32 ``[P]``, at most 1. One matmul with the whole output layer for every teacher, shared by all steps."""
+    return (_log_total(hidden, head_rows) - _log_total(hidden, head_weight)).exp().clamp_max(1.0)
+
+
+def _log_total(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
+    """Log of the sum of exponentials of all logits, in chunks of rows and words."""
+    totals = []
+    for rows in hidden.split(ROW_CHUNK):
+        parts = [linear(rows, words).float().logsumexp(-1) for words in head_weight.split(VOCAB_CHUNK)]
+        totals.append(torch.stack(parts).logsumexp(0))
+    return torch.cat(totals)

@@ -1,0 +1,1 @@
+"""Clock, metrics, trackers, curves and reports of a run."""

@@ -1,0 +1,46 @@
+"""`metrics.jsonl` and `judge.jsonl`: one JSON object a line, one line a step, no step twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_text_atomically
+
+
+class JsonLines:
+    """An append-only file of rows that carry ``step``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete rows up to the first damaged one; a crash cuts off the last."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_bytes().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                break
+            rows.append(row)
+        return rows
+
+    def truncate(self, step: int) -> None:
+        """Drop rows after ``step``, so that a resumed run writes each step once."""
+        rows = [row for row in self.rows() if row["step"] <= step]
+        write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row and hand it to the operating system at once. Raises UserError when it refuses it."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} could not be written: {error.strerror or error}.",
+                "Free some space or repair the folder, then go on with --resume.",
+            ) from error

@@ -1,0 +1,221 @@
+"""What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.files import nearest_folder
+from eagle_kit.data.chat.preview import preview
+from eagle_kit.models.heads.eagle1 import Eagle1Config
+from eagle_kit.models.heads.mtp import MTPConfig
+from eagle_kit.train.monitor.clock import LAPS
+from eagle_kit.train.parallel.launch import sharding_asked_for
+from eagle_kit.train.plan.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
+from eagle_kit.train.plan.sizes import HeadArchitecture
+from eagle_kit.train.run.folder import RunFolder, versions
+from eagle_kit.train.run.progress import format_seconds
+from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.state import TrainState
+from eagle_kit.train.run.step import Stepper
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def describe(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> str:
+    """Target, data, vocabulary and one conversation with its supervised tokens marked."""
+    data = ingredients.data
+    share = data.num_supervised_tokens / max(1, data.num_tokens)
+    skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
+    lines = [f"note    {note}" for note in data.notes]
+    if config.data.preview:
+        lines.append(f"sample  {preview(data.chat(0), ingredients.tokenizer)}")
+    return "\n".join(
+        (
+            *lines,
+            f"target  {config.target}, {_captured(draft)}",
+            f"data    {data.num_conversations} conversations, {len(data)} rows, {data.num_tokens} tokens, "
+            f"{share:.0%} supervised; {len(data.heldout_prompts)} prompts held out{skipped}",
+            f"vocab   {draft.draft_vocab_size} of {draft.vocab_size} cover {data.vocab_map.coverage:.2%} "
+            "of the supervised ones",
+        )
+    )
+
+
+def _captured(draft: HeadArchitecture) -> str:
+    if isinstance(draft, MTPConfig):
+        return f"its final states feed {draft.num_modules} MTP module{'s' * (draft.num_modules > 1)}"
+    if isinstance(draft, Eagle1Config):
+        return "its final states feed an EAGLE-1 head"
+    return f"captured inputs of layers {list(draft.aux_layer_ids)}"
+
+
+def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:
+    """What is decoded while training, and which prompts are not."""
+    judge = config.judge
+    if not judge.every:
+        return "judge   never: judge.every is 0, so there will be no best/"
+    asked = min(judge.prompts, num_heldout)
+    text = f"judge   every {judge.every} steps: {num_fitting} prompts, {judge.max_tokens} tokens each"
+    if asked < judge.prompts:
+        text += f"; judge.prompts asks for {judge.prompts}, {num_heldout} are held out"
+    if num_fitting < asked:
+        text += (
+            f"; {asked - num_fitting} of {asked} prompts are left out, too long for {judge.max_tokens} more "
+            f"tokens in the target's context of {max_context}"
+        )
+    return text
+
+
+def estimate_run(
+    config: TrainConfig,
+    accelerator: "Accelerator",
+    ingredients: Ingredients,
+    stepper: Stepper,
+    steps: range,
+) -> Estimate:
+    """Memory, disk and time of the optimiser steps that follow those of ``steps`` finished ones; probes the
+    matmul rate, so all processes call it."""
+    data, training = ingredients.data, config.training
+    tokens = stepper.rows_per_forward * data.num_tokens / len(data)
+    work = Workload(
+        tokens=round(tokens),
+        rows=round(tokens * data.num_supervised_tokens / max(1, data.num_tokens)),
+        steps=training.ttt_length,
+        mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
+    )
+    return make_estimate(
+        config,
+        ingredients.target.config,
+        stepper.head.config,
+        work=work,
+        forwards_per_step=stepper.forwards_per_step,
+        rows_per_forward=stepper.rows_per_forward,
+        num_processes=accelerator.num_processes,
+        num_rows=len(data),
+        num_captures=num_captures(stepper, steps),
+        num_steps=len(steps),
+        flops_per_s=measure_matmul_rate(
+            accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+        ),
+        free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
+        sharding=sharding_asked_for(os.environ),
+    )
+
+
+def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
+    """Packed rows that ``steps`` visit and the store lacks; 0 without a store."""
+    if stepper.store is None or not stepper.store.can_grow:
+        return 0
+    missing = set(range(stepper.order.num_rows)) - stepper.store.rows()
+    total = len(missing)
+    for step in steps:
+        if not missing:
+            break
+        missing.difference_update(stepper.order.rows_of_step(step))
+    return total - len(missing)
+
+
+def metadata(
+    config: TrainConfig,
+    accelerator: "Accelerator",
+    ingredients: Ingredients,
+    state: TrainState,
+    command: str,
+    accept_length: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """What goes into a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
+    data, device = ingredients.data, accelerator.device
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return {
+        "target": config.target,
+        "command": command,
+        "data": {
+            "source": config.data.source or config.data.store,
+            "conversations": data.num_conversations,
+            "tokens": data.num_tokens,
+            "supervised_tokens": data.num_supervised_tokens,
+            "fingerprint": data.fingerprint,
+            "vocab_coverage": data.vocab_map.coverage,
+        },
+        "config": {
+            "head": config.head.model_dump(mode="json"),
+            "training": config.training.model_dump(mode="json"),
+        },
+        "step": state.step,
+        "tokens_seen": state.tokens,
+        "seconds": round(state.seconds, 1),
+        "machine": f"{accelerator.num_processes} x {kind}",
+        "accept_length": accept_length or {},
+        "versions": versions(),
+    }
+
+
+def judgement_line(row: dict[str, Any], num_worse: int = 0, patience: int | None = None) -> str:
+    """A row of ``judge.jsonl`` as a sentence."""
+    lengths = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["accept_length"].items())
+    walked = ", ".join(f"{shape}: {value:.3f}" for shape, value in row["simulated_accept_length"].items())
+    text = f"step {row['step']}: decoded accept length {lengths} (simulated {walked or 'for chains only'})"
+    reached: list[float] = next(iter(row["acceptance_per_position"].values()), [])
+    if reached:
+        text += f", {' '.join(f'{100 * share:.0f}' for share in reached)} % by position"
+    if row["vocab_coverage"] is not None:
+        text += f", vocabulary covers {row['vocab_coverage']:.1%}"
+    if row["best"]:
+        text += ", the best so far"
+    elif patience is not None:
+        text += f", {num_worse} of {patience} without a better one"
+    if row["num_different_replies"]:
+        text += f"; {row['num_different_replies']} replies differ from plain decoding"
+    return f"{text} [{format_seconds(row['seconds'])}]"
+
+
+def judgement_scalars(row: dict[str, Any]) -> dict[str, float]:
+    """A row of ``judge.jsonl`` for a tracker."""
+    scalars: dict[str, float] = {}
+    for prefix, name in (("decoded", ""), ("simulated", "simulated_")):
+        lengths, reached = row[f"{name}accept_length"], row[f"{name}acceptance_per_position"]
+        scalars |= {f"{prefix}/{shape}": value for shape, value in lengths.items()}
+        scalars |= {
+            f"{prefix}/{shape}/at least {i}": share
+            for shape, shares in reached.items()
+            for i, share in enumerate(shares, 1)
+        }
+    if row["vocab_coverage"] is not None:
+        scalars["decoded/vocab_coverage"] = row["vocab_coverage"]
+    return scalars
+
+
+def summary(folder: RunFolder) -> str:
+    """The last lines of a session: where the time of the whole run went, and its best head."""
+    rows, judged = folder.metrics.rows(), folder.judgements.rows()
+    lines = []
+    laps = [row["seconds"] for row in rows if isinstance(row.get("seconds"), dict)]
+    if laps:
+        totals = {name: sum(lap.get(name, 0.0) for lap in laps) for name in LAPS}
+        whole = sum(totals.values())
+        shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in totals.items())
+        judging = sum(row["seconds"] for row in judged)
+        lines.append(
+            f"time    {format_seconds(whole)} in {len(laps)} steps: {shares}; judging "
+            f"{format_seconds(judging)}"
+        )
+    if judged:
+        shape = next(iter(judged[0]["accept_length"]))
+        best = max(judged, key=lambda row: row["accept_length"].get(shape, 0.0))
+        lines.append(
+            f"best    accept length {best['accept_length'].get(shape, 0.0):.3f} ({shape}) at step "
+            f"{best['step']}, in {folder.path / 'best'}"
+        )
+    if (folder.path / "report.html").exists():
+        lines.append(f"curves  {folder.path / 'report.html'}")
+    return "\n".join(lines)

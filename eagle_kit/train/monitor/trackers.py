@@ -1,0 +1,79 @@
+"""wandb and tensorboard through accelerate's trackers, and whether the local report is drawn."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.monitor.plots import has_matplotlib
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def tracker_options(config: TrainConfig, step: int = 0) -> dict[str, dict[str, Any]]:
+    """What each tracker that is asked for is started with, by accelerate's name.
+
+    Args:
+        step: finished steps; what tensorboard has of later ones, from before a kill, is no longer shown.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    if config.tracking.wandb != "off":
+        name = os.path.basename(os.path.normpath(config.output_dir))
+        options["wandb"] = {"dir": config.output_dir, "mode": config.tracking.wandb, "name": name}
+    if config.tracking.tensorboard:
+        options["tensorboard"] = {"purge_step": step + 1} if step else {}
+    return options
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise UserError when a tracker, or the report, is asked for and its package is not installed."""
+    for name, off, needed in (
+        ("wandb", "tracking.wandb=off", config.tracking.wandb != "off"),
+        ("tensorboard", "tracking.tensorboard=false", config.tracking.tensorboard),
+        ("matplotlib", "tracking.report=false", config.tracking.report is True),
+    ):
+        if not needed:
+            continue
+        try:
+            __import__(name)
+        except ImportError:
+            raise UserError(
+                f"{name} is not installed.", f"Install it with pip install 'eagle_kit[train]', or set {off}."
+            ) from None
+
+
+def draws_report(config: TrainConfig) -> bool:
+    """Whether ``report.html`` is drawn: as the config says, else where matplotlib is installed."""
+    wanted = config.tracking.report
+    return has_matplotlib() if wanted is None else wanted
+
+
+def start_trackers(
+    accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any], step: int = 0
+) -> None:
+    """Open the trackers that are asked for; the run folder must be there.
+
+    Args:
+        settings: the config, flat; tensorboard takes numbers and text only.
+        step: finished steps of a resumed run.
+
+    Raises:
+        UserError: one does not start.
+    """
+    options = tracker_options(config, step)
+    if not options:
+        return
+    if "tensorboard" in options:
+        plain = (bool, int, float, str)
+        settings = {key: v if isinstance(v, plain) else str(v) for key, v in settings.items()}
+    try:
+        accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs=options)
+    except Exception as error:  # no login, no network, and whatever its service raises
+        accelerator.trackers = []  # or it would be asked to finish
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        names = " or ".join(options)
+        remedy = "Run wandb login, or set tracking.wandb to offline or off."
+        if "wandb" not in options:
+            remedy = "Make the run folder writable, or set tracking.tensorboard=false."
+        raise UserError(f"{names} did not start: {reason}.", remedy) from error

@@ -1,0 +1,113 @@
+"""Where the target runs: with the head, on another device, its layers over several devices, or sharded.
+
+Only captured states leave the target, so the head need not know. The embedding and the output layer, which
+every step of training-time test reads, stay whole wherever the layers are.
+"""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.targets.llama import LlamaModel
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+
+
+def loading_device(placement: str, accelerator: "Accelerator | PartialState") -> torch.device:
+    """Where the target is loaded to, before :func:`place_target`. Raises UserError for a GPU that is not
+    there."""
+    if placement == "same":
+        return accelerator.device
+    if placement in ("cpu", "auto", "fsdp"):
+        return torch.device("cpu")
+    device = torch.device(placement)
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise UserError(
+            f"training.target_placement is {placement}, but there are {count} CUDA devices.",
+            "Name one of them, or set training.target_placement=same.",
+        )
+    return device
+
+
+def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
+    """Spread or shard a target that was loaded to :func:`loading_device`; after the head was made from it.
+
+    Raises:
+        UserError: sharding over one process, or judging with a target that is on several devices.
+    """
+    placement = config.training.target_placement
+    if not target.layers:  # it does not run
+        target.to(accelerator.device)
+        return
+    if placement == "fsdp":
+        if accelerator.num_processes == 1:
+            raise UserError(
+                "training.target_placement is fsdp, but there is one process.",
+                "Start several with accelerate launch, or set training.target_placement=same.",
+            )
+        shard_target(target, accelerator.device)
+    elif placement == "auto":
+        devices = visible_devices(accelerator)
+        if len(devices) > 1 and config.judge.every:
+            raise UserError(
+                f"training.target_placement=auto spreads the target over {len(devices)} devices, and the "
+                "judge decodes on one.",
+                "Set judge.every=0, or training.target_placement=same.",
+            )
+        spread_layers(target, devices)
+
+
+def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.device]:
+    """The devices of this process, its own first: every P-th GPU of the machine's P processes."""
+    if accelerator.device.type != "cuda":
+        return [accelerator.device]
+    local, every = accelerator.local_process_index, max(1, int(torch.cuda.device_count()))
+    processes = min(accelerator.num_processes, every)
+    return [torch.device("cuda", i) for i in range(local, every, processes)]
+
+
+def spread_layers(target: LlamaModel, devices: list[torch.device]) -> None:
+    """Give every device a run of layers with about its share of the bytes; all else goes to the first one."""
+    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers]
+    total, before, where = sum(sizes), 0, []
+    for size in sizes:
+        where.append(devices[min(len(devices) - 1, int((before + size / 2) / total * len(devices)))])
+        before += size
+    target.to(devices[0])
+    for layer, device in zip(target.layers, where, strict=True):
+        layer.to(device)
+    target.place_layers([*where, devices[0]] if len(devices) > 1 else None)
+
+
+def shard_target(target: LlamaModel, device: torch.device) -> None:
+    """FSDP2 over all processes: each keeps a part of every matrix of the layers, and gathers one layer at a
+    time. Norms and biases stay whole: some are used outside the layer that they belong to."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    whole = {
+        parameter
+        for name, parameter in target.named_parameters()
+        if not name.startswith("layers.") or parameter.ndim < 2
+    }
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    target.rope.to(device)
+    for layer in target.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(target, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+
+
+def output_layer(target: LlamaModel, device: torch.device) -> Linear:
+    """The target's output layer on ``device``: itself where it is there, or a copy."""
+    here = torch.empty(0, device=device).device  # accelerate's ``cuda`` of one process is ``cuda:0``
+    if target.lm_head.weight.device == here:
+        return target.lm_head
+    return copy.deepcopy(target.lm_head).to(device)

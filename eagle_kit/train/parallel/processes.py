@@ -1,0 +1,114 @@
+"""Processes, devices and precision: everything that asks accelerate for something."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import num_cores
+from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.train.monitor.trackers import tracker_options
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+
+PATIENCE = timedelta(hours=3)
+"""How long a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
+
+
+def make_accelerator(config: TrainConfig) -> "Accelerator":
+    """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
+    try:
+        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate.utils import ProjectConfiguration
+    except ImportError:
+        raise UserError(
+            "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
+        ) from None
+    accelerator = Accelerator(
+        cpu=_is_on_cpu(),
+        mixed_precision="no",  # see eagle_kit.train.run.module.autocast
+        log_with=list(tracker_options(config)) or None,
+        project_config=ProjectConfiguration(
+            project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
+        ),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    _check_shares(config, accelerator.num_processes)
+    _set_up(accelerator.device, config)
+    return accelerator
+
+
+def make_process_state(config: TrainConfig) -> "PartialState":
+    """Processes and device alone, set up as for training, so that the target computes the same."""
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise UserError(
+            "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
+        ) from None
+    state = PartialState(cpu=_is_on_cpu())
+    _set_up(state.device, config)
+    return state
+
+
+def _is_on_cpu() -> bool:
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return asked or not torch.cuda.is_available()
+
+
+def _set_up(device: torch.device, config: TrainConfig) -> None:
+    """Memory and threads of a CPU, TF32 of a GPU."""
+    if device.type == "cpu":
+        keep_large_blocks()
+        _share_cores(config.training.cpu_threads)
+    elif config.training.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+
+
+def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[float]:
+    """Sum of each number over the processes, in fp64 where the device has it."""
+    if accelerator.num_processes == 1:
+        return [float(number) for number in numbers]
+    total = accelerator.reduce(
+        torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), reduction="sum"
+    )
+    assert isinstance(total, torch.Tensor)
+    return total.tolist()
+
+
+def largest(process: "Accelerator | PartialState", number: float) -> float:
+    """The largest of all processes' numbers."""
+    if process.num_processes == 1:
+        return float(number)
+    shared = torch.tensor(float(number), dtype=torch.float64, device=process.device)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return float(shared)
+
+
+def _check_shares(config: TrainConfig, num_processes: int) -> None:
+    rows, training = config.training.sequences_per_step, config.training
+    if rows % num_processes:
+        raise UserError(
+            f"training.sequences_per_step is {rows}, which {num_processes} processes cannot share equally.",
+            f"Set it to a multiple of {num_processes}.",
+        )
+    forwards = training.gradient_accumulation
+    if forwards is not None and (rows // num_processes) % forwards:
+        raise UserError(
+            f"training.gradient_accumulation is {forwards}, but a process has {rows // num_processes} rows.",
+            "Set it to a divisor of that, or leave it out for one row per forward.",
+        )
+
+
+def _share_cores(threads: int | None) -> None:
+    """Use every core: accelerate's launcher leaves a process one thread unless told otherwise."""
+    if threads is None and any(name.startswith("ACCELERATE_") for name in os.environ):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = max(1, num_cores() // local)
+    if threads is not None:
+        torch.set_num_threads(threads)

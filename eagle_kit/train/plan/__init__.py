@@ -1,0 +1,1 @@
+"""Estimates before a run: sizes, activations, memory, time."""

@@ -1,0 +1,146 @@
+"""Bytes that the head's forward pass keeps for its backward pass, and what the loss needs beside them.
+
+Counted tensor by tensor for the code of ``ttt.py`` and of the heads; a test compares the sum with what
+autograd really saves. Where a norm, a residual or a rotation is differentiated, the torch form runs on every
+device; attention and SwiGLU are the kernels' own on a GPU.
+
+Legend: T tokens, R rows with loss at step 0, K steps, H hidden, I inner size of the MLP, Vd draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+from eagle_kit.kernels.soft_cross_entropy.reference import GROUP_ROWS
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.models.heads.eagle1 import Eagle1Config
+from eagle_kit.models.heads.mtp import MTPConfig
+from eagle_kit.train.plan.sizes import HeadArchitecture
+
+FP32 = 4
+GPU_LOGIT_ROWS = 4096
+"""Rows of logits that the loss holds at once in the Triton form (``soft_cross_entropy/triton.py``)."""
+
+
+class Numerics(NamedTuple):
+    """What decides how many bytes a saved value takes.
+
+    Attributes:
+        operand: bytes of what matmuls read: 2 under bfloat16 autocast, else 4.
+        is_gpu: attention and SwiGLU are the Triton kernels.
+    """
+
+    operand: int
+    is_gpu: bool
+
+    @property
+    def attention(self) -> int:
+        """Bytes of a query, key or value that attention saves; on a CPU it computes in fp32."""
+        return self.operand if self.is_gpu else FP32
+
+
+class RowBytes(NamedTuple):
+    """Bytes that one row of a layer saves: ``before`` its attention, ``behind`` it, and for each ``key`` with
+    its value."""
+
+    before: float
+    behind: float
+    key: float
+
+
+def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, numerics: Numerics) -> float:
+    """Bytes saved by the head's K steps; weights and the target's states are not counted.
+
+    Args:
+        tokens: T.
+        rows: R; later steps have a few less, which is not counted.
+        steps: K.
+    """
+    row = _row_bytes(draft, numerics)
+    layer = draft.layer if isinstance(draft, MTPConfig) else draft
+    if isinstance(draft, MTPConfig) and draft.num_modules > 1:
+        return steps * tokens * (row.before + row.behind + row.key)
+    shares = numerics.operand == FP32 and not numerics.is_gpu
+    if shares and _latent(layer) is None:  # keys and values are views of the tensors they were made in
+        prefix = tokens * (2 * layer.num_heads * layer.head_dim * FP32 + 1.5 * row.key)
+    elif shares:  # values are padded to the width of keys in every step, keys are not
+        prefix = tokens * row.key * (steps + 1) / 2
+    else:  # every step makes a copy in the dtype of its attention
+        prefix = tokens * row.key * steps
+    own = rows * row.key * steps * (steps - 1) / 2
+    return (
+        tokens * row.before
+        + rows * row.behind
+        + prefix
+        + own
+        + (steps - 1) * rows * (row.before + row.behind)
+    )
+
+
+def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
+    layer = draft.layer if isinstance(draft, MTPConfig) else draft
+    half, width = numerics.operand < FP32, numerics.operand
+    size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
+    mla = _latent(layer)
+    if isinstance(draft, MTPConfig):
+        before, behind = float(size) * (5 * width + FP32), float(size) * 3 * width  # fed back in fp32
+    else:
+        before, behind = float(size) * 4 * width, float(size) * 2 * width
+    before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
+    behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
+    if mla is not None:
+        latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+        before += latents * 2 * width
+        before += 2 * size * width if half and not isinstance(draft, MTPConfig) else 0
+        behind += layer.num_heads * mla.v_head_dim * width
+    elif width < numerics.attention:
+        behind += queries * width
+    behind += _mlp_bytes(layer, numerics)
+    return RowBytes(before, behind, 2 * keys * layer.head_dim * numerics.attention)
+
+
+def _latent(layer: TargetConfig | DraftConfig | Eagle1Config) -> MLAConfig | None:
+    """Latent attention of a layer that has it; EAGLE-1's cannot."""
+    return getattr(layer, "mla", None)
+
+
+def _mlp_bytes(layer: TargetConfig | DraftConfig | Eagle1Config, numerics: Numerics) -> float:
+    """SwiGLU keeps gate and up, and its product for the next matmul."""
+    inner = 3 * numerics.operand
+    moe = layer.moe if isinstance(layer, TargetConfig) else None
+    if moe is None:
+        return float(inner * layer.intermediate_size)
+    states = layer.hidden_size * (2 * numerics.operand + FP32)
+    routed = moe.num_experts_per_token * (inner * moe.intermediate_size + states)
+    return float(routed + inner * moe.shared_intermediate_size + 3 * FP32 * moe.num_experts)
+
+
+def loss_bytes(draft: HeadArchitecture, rows: int, steps: int, block: int, numerics: Numerics) -> float:
+    """Bytes of the loss: teachers and logits of a block of rows, gradients of states and output layer.
+
+    Args:
+        block: rows of step 0 whose teachers exist together.
+    """
+    vocab, size, width = draft.draft_vocab_size, draft.hidden_size, numerics.operand
+    mine = min(rows, block)
+    teachers = (mine + steps) * vocab * FP32
+    logits = min(GPU_LOGIT_ROWS if numerics.is_gpu else GROUP_ROWS, mine * steps) * vocab * width
+    is_trained = isinstance(draft, DraftConfig) or (isinstance(draft, MTPConfig) and draft.own_head)
+    weight = vocab * size * (FP32 if is_trained else width)
+    gradients = 2 * weight if is_trained else 0  # what has been gathered, and the product that is added
+    copies = vocab * size * width * (2 if width < FP32 else 1)
+    states = steps * size * (2 * FP32 * rows + (FP32 + width) * mine)
+    return float(teachers + logits + gradients + copies + states)
+
+
+def training_bytes(
+    draft: HeadArchitecture, tokens: int, rows: int, steps: int, block: int, numerics: Numerics
+) -> tuple[float, float]:
+    """Peak of one forward and backward beyond weights, their gradients and the target's states: what the
+    layers hold, and what the loss holds at the same time.
+
+    To what is saved comes one step's worth of gradients, with which the backward pass begins.
+    """
+    row = _row_bytes(draft, numerics)
+    saved = saved_bytes(draft, tokens, rows, steps, numerics)
+    gradients = rows * (row.before + row.behind)
+    return saved + gradients, loss_bytes(draft, rows, steps, block, numerics)

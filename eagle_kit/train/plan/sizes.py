@@ -1,0 +1,90 @@
+"""How large heads and targets are, counted from their modules without weights.
+
+Legend: T tokens, R rows with loss, K experts of a token, E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.models.targets.llama import LlamaModel
+
+HeadArchitecture = DraftConfig | MTPConfig | Eagle1Config
+
+
+class HeadSizes(NamedTuple):
+    """Matmul weights that a row meets: of ``fuse``, of one layer ``before`` and ``behind`` its attention, of
+    the ``output`` layer; ``attended``, products of a row with each key, over all heads; ``inner``, values of
+    a row between the matmuls of its MLP; ``total`` weights, and the layers, one for each step, or one for
+    all."""
+
+    fuse: int
+    before: int
+    behind: int
+    output: int
+    attended: int
+    inner: int
+    total: int
+    num_layers: int
+
+
+def make_head(config: HeadArchitecture) -> DraftHead:
+    """A new head of any kind, on the default device."""
+    if isinstance(config, Eagle1Config):
+        return Eagle1Head(config)
+    return MTPHead(config) if isinstance(config, MTPConfig) else Eagle3Head(config)
+
+
+def num_weights(target: TargetConfig) -> tuple[int, int]:
+    """Matmul weights of the decoder layers that one token meets, and all matrices of the target."""
+    with torch.device("meta"):
+        model = LlamaModel(target)
+    met = sum(_met(parameter, target) for parameter in model.layers.parameters())
+    return met, sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+
+
+def head_sizes(config: HeadArchitecture) -> HeadSizes:
+    """Count a head."""
+    with torch.device("meta"):
+        head = make_head(config)
+    layer = config.layer if isinstance(config, MTPConfig) else config
+    block = head.blocks[0]
+    met = {name: _met(parameter, layer) for name, parameter in block.named_parameters()}
+    behind = sum(count for name, count in met.items() if name.startswith(("mlp.", "self_attn.o_proj")))
+    moe = layer.moe if isinstance(layer, TargetConfig) else None
+    inner = layer.intermediate_size
+    if moe is not None:
+        inner = moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size
+    return HeadSizes(
+        fuse=sum(
+            p.numel() for name, p in head.named_parameters() if name.startswith("fc.") and name not in met
+        ),
+        before=sum(met.values()) - behind,
+        behind=behind,
+        output=config.draft_vocab_size * config.hidden_size,
+        attended=attended(layer),
+        inner=inner,
+        total=sum(parameter.numel() for parameter in head.parameters()),
+        num_layers=len(head.blocks),
+    )
+
+
+def attended(config: TargetConfig | DraftConfig | Eagle1Config) -> int:
+    """Products of a query with one key and of its probability with the value, over all heads."""
+    mla = None if isinstance(config, Eagle1Config) else config.mla
+    value = mla.v_head_dim if mla else config.head_dim
+    return config.num_heads * (config.head_dim + value)
+
+
+def _met(parameter: torch.Tensor, config: TargetConfig | DraftConfig | Eagle1Config) -> int:
+    """Weights of a matrix, or of the K of E in a stack, that a token meets."""
+    if parameter.ndim == 3:
+        moe = config.moe if isinstance(config, TargetConfig) else None
+        assert moe is not None
+        return parameter.numel() * moe.num_experts_per_token // moe.num_experts
+    return parameter.numel() if parameter.ndim == 2 else 0

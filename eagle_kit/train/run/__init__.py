@@ -1,0 +1,1 @@
+"""A training run: loop, step, state, folder, judge."""

@@ -1,0 +1,89 @@
+"""Where a step gets the target's view of its rows: from the target, or from captured states read ahead."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.states.prefetch import Prefetcher
+from eagle_kit.data.states.store import StateStore
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
+
+
+class FeatureSource:
+    """Features of forwards, one after the other.
+
+    Args:
+        target: run over rows that no store has.
+        layer_ids: captured states, as inputs of these layers.
+        store: read, and filled when it may grow; None runs the target every time.
+        everyone: whether what one process says holds for all, where a target is sharded over them.
+
+    Attributes:
+        wait_s: seconds that training waited for the disk so far.
+        capture_s: seconds that the target ran for it, the states' way into the store included; on a GPU
+            only what the host spent, since nothing here waits for the device.
+    """
+
+    def __init__(
+        self,
+        target: LlamaModel,
+        layer_ids: tuple[int, ...],
+        store: StateStore | None,
+        everyone: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.target, self.layer_ids, self.store, self.everyone = target, layer_ids, store, everyone
+        self.wait_s = self.capture_s = 0.0
+        self._ahead: Prefetcher | None = None
+
+    def expect(self, order: Iterable[list[int]]) -> None:
+        """Read ahead in this order from now on: the rows of every forward to come."""
+        if self.store is None:
+            return
+        self.close()
+        pin = self.target.embed_tokens.weight.is_cuda
+        self._ahead = Prefetcher(self.store, order, pin=pin)
+
+    def get(self, forward: Forward) -> TargetFeatures:
+        """The target's view of the rows of ``forward``.
+
+        Raises:
+            UserError: a store that cannot be read or written, or that may not grow and lacks a row.
+        """
+        store, started = self.store, time.perf_counter()
+        if store is not None:
+            device = forward.ids.device
+            parts = None if self._ahead is None else self._ahead.take(forward.numbers)
+            kept = store.load(forward.numbers, device) if parts is None else store.decode(parts, device)
+            self.wait_s += time.perf_counter() - started
+            has_all = self.everyone(kept is not None)
+            if kept is not None and has_all:
+                return TargetFeatures(**kept)
+            if kept is None and not store.can_grow:
+                raise UserError(
+                    f"The store {store.folder} lacks one of the rows {forward.numbers}.",
+                    "Run its eagle-kit data capture command again.",
+                )
+            started = time.perf_counter()
+        features = capture_features(
+            self.target, forward.ids, forward.doc_start, self.layer_ids, forward.plan.needed
+        )
+        if store is not None:
+            parts = store.add(forward.numbers, forward.lengths, features._asdict())
+            if not store.is_exact:  # learn from the same now as later
+                features = TargetFeatures(**store.decode(parts, forward.ids.device))
+        self.capture_s += time.perf_counter() - started
+        return features
+
+    def flush(self) -> None:
+        """Write captured states that wait for their shard."""
+        if self.store is not None:
+            self.store.flush()
+
+    def close(self) -> None:
+        """Stop reading ahead, and :meth:`flush`."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        self.flush()

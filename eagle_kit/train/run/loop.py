@@ -1,0 +1,390 @@
+"""The training loop: set up, estimate, step, judge, save; and how it is stopped and resumed.
+
+A step is a pure function of the weights, the optimiser and the step counter: order of the data and learning
+rate follow from the counter, so a resumed run is bitwise the run that was never stopped.
+"""
+
+import os
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.checkpoints.draft import read_metadata, save_draft
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.train.monitor.report import (
+    describe,
+    describe_judge,
+    estimate_run,
+    judgement_line,
+    judgement_scalars,
+    metadata,
+    summary,
+)
+from eagle_kit.train.monitor.run_report import write_report
+from eagle_kit.train.monitor.trackers import check_trackers, draws_report, start_trackers
+from eagle_kit.train.parallel.launch import is_main, launch_words, parent_commands, sharding_asked_for
+from eagle_kit.train.parallel.placement import output_layer, place_target
+from eagle_kit.train.parallel.processes import make_accelerator, sum_numbers
+from eagle_kit.train.parallel.strategy import on_device
+from eagle_kit.train.run.folder import RunFolder, flatten
+from eagle_kit.train.run.interrupt import Interrupt
+from eagle_kit.train.run.judge import Judge, choose_prompts
+from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
+from eagle_kit.train.run.progress import ProgressLine
+from eagle_kit.train.run.schedule import Schedule
+from eagle_kit.train.run.setup import gather, state_store
+from eagle_kit.train.run.state import (
+    TrainState,
+    load_checkpoint,
+    restore_optimizer,
+    restore_raw_weights,
+    save_checkpoint,
+)
+from eagle_kit.train.run.step import Stepper, StepResult
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Ending(Enum):
+    """Why a session ended."""
+
+    DONE = "all steps, or the judge's patience"
+    MAX_STEPS = "the flag --max-steps"
+    TIME = "the flag --stop-after"
+    SIGNAL = "Ctrl-C or SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """0 when what was asked for is done, 130 when it was saved on the way."""
+        return INTERRUPTED if self in (Ending.TIME, Ending.SIGNAL) else 0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line asks besides the config.
+
+    Attributes:
+        resume: go on from the last checkpoint; begin where there is none yet.
+        max_steps: stop at this step; the schedule stays as configured.
+        stop_after_s: stop after this many seconds of training in this session, but not before a step is made:
+            who repeats the command comes to the end.
+        dry_run: print the estimate and stop; the run folder is neither made nor changed.
+        arguments: the command line as typed, for ``run.yaml`` and the model card.
+    """
+
+    resume: bool = False
+    max_steps: int | None = None
+    stop_after_s: float | None = None
+    dry_run: bool = False
+    arguments: str = ""
+
+
+def train(config: TrainConfig, options: RunOptions) -> Ending:
+    """Train a head as ``config`` says; returns why it ended, having saved.
+
+    Raises:
+        UserError: settings, data or folders that cannot be used; nothing is half-written.
+    """
+    folder = RunFolder(config.output_dir)
+    writes = is_main(os.environ) and not options.dry_run
+    with folder.locked() if writes else nullcontext():
+        if options.resume:
+            folder.check_resumable(config)
+        elif not options.dry_run:
+            folder.check_unused()
+        check_trackers(config)
+        accelerator = make_accelerator(config)
+        try:
+            return Trainer(config, options, folder, accelerator).run()
+        finally:
+            accelerator.end_training()
+
+
+class Trainer:
+    """One session of a run: owns the head, the counters and the stepper. Making one writes nothing."""
+
+    def __init__(
+        self, config: TrainConfig, options: RunOptions, folder: RunFolder, accelerator: "Accelerator"
+    ) -> None:
+        self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
+        self.ingredients = gather(config, accelerator)
+        data = self.ingredients.data
+        context = self.ingredients.target.config.max_position_embeddings
+        self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
+        self.state = TrainState()
+        self.head, optimizer_state = self._make_head()
+        if config.head.start_from is not None and self.head.token_map is not None:
+            data.use_vocabulary(self.head.token_map.cpu().numpy())
+        schedule = Schedule.from_config(config.training, len(data))
+        store = state_store(config, self.ingredients, self.head.config)
+        if optimizer_state is not None:
+            self._check_states("computed" if store is None or store.is_exact else store.format)
+        sharding = sharding_asked_for(os.environ)
+        if isinstance(self.head, TiedHead):
+            self.head.bind(output_layer(self.ingredients.target, accelerator.device))
+        place_target(self.ingredients.target, config, accelerator)
+        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store, sharding)
+        if optimizer_state is not None:
+            last = folder.checkpoints()[-1][1]
+            restore_optimizer(last, self.stepper.strategy, optimizer_state)
+            if self.stepper.ema is not None:
+                restore_raw_weights(last, self.stepper.ema)
+        self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
+        self.judge: Judge | None = None
+
+    def run(self) -> Ending:
+        """Estimate, then step until the end or a stop; returns which. A dry run is done with the estimate."""
+        heldout = len(self.ingredients.data.heldout_prompts)
+        context = self.ingredients.target.config.max_position_embeddings
+        self._print(describe(self.config, self.ingredients, self.head.config))
+        self._print(describe_judge(self.config, heldout, len(self.prompts), context))
+        if self.options.resume:
+            lacks = "" if self.folder.checkpoints() else " has no checkpoint yet:"
+            self._print(f"resume  {self.folder.path}{lacks} from step {self.state.step} of {self.stop_at}")
+        steps = range(self.state.step, self.stop_at)
+        self._print(
+            estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, steps).report()
+        )
+        if self.options.dry_run:
+            return Ending.DONE
+        is_new = not (self.options.resume and self.folder.has_run)
+        if self.accelerator.is_main_process:
+            if not is_new:
+                self.folder.resume(self.config, self.command, self.state.step)
+            else:
+                self.folder.start(self.config, self.command)
+        self.accelerator.wait_for_everyone()
+        try:
+            settings = flatten(self.config.model_dump(mode="json"))
+            start_trackers(self.accelerator, self.config, settings, self.state.step)
+        except UserError:
+            if is_new and self.accelerator.is_main_process:
+                self.folder.discard()
+            raise
+        self.judge = self._make_judge()
+        try:
+            with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
+                ending, why = self._step_until_stopped(interrupt)
+        finally:
+            self.stepper.close()
+        self._print(f"{why} The run is in {self.folder.path}.")
+        self._report()
+        if self.accelerator.is_main_process:
+            print(summary(self.folder), flush=True)
+        if ending is not Ending.DONE:
+            reached = ending is Ending.MAX_STEPS
+            self._print(f"Go on with: {self._command(without_max_steps=reached)} --resume")
+        return ending
+
+    @property
+    def command(self) -> str:
+        """A command that does what this session did."""
+        return self._command()
+
+    def _command(self, *, without_max_steps: bool = False) -> str:
+        words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
+        if without_max_steps:
+            words = _without_max_steps(words)
+        # Processes that accelerate did not start itself have the one that did as their parent.
+        door = launch_words(parent_commands(2))
+        if door is None and (count := self.accelerator.num_processes) > 1:
+            on_cpu = ["--cpu"] if self.accelerator.device.type == "cpu" else []
+            program = ["-m", "eagle_kit.train"]
+            door = ["accelerate", "launch", *on_cpu, "--num_processes", str(count), *program]
+        return shlex.join([*(door or ["eagle-kit", "train"]), *words])
+
+    def _step_until_stopped(self, interrupt: Interrupt) -> tuple[Ending, str]:
+        """The loop; returns why it ended, also as a sentence. The last step is always saved."""
+        state, judge_every, total = self.state, self.config.judge.every, self.stepper.schedule.total_steps
+        first, ending, why = state.step, Ending.DONE, f"All {total} steps are done."
+        if self.stop_at < total:
+            ending = Ending.MAX_STEPS
+            why = f"Step {self.stop_at} of {total} is done, where --max-steps stops."
+        started = time.perf_counter()
+        saved = state.step if self.folder.checkpoints() else -1
+        main = self.accelerator.is_main_process
+        with ProgressLine(self.stop_at, state.step, self.options.stop_after_s, enabled=main) as line:
+            while state.step < self.stop_at:
+                if stop := self._should_stop(interrupt, started if state.step > first else None):
+                    ending, why = stop, f"Stopped after step {state.step} of {total}."
+                    break
+                self._record(self.stepper.step(state), line)
+                is_last = state.step == total
+                due = judge_every and (is_last or state.step % judge_every == 0)
+                with self._servable():
+                    is_over = due and self._judge(line)
+                if is_over:
+                    ending = Ending.DONE
+                    why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
+                    break
+                if state.step % self.config.training.save_every == 0:
+                    self._save()
+                    saved = state.step
+            if saved != state.step:
+                self._save()
+        return ending, why
+
+    def _should_stop(self, interrupt: Interrupt, started: float | None) -> Ending | None:
+        """Whether any process was interrupted or time is up; all processes get the same answer.
+
+        Args:
+            started: when this session did; None while it has made no step, which it has time for.
+        """
+        limit = self.options.stop_after_s
+        is_late = limit is not None and started is not None and time.perf_counter() - started >= limit
+        asked, late = sum_numbers(self.accelerator, [float(interrupt.requested), float(is_late)])
+        return Ending.SIGNAL if asked else Ending.TIME if late else None
+
+    def _record(self, result: StepResult, line: ProgressLine) -> None:
+        """Write the step's row, redraw the line, tell the tracker."""
+        if not self.accelerator.is_main_process:
+            return
+        step = self.state.step
+        row = result.row(step)
+        self.folder.metrics.append(row)
+        line.update(
+            step, result.loss, result.match_per_step, result.simulated_accept_length, result.tokens_per_s
+        )
+        if step % self.config.training.log_every == 0:
+            self.accelerator.log(_scalars(row), step=step)
+
+    def _judge(self, line: ProgressLine) -> bool:
+        """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
+        assert self.judge is not None
+        started = time.perf_counter()
+        whole, target = self.stepper.strategy.whole_head(), self.ingredients.target
+        mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
+        figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
+        decoded = figures["accept_length"]
+        state, chosen = self.state, decoded[self.config.judge.shapes[0]]
+        is_better = chosen > state.best_accept_length
+        if is_better:
+            state.best_accept_length, state.best_step, state.num_worse = chosen, state.step, 0
+        else:
+            state.num_worse += 1
+        if self.accelerator.is_main_process:
+            row = {
+                "step": state.step,
+                **figures,
+                "tokens": state.tokens,
+                "train_seconds": round(state.seconds, 1),
+                "seconds": round(time.perf_counter() - started, 1),
+                "best": is_better,
+            }
+            self.folder.judgements.append(row)
+            self.accelerator.log(judgement_scalars(row), step=state.step)
+            line.say(judgement_line(row, state.num_worse, self.config.judge.patience))
+            if is_better:
+                save_draft(whole, self.folder.path / "best", metadata=self._metadata(decoded))
+        self._report(line.say)
+        self.accelerator.wait_for_everyone()
+        patience = self.config.judge.patience
+        return patience is not None and state.num_worse >= patience
+
+    def _report(self, say: Callable[[str], None] = print) -> None:
+        """Draw report.html anew; what keeps it from being drawn costs no step."""
+        if self.accelerator.is_main_process and draws_report(self.config) and self.state.step:
+            try:
+                write_report(self.folder.path)
+            except UserError as error:
+                say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
+
+    def _servable(self) -> AbstractContextManager[None]:
+        """While inside, the head has the weights that are judged and served: their average, if any."""
+        ema = self.stepper.ema
+        return nullcontext() if ema is None else ema.applied()
+
+    def _save(self) -> None:
+        strategy = self.stepper.strategy
+        head, optimizer_state = strategy.whole_head(), strategy.optimizer_state()  # all processes gather
+        if self.accelerator.is_main_process:
+            path, ema = self.folder.path / f"step-{self.state.step}", self.stepper.ema
+            with self._servable():
+                save_checkpoint(path, head, optimizer_state, self.state, self._metadata(), ema)
+            self.folder.rotate(self.config.training.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def _make_head(self) -> tuple[DraftHead, dict[str, Any] | None]:
+        """A new head, or the one of the last checkpoint with its optimiser state."""
+        config, found, device = self.config, self.ingredients, self.accelerator.device
+        checkpoints = self.folder.checkpoints() if self.options.resume else []
+        if checkpoints:
+            about = read_metadata(checkpoints[-1][1]).get("data")
+            learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
+            if not found.data.equals(learned):
+                raise UserError(
+                    f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
+                    f"({found.data.fingerprint}).",
+                    "Restore the data, or start a new run with output_dir=FOLDER.",
+                )
+            head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
+            check_steps(config, head.config)  # the judge may be another one
+            return freeze(head), optimizer_state
+        draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
+        check_steps(config, draft)
+        vocab = found.data.vocab_map
+        return new_head(config, draft, found.target, found.folder, vocab, device), None
+
+    def _check_states(self, now: str) -> None:
+        """Raise UserError when the run learned from states of another format than there are now."""
+        data = read_metadata(self.folder.checkpoints()[-1][1]).get("data")
+        before = data.get("states", "computed") if isinstance(data, dict) else "computed"
+        if before != now:
+            raise UserError(
+                f"The run in {self.folder.path} learned from states in the format {before}, and these are "
+                f"{now}.",
+                "Restore them, or start a new run with output_dir=FOLDER.",
+            )
+
+    def _make_judge(self) -> Judge | None:
+        """The judge of this process's share of the prompts; None when nothing is judged."""
+        settings = self.config.judge
+        if not settings.every:
+            return None
+        rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
+        return Judge(self.ingredients.target, self.prompts[rank::count], settings, cache)
+
+    def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
+        about = metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
+        store = self.stepper.store
+        about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
+        if store is not None:
+            about["data"]["source"] = store.manifest["data"]["source"]
+        return about
+
+    def _print(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            print(text, flush=True)
+
+
+def _without_max_steps(words: list[str]) -> list[str]:
+    """The command's words but for ``--max-steps N``, which argparse also takes shortened or with a ``=``."""
+    kept, values = [], iter(words)
+    for word in values:
+        if not word.startswith("--m"):
+            kept.append(word)
+        elif "=" not in word:
+            next(values, None)
+    return kept
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, float]:
+    """A metrics row for a tracker: lists become one number per step."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": number for i, number in enumerate(value)}
+        elif isinstance(value, dict):
+            flat |= {f"{name}/{key}": number for key, number in value.items()}
+        elif name != "step":
+            flat[name] = value
+    return flat

@@ -1,0 +1,109 @@
+"""Optimisers of a head: AdamW, or Muon for its matrices and AdamW for the rest, both of torch.
+
+Muon (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982) steps along the momentum of a matrix made
+orthogonal. It is for matrices between hidden states; output layers, norms and stacks of experts are AdamW's.
+Its update is scaled to the size that AdamW's has (0.2 sqrt(max(rows, columns))), so one learning rate serves
+both. Query, key and value lie in one matrix here, and so do gate and up; each such matrix is made orthogonal
+as a whole.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.models.heads.draft_head import DraftHead
+
+LEARNING_RATE_RATIO = "learning_rate_ratio"
+"""Key of a parameter group: its learning rate as a multiple of the schedule's; 1 where it is missing."""
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW as one optimiser, with one state and one list of parameter groups.
+
+    Args:
+        muon, adamw: two optimisers over different parameters; they are taken over.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both parts work on this optimiser's groups and moments."""
+        first = len(self._parts[0].param_groups)
+        for part, groups in zip(
+            self._parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
+        ):
+            part.param_groups, part.state = groups, self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :class:`torch.optim.Optimizer`."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of both; there is no ``closure``."""
+        assert closure is None
+        for part in self._parts:
+            part.step()
+
+
+def make_optimizer(head: DraftHead, training: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimiser of what is trained, with weight decay on matrices only."""
+    trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    decay = training.weight_decay
+    if training.optimizer == "adamw":
+        matrices, vectors = _by_shape(list(trained.values()))
+        return _adamw(matrices, vectors, training)
+    inner = [p for name, p in trained.items() if p.ndim == 2 and not name.startswith("lm_head.")]
+    mine = {id(p) for p in inner}
+    matrices, vectors = _by_shape([p for p in trained.values() if id(p) not in mine])
+    muon = torch.optim.Muon(
+        [{"params": inner, LEARNING_RATE_RATIO: training.muon_learning_rate_ratio}],
+        lr=training.learning_rate,
+        weight_decay=decay,
+        momentum=training.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonAdamW(muon, _adamw(matrices, vectors, training))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group the schedule's ``rate`` times its own ratio."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(LEARNING_RATE_RATIO, 1.0)
+
+
+def optimizer_name(param_groups: Any) -> str:
+    """``adamw`` or ``muon``, from the parameter groups of an optimiser or of its state."""
+    return "muon" if any("ns_steps" in group for group in param_groups) else "adamw"
+
+
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless every moment has the size of its weight; KeyError when one is missing."""
+    for group in optimizer.param_groups:
+        names = ("momentum_buffer",) if "ns_steps" in group else ("exp_avg", "exp_avg_sq")
+        for parameter in group["params"]:
+            moments: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            if moments and any(moments[name].shape != parameter.shape for name in names):
+                raise ValueError("its moments have the sizes of another head")
+
+
+def _by_shape(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Matrices (and stacks of them), and vectors."""
+    return [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+
+
+def _adamw(
+    matrices: list[torch.Tensor], vectors: list[torch.Tensor], training: TrainingConfig
+) -> torch.optim.AdamW:
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True
+    )

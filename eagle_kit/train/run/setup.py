@@ -1,0 +1,137 @@
+"""Everything a run is made of, put together in the order that refuses mistakes earliest."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.dataset import PreparedData, cache_root
+from eagle_kit.data.chat.template import template_hash
+from eagle_kit.data.chat.vocab_map import tokenizer_hash
+from eagle_kit.data.states import manifest as state_manifest
+from eagle_kit.data.states.fit import dataset_of
+from eagle_kit.data.states.store import StateStore
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import (
+    load_tokenizer,
+    resolve_target,
+    target_fingerprint,
+    target_revision,
+)
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.train.parallel.placement import loading_device
+from eagle_kit.train.plan.sizes import HeadArchitecture
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+
+
+@dataclass
+class Ingredients:
+    """What training needs besides the head.
+
+    Attributes:
+        target: frozen, in the run's precision, where ``training.target_placement`` loads it.
+        folder: where it was loaded from.
+        tokenizer: the target's.
+        data: packed rows, vocabulary map, held-out prompts.
+    """
+
+    target: LlamaModel
+    folder: Path
+    tokenizer: Any
+    data: PreparedData
+
+
+def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> Ingredients:
+    """Resolve and load the target, prepare the data. The main process goes first and fills the caches."""
+    with accelerator.local_main_process_first():
+        folder = resolve_target(config.target)
+        tokenizer = load_tokenizer(folder)
+        data = dataset_of(
+            config.data,
+            tokenizer,
+            config.head.vocab_size,
+            config.head.vocab_map,
+            progress=accelerator.is_local_main_process,
+        )
+    dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
+    device = loading_device(config.training.target_placement, accelerator)
+    target = load_target(folder, dtype=dtype, device=str(device), with_layers=config.runs_target)
+    return Ingredients(target, folder, tokenizer, data)
+
+
+def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> StateStore | None:
+    """The captured states that the config asks for: those of ``data.store``, or the cache's, or none.
+
+    Raises:
+        UserError: a store of other states than this run needs, with the differing field, one that is not
+            whole, or damaged.
+    """
+    training = config.training
+    manifest = states_manifest(config, ingredients, draft)
+    if config.data.store is not None:
+        return _given_store(config, manifest)
+    if training.cache_hidden_states == "off":
+        if training.state_format != "computed":
+            raise UserError(
+                f"training.state_format is {training.state_format}, but no states are kept.",
+                "Set training.cache_hidden_states=disk or data.store, or leave the format out.",
+            )
+        return None
+    folder = cache_root(config.data) / "states" / state_manifest.key(manifest)
+    return StateStore(folder, manifest, ingredients.data.folder)
+
+
+def states_manifest(
+    config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture, **made: Any
+) -> dict[str, Any]:
+    """The manifest of states of this run's rows. ``made``: who made them, when and how."""
+    data, settings = ingredients.data, config.data
+    return {
+        "version": state_manifest.VERSION,
+        "target": {
+            "name": config.target,
+            "revision": target_revision(ingredients.folder),
+            "weights": target_fingerprint(ingredients.folder),
+        },
+        "tokenizer": tokenizer_hash(ingredients.tokenizer),
+        "template": template_hash(ingredients.tokenizer),
+        "layer_ids": list(draft.aux_layer_ids),
+        "layer_ids_are": "inputs of layers",
+        "last_hidden_state": "after the final norm",
+        "precision": config.training.precision,
+        "format": config.training.state_format,
+        "hidden_size": ingredients.target.config.hidden_size,
+        "data": {
+            "fingerprint": data.fingerprint,
+            "source": settings.source,
+            "limit": settings.limit,
+            "max_length": settings.max_length,
+            "eval_conversations": settings.eval_conversations,
+            "rows": len(data),
+            "tokens": data.num_tokens,
+            "supervised_tokens": data.num_supervised_tokens,
+        },
+        "made": made,
+    }
+
+
+def _given_store(config: TrainConfig, manifest: dict[str, Any]) -> StateStore:
+    store = StateStore(Path(str(config.data.store)).expanduser())
+    wanted = state_manifest.identity(manifest)
+    if "state_format" not in config.training.model_fields_set:
+        del wanted["format"]
+    state_manifest.check_fields(
+        store.folder, store.manifest, wanted, "Change the config, or capture for it.", "for this run"
+    )
+    if missing := store.missing():
+        made = store.manifest.get("made", {}).get("command")
+        raise UserError(
+            f"The store {store.folder} lacks {len(missing)} of {store.manifest['data']['rows']} rows.",
+            f"Finish it: {made or 'run its eagle-kit data capture command again'}",
+        )
+    return store

@@ -1,0 +1,129 @@
+"""Accept length from a match table: what a chain would have gained on a known greedy continuation.
+
+The draft is teacher-forced along the continuation: step k at row i embeds x[i+1+k] and is fed its own output
+of step k - 1, exactly as a decoder that accepted the k tokens before. The table is then walked as the
+decoder walks: a round at row i accepts until the first mismatch, adds the bonus token, and the next round
+starts behind it.
+
+Legend: T tokens of prompt and continuation, R rows of the continuation, S draft steps, H hidden.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.targets.llama import LlamaModel
+
+
+class RowAttend:
+    """Attention of the chain: step 0 is causal over all rows; step k sees the keys of step 0 up to its row,
+    and those that its row has made since.
+
+    Args:
+        rows: int64 ``[R]``, the rows that go on after step 0.
+        scale: of the scores.
+    """
+
+    def __init__(self, rows: torch.Tensor, scale: float) -> None:
+        self.rows, self.scale = rows, scale
+        self._prefix: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._prefix is None:
+            self._prefix = k, v
+            return prefill_attention(q, k, v, self.scale)
+        self._own.append((k, v))
+        k0, v0 = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in self._prefix)
+        own_k, own_v = (
+            torch.stack(x, 1).repeat_interleave(q.shape[1] // k.shape[1], 2)
+            for x in zip(*self._own, strict=True)
+        )
+        prefix = torch.einsum("rhd,thd->rht", q, k0).float() * self.scale
+        hidden_from_row = torch.arange(k0.shape[0], device=q.device)[None] > self.rows[:, None]
+        prefix = prefix.masked_fill(hidden_from_row[:, None], float("-inf"))
+        own = torch.einsum("rhd,rjhd->rhj", q, own_k).float() * self.scale
+        weights = torch.cat((prefix, own), -1).softmax(-1).to(q.dtype)
+        on_prefix, on_own = weights.split((k0.shape[0], own_k.shape[1]), -1)
+        return torch.einsum("rht,thd->rhd", on_prefix, v0) + torch.einsum("rhj,rjhd->rhd", on_own, own_v)
+
+
+@torch.no_grad()
+def match_table(
+    target: LlamaModel, head: DraftHead, ids: torch.Tensor, prompt_length: int, steps: int
+) -> torch.Tensor:
+    """Whether the draft's best token of every row and step is the token that follows.
+
+    Args:
+        ids: int64 ``[T]``, a prompt and its greedy continuation.
+        prompt_length: tokens of the prompt, >= 1.
+        steps: S, length of the chain.
+
+    Returns:
+        Bool ``[R, S]`` for the rows ``prompt_length - 1 .. T - 3``; False where the continuation has ended.
+    """
+    device = ids.device
+    length = ids.shape[0]
+    positions = torch.arange(length, device=device)
+    scale = target.config.attention_scale
+    out = target(ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v, scale), head.capture)
+    rows = torch.arange(prompt_length - 1, max(prompt_length - 1, length - 2), device=device)
+    table = torch.zeros(rows.shape[0], steps, dtype=torch.bool, device=device)
+    if rows.shape[0] == 0:
+        return table
+    dtype = head.last_norm.weight.dtype
+    features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
+    for step, fed_back in enumerate(_chain(target, head, ids, features, rows, steps)):
+        drafted = head.to_target(head.logits(fed_back).argmax(-1))
+        exists = rows + 2 + step < length
+        table[:, step] = exists & (drafted == ids[(rows + 2 + step).clamp(max=length - 1)])
+    return table
+
+
+def _chain(
+    target: LlamaModel,
+    head: DraftHead,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    rows: torch.Tensor,
+    steps: int,
+) -> Iterator[torch.Tensor]:
+    """The head's states at ``rows``, ``[R, H]``, for every step; one layer goes on from its own states, of
+    several each runs over all rows."""
+    scale, positions = head.config.attention_scale, torch.arange(len(features), device=ids.device)
+
+    def embeds(at: torch.Tensor) -> torch.Tensor:
+        return target.embed(ids[at.clamp(max=len(ids) - 1)]).to(features.dtype)
+
+    if len(head.blocks) > 1:
+        for step in range(steps):
+            attend = RowAttend(rows, scale)
+            features = head(features, embeds(positions + 1 + step), positions + step, attend, step)
+            yield features[rows]
+        return
+    attend = RowAttend(rows, scale)
+    fed_back = head(features, embeds(positions + 1), positions, attend)[rows]
+    yield fed_back
+    for step in range(1, steps):
+        fed_back = head(fed_back, embeds(rows + 1 + step), rows + step, attend)
+        yield fed_back
+
+
+def walk(table: torch.Tensor) -> SpecStats:
+    """Decode along a match table ``[R, S]`` with a chain of S; the same counts as the engine's.
+
+    Row r is the round whose draft follows the (r + 1)-th token of the continuation, so R rounds at most emit
+    R tokens.
+    """
+    stats = SpecStats()
+    rows = table.tolist()
+    row = 0
+    while row < len(rows):
+        accepted = next((step for step, match in enumerate(rows[row]) if not match), len(rows[row]))
+        emitted = min(accepted + 1, len(rows) - row)
+        stats.observe(emitted, min(accepted, emitted))
+        row += emitted
+    return stats

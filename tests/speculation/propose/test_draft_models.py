@@ -1,0 +1,190 @@
+"""EAGLE-1 heads and whole small models as drafts: forwards restated, slots of the store, the same text."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import randomise, tiny_target
+from tiny_engine import PROMPTS, serve
+
+from eagle_kit.checkpoints.kind import algorithm_of
+from eagle_kit.checkpoints.token_map import load_token_map
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.request import Request
+from eagle_kit.speculation.propose.draft_model import Eagle1Draft, StandaloneDraft
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(vocab_size=11)
+
+
+def eagle1(target, **changes) -> Eagle1Head:
+    config = target.config
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 96,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+    }
+    return randomise(Eagle1Head(Eagle1Config(**{**sizes, **changes})), 3, 0.2).eval().requires_grad_(False)
+
+
+def decode(target, draft, shape, batch=1, **options) -> list[Request]:
+    engine = Engine(target, draft, EngineOptions(batch, 256, kv_tokens=batch * 400, page_size=4, **options))
+    engine.use_shape(SpecShape.parse(shape))
+    requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    return requests
+
+
+def restated_layer(head: Eagle1Head, hidden, embeds) -> torch.Tensor:
+    """The published forward over a whole sequence, written without any of our layers."""
+    state = head.state_dict()
+    x = torch.cat((embeds, hidden), -1) @ state["fc.weight"].T + state["fc.bias"]
+    t, (hq, hkv, d) = len(x), (6, 2, 8)
+    qkv = x @ state["self_attn.qkv_proj.weight"].T
+    q, k, v = (part.view(t, -1, d) for part in qkv.split((hq * d, hkv * d, hkv * d), -1))
+    angle = torch.arange(t)[:, None] / 10000 ** (torch.arange(0, d, 2) / d)
+    cos, sin = (f(torch.cat((angle, angle), -1))[:, None] for f in (torch.cos, torch.sin))
+
+    def rotated(y):
+        return y * cos + torch.cat((-y[..., d // 2 :], y[..., : d // 2]), -1) * sin
+
+    q, k = rotated(q), rotated(k).repeat_interleave(3, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / d**0.5
+    scores = scores.masked_fill(torch.ones(t, t).triu(1).bool(), float("-inf"))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(3, 1)).flatten(1)
+    h = x + out @ state["self_attn.o_proj.weight"].T
+    normed = (
+        h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5) * state["post_attention_layernorm.weight"]
+    )
+    gate, up = (normed @ state["mlp.gate_up_proj.weight"].T).chunk(2, -1)
+    return h + (torch.nn.functional.silu(gate) * up) @ state["mlp.down_proj.weight"].T
+
+
+@torch.no_grad()
+def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
+    """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
+    head, proposals = eagle1(target), []
+    engine = Engine(target, Eagle1Draft(head, target), EngineOptions(1, 128, kv_tokens=300, page_size=4))
+    engine.use_shape(SpecShape(4, 1, 5))
+    drafter = engine.runner.drafter
+    propose = drafter.propose
+
+    def recorded(*args):
+        proposals.append((args[2].item(), propose(*args)))
+        return proposals[-1][1]
+
+    drafter.propose = recorded
+    request = Request(0, list(PROMPTS[1]), SamplingParams(max_tokens=30))
+    serve(engine, [request])
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    from eagle_kit.kernels.prefill_attention import prefill_attention
+
+    scale = 8**-0.5
+    out = target(text, torch.arange(len(text)), lambda layer, q, k, v: prefill_attention(q, k, v, scale))
+    assert len(proposals) > 5
+    for length, draft in proposals:
+        hidden, tokens = out.hidden[:length], text[1 : length + 1]
+        drafted = []
+        for _ in range(4):
+            states = restated_layer(head, hidden, target.embed(tokens))
+            drafted.append(int(target.logits(states[-1:]).argmax()))
+            hidden, tokens = torch.cat((hidden, states[-1:])), torch.cat((tokens, torch.tensor(drafted[-1:])))
+        assert draft.tree.tokens[0, 1:].tolist() == drafted
+
+
+@pytest.mark.parametrize("shape", ["3,1,4", "5,4,16"])
+@pytest.mark.parametrize("kind", ["eagle1", "small model", "eagle1 with a map", "small model with a map"])
+def test_no_draft_changes_greedy_output(target, kind, shape):
+    hot = torch.tensor([4, 2, 9, 0, 7]) if "map" in kind else None
+    if "eagle1" in kind:
+        draft = Eagle1Draft(eagle1(target), target, hot)
+    else:
+        draft = StandaloneDraft(tiny_target(vocab_size=11, num_layers=2, seed=5), hot)
+    plain = decode(target, None, None)
+    drafted = decode(target, draft, shape, batch=3, prefill_tokens=7)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+
+
+@pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "7,1,8"])
+def test_a_draft_that_is_the_target_is_always_right(target, shape):
+    """Every position and slot of a whole model's store must be right for this."""
+    steps = SpecShape.parse(shape).steps
+    for request in decode(target, StandaloneDraft(target), shape, batch=2, prefill_tokens=5):
+        full = (len(request.token_ids) - 1) // (steps + 1)
+        assert request.stats.histogram[-1] >= full and request.stats.num_verifies <= full + 1
+
+
+def save(folder, config, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def published(head: Eagle1Head) -> dict[str, torch.Tensor]:
+    state = {name: tensor.clone() for name, tensor in head.state_dict().items() if "rope" not in name}
+    q, k, v = state.pop("self_attn.qkv_proj.weight").split((48, 16, 16))
+    gate, up = state.pop("mlp.gate_up_proj.weight").chunk(2)
+    parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+    parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up}
+    state |= {f"{name}.weight": tensor.clone() for name, tensor in parts.items()}
+    return {name if name.startswith("fc") else f"layers.0.{name}": tensor for name, tensor in state.items()}
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 11,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle", "LlamaForCausalLM"])
+def test_a_published_eagle1_head_is_known_and_loaded(target, tmp_path, architecture):
+    head = eagle1(target)
+    folder = save(tmp_path / "draft", CONFIG | {"architectures": [architecture]}, published(head))
+    assert algorithm_of(folder) == "EAGLE"
+    draft = load_draft_model(folder, target)
+    assert isinstance(draft, Eagle1Draft)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(draft.head.state_dict()[name], tensor)
+
+
+def test_drafts_that_do_not_fit_are_refused_by_name(target, tmp_path):
+    tensors = published(eagle1(target))
+    short = {name: t for name, t in tensors.items() if "down_proj" not in name}
+    with pytest.raises(UserError, match=r"mlp\.down_proj\.weight is missing"):
+        load_draft_model(save(tmp_path / "short", CONFIG, short), target)
+    with pytest.raises(UserError, match="vocabulary 13"):
+        load_draft_model(save(tmp_path / "other", CONFIG | {"vocab_size": 13}, tensors), target)
+    with pytest.raises(UserError, match="is for the algorithm EAGLE, and EAGLE3"):
+        load_draft_model(save(tmp_path / "kind", CONFIG, tensors), target, algorithm="EAGLE3")
+    with pytest.raises(UserError, match="does not exist"):
+        load_draft_model(tmp_path / "nothing", target)
+
+
+def test_a_token_map_is_read_and_checked(tmp_path):
+    torch.save([5, 3, 1], tmp_path / "list.pt")
+    torch.save(torch.tensor([5, 3, 1]), tmp_path / "tensor.pt")
+    (tmp_path / "list.json").write_text("[5, 3, 1]")
+    for name in ("list.pt", "tensor.pt", "list.json"):
+        assert load_token_map(tmp_path / name, 6).tolist() == [5, 3, 1]
+    with pytest.raises(UserError, match="has the id 5"):
+        load_token_map(tmp_path / "list.pt", 5)
+    for text, cause in (("[1, 1]", "1 twice"), ("[]", "not a list"), ("[true]", "not a list"), ("{", "read")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(UserError, match=cause):
+            load_token_map(tmp_path / "bad.json", 6)

@@ -1,0 +1,156 @@
+"""The n-gram index against a scan of the whole log, and as a drafter that changes no token."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_target
+from tiny_engine import PROMPTS, serve
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.request import Request
+from eagle_kit.speculation.propose.ngram import CHAIN_STEPS, NgramIndex, NgramOptions, to_tree
+
+
+def longest_match(streams: list[list[int]], context: list[int], most: int) -> int:
+    """Length of the longest suffix of ``context`` that has a continuation, by looking everywhere."""
+    best = 0
+    for stream in streams:
+        for end in range(len(stream) - 1):
+            length = 0
+            while length < min(most, end + 1, len(context)) and stream[end - length] == context[-1 - length]:
+                length += 1
+            best = max(best, length)
+    return best
+
+
+def paths(draft, row=0) -> list[list[int]]:
+    """Every root-to-node path of a window, unused nodes left out."""
+    out = []
+    for node in range(1, draft.tokens.shape[1]):
+        if draft.parents[row, node] == node:
+            continue
+        path = []
+        while node:
+            path.append(int(draft.tokens[row, node]))
+            node = int(draft.parents[row, node])
+        out.append(path[::-1])
+    return out
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_windows_are_trees_of_what_followed_the_longest_match(match_type):
+    rng = random.Random(7)
+    for case in range(300):
+        index = NgramIndex(NgramOptions(match_type=match_type, max_match_window_size=6))
+        streams = [[] for _ in range(3)]
+        for _ in range(rng.randrange(20)):
+            which = rng.randrange(3)
+            new = [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+            streams[which] += new
+            index.insert(which, new)
+        context = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+        draft = index.propose([context], 12, 5)
+        assert draft.tokens[0, 0] == context[-1]
+        used = [n for n in range(1, 12) if draft.parents[0, n] != n]
+        assert used == list(range(1, 1 + len(used))), "unused nodes come last"
+        assert all(draft.parents[0, n] < n for n in used)
+        assert all(draft.depths[0, n] == draft.depths[0, draft.parents[0, n]] + 1 for n in used)
+        assert len({(draft.parents[0, n], draft.tokens[0, n]) for n in used}) == len(used)
+        length = longest_match(streams, context, 6)
+        assert bool(used) == (length > 0), case
+        if used and match_type == "BFS" and sum(map(len, streams)) < CHAIN_STEPS:
+            suffix = context[-length:]
+            text = [tuple(s[i : i + length + 1]) for s in streams for i in range(len(s))]
+            assert (*suffix, int(draft.tokens[0, 1])) in text, "the first node must follow a longest match"
+        for path in paths(draft):
+            assert any(
+                stream[i : i + 1 + len(path)] == [context[-1], *path]
+                for stream in streams
+                for i in range(len(stream))
+            )
+
+
+def test_a_loop_continues_and_newer_text_wins():
+    index = NgramIndex()
+    index.insert(0, [1, 2, 3] * 4)
+    assert paths(index.propose([[1, 2, 3] * 4], 7, 6))[-1] == [1, 2, 3, 1, 2, 3][:6]
+    index.insert(1, [9, 5, 8, 9, 6])
+    assert index.propose([[9]], 2, 1).tokens.tolist() == [[9, 6]]
+    index.insert(1, [9, 5])
+    assert index.propose([[9]], 2, 1).tokens.tolist() == [[9, 5]]
+
+
+def test_probability_prefers_what_happened_more_often():
+    index = NgramIndex(NgramOptions(match_type="PROB"))
+    index.insert(0, [4, 1, 4, 1, 4, 1, 4, 2])
+    assert index.propose([[7, 4]], 2, 1).tokens.tolist() == [[4, 1]]
+    assert NgramIndex().propose([[7, 4]], 2, 1).parents.tolist() == [[0, 1]]
+
+
+def test_inserts_in_pieces_equal_one_insert():
+    text = [random.Random(1).randrange(4) for _ in range(200)]
+    whole, pieces = NgramIndex(), NgramIndex()
+    whole.insert(0, text)
+    for i in range(0, 200, 3):
+        pieces.insert(0, text[i : i + 3])
+    for end in range(1, 200, 7):
+        a, b = (index.propose([text[:end]], 16, 6) for index in (whole, pieces))
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_oldest_text_gives_way_and_memory_stays_bounded():
+    index = NgramIndex(NgramOptions(capacity=100))
+    index.insert(0, [1000, 1001, 1002])
+    assert paths(index.propose([[1000, 1001]], 2, 1)) == [[1002]]
+    rng = random.Random(0)
+    for request in range(1, 60):
+        index.insert(request, [rng.randrange(50) for _ in range(20)])
+        index.forget(request)
+    assert paths(index.propose([[1000, 1001]], 2, 1)) == []
+    assert len(index) == 100 and len(index._token) == 100
+    assert all(len(newest) <= 200 for newest in index._newest)
+
+
+def test_no_requests_and_a_window_of_one():
+    index = NgramIndex()
+    index.insert(0, [1, 2, 1, 2])
+    assert index.propose([], 4, 3).tokens.shape == (0, 4)
+    assert index.propose([[1, 2]], 1, 3).tokens.tolist() == [[2]]
+    tree = to_tree(index.propose([[1, 2], [77]], 4, 3), torch.device("cpu"))
+    assert tree.ancestors[1].tolist() == [1, 2, 4, 8], "an unused node sees only itself"
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_match_window_size": 0}, {"max_bfs_breadth": 0}, {"match_type": "DFS"}, {"capacity": 3}]
+)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(UserError):
+        NgramOptions(**options)
+
+
+@pytest.mark.parametrize("shape", ["4,1,5", "5,4,16", "8,4,12"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "seed": 3}])
+def test_ngram_drafts_change_no_token_and_many_are_kept(shape, params):
+    target = tiny_target(vocab_size=11)
+
+    def decode(shape, batch, ngram, **options):
+        sizes = EngineOptions(batch, 256, kv_tokens=batch * 400, page_size=4, **options)
+        engine = Engine(target, None, sizes, ngram=ngram)
+        engine.use_shape(SpecShape.parse(shape))
+        requests = [
+            Request(i, list(p), SamplingParams(max_tokens=60, **params)) for i, p in enumerate(PROMPTS)
+        ]
+        serve(engine, requests)
+        return requests
+
+    plain = decode(None, 1, None)
+    for lag in (0, 1):
+        drafted = decode(shape, 3, NgramOptions(), lag=lag)
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    emitted = sum(r.stats.num_emitted_tokens for r in drafted)
+    assert emitted / sum(r.stats.num_verifies for r in drafted) > 1.2

@@ -1,0 +1,156 @@
+"""The verifier is chosen by the law of the draft, and whole runs of cycles follow the target."""
+
+import pytest
+import torch
+
+from eagle_kit.kernels.sampling import (
+    DRAFT_COINS,
+    TARGET_COINS,
+    sample,
+    sample_distinct,
+    uniforms,
+    window_uniforms,
+)
+from eagle_kit.kernels.tree_build import Tree, chain_build
+from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.speculation.verify.proposal import (
+    Block,
+    Deterministic,
+    Rejection,
+    Relaxed,
+    SampledChain,
+    SampledTree,
+    TargetOnly,
+    accept,
+    default_verifier,
+)
+
+V, S = 5, 3
+
+
+def markov(seed: int, temperature: float = 1.0) -> torch.Tensor:
+    """The law after every token, ``[V, V]``; one token is impossible after each."""
+    logits = torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) / temperature
+    return logits.masked_fill(torch.eye(V, dtype=torch.bool), float("-inf")).softmax(-1)
+
+
+P, Q = markov(0), markov(1, temperature=0.7)
+
+
+def window(roots: torch.Tensor, parents: list[int], tokens: torch.Tensor) -> Tree:
+    b, n = tokens.shape
+    up = torch.tensor(parents).expand(b, n)
+    depths = torch.zeros(b, n, dtype=torch.int64)
+    for i in range(1, n):
+        depths[:, i] = depths[:, parents[i]] + 1
+    return Tree(tokens, up, depths, ancestor_bits(up, S))
+
+
+def top_two(roots, seeds, positions):
+    """A deterministic tree: the two most likely tokens after the root, and two after the first of them."""
+    first = Q[roots].topk(2).indices
+    second = Q[first[:, 0]].topk(2).indices
+    return window(roots, [0, 0, 0, 1, 1], torch.cat((roots[:, None], first, second), 1)), Deterministic()
+
+
+def drawn_chain(roots, seeds, positions):
+    coins = window_uniforms(seeds, positions, S, DRAFT_COINS)
+    tokens = [roots]
+    for i in range(S):
+        tokens.append(sample(Q[tokens[-1]], coins[:, i]))
+    chain = torch.stack(tokens, 1)
+    return chain_build(roots, chain[:, 1:]), SampledChain(Q[chain[:, :-1]])
+
+
+def drawn_tree(roots, seeds, positions):
+    coins = window_uniforms(seeds, positions, 4, DRAFT_COINS)
+    first = sample_distinct(Q[roots], coins[:, :2])
+    second = sample_distinct(Q[first[:, 0]], coins[:, 2:])
+    tokens = torch.cat((roots[:, None], first, second), 1)
+    return window(roots, [0, 0, 0, 1, 1], tokens), SampledTree(Q[tokens[:, :2]])
+
+
+def decode(propose, verifier, seeds: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, float]:
+    """Cycle after cycle from token 0 at position 0 -> tokens ``[B, num_tokens]`` and the mean accepted."""
+    b = len(seeds)
+    roots, positions = torch.zeros(b, dtype=torch.int64), torch.zeros(b, dtype=torch.int64)
+    text = torch.zeros(b, num_tokens + 2 * S + 2, dtype=torch.int64)
+    accepted_per_cycle = []
+    while int(positions.min()) < num_tokens:
+        tree, proposal = propose(roots, seeds, positions)
+        result = accept(P[tree.tokens], tree, proposal, verifier, seeds, positions, S)
+        place = torch.arange(S + 1)
+        new = place <= result.num_accepted[:, None]
+        at = torch.where(new, positions[:, None] + 1 + place, text.shape[1] - 1).clamp(max=text.shape[1] - 1)
+        text.scatter_(1, at, result.tokens * new)
+        positions = positions + result.num_accepted + 1
+        roots = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
+        ahead = positions >= num_tokens  # those wait for the others where they are
+        positions = torch.where(ahead, num_tokens, positions)
+        accepted_per_cycle.append(result.num_accepted.double().mean())
+    return text[:, 1 : num_tokens + 1], float(torch.stack(accepted_per_cycle).mean())
+
+
+def test_deterministic_drafts_change_no_token():
+    seeds = torch.arange(300)
+    text, mean = decode(top_two, TargetOnly(), seeds, 12)
+    token, plain = torch.zeros(300, dtype=torch.int64), []
+    for position in range(1, 13):
+        coin = uniforms(seeds, torch.full((300, 1), position), TARGET_COINS)[:, 0]
+        token = sample(P[token], coin)
+        plain.append(token)
+    assert torch.equal(text, torch.stack(plain, 1))
+    assert mean > 0.3, "the draft must have had something accepted"
+
+
+@pytest.mark.parametrize(
+    "propose, verifier",
+    [
+        (drawn_chain, Rejection()),
+        (drawn_chain, Block()),
+        (drawn_tree, Rejection()),
+        (top_two, Relaxed(1.0, 1.0)),
+        (top_two, TargetOnly()),
+    ],
+)
+def test_runs_of_cycles_follow_the_target(propose, verifier):
+    """40,000 replies of four tokens against their law, across cycles whose coins must not depend on each
+    other."""
+    num = 40_000
+    text, mean = decode(propose, verifier, torch.arange(num) * 7919, 4)
+    cells = torch.bincount((text * torch.tensor([V**3, V**2, V, 1])).sum(1), minlength=V**4).double()
+    law = torch.einsum("a,ab,bc,cd->abcd", P[0], P, P, P).flatten().double()
+    assert cells[law == 0].sum() == 0
+    expected = num * law
+    rare = expected < 5  # one cell for all of them
+    observed = torch.cat((cells[~rare], cells[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+    assert mean > 0.3
+
+
+def test_a_verifier_that_does_not_fit_the_draft_is_refused():
+    seeds = torch.arange(3)
+    chain, tree, fixed = (f(seeds, seeds, seeds) for f in (drawn_chain, drawn_tree, top_two))
+    for (shape, proposal), verifier in (
+        (fixed, Rejection()),
+        (fixed, Block()),
+        (tree, Block()),
+        (tree, TargetOnly()),
+        (chain, TargetOnly()),
+        (chain, Relaxed(1.0, 1.0)),
+    ):
+        with pytest.raises(TypeError, match="is not sound for"):
+            accept(P[shape.tokens], shape, proposal, verifier, seeds, seeds, S)
+
+
+def test_the_default_verifier_fits_the_draft():
+    seeds = torch.arange(3)
+    for propose in (drawn_chain, drawn_tree, top_two):
+        shape, proposal = propose(seeds, seeds, seeds)
+        verifier = default_verifier(proposal)
+        accepted = accept(P[shape.tokens], shape, proposal, verifier, seeds, seeds, S)
+        assert accepted.tokens.shape == (3, S + 1)
+        assert not isinstance(verifier, Relaxed)

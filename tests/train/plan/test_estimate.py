@@ -1,0 +1,157 @@
+"""The estimate agrees with real modules and with real allocations."""
+
+import pytest
+import torch
+
+from eagle_kit.config.train import DataConfig, TrainConfig
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.train.plan.estimate import (
+    Workload,
+    capture_flops,
+    head_flops,
+    make_estimate,
+    measure_matmul_rate,
+    num_draft_weights,
+    num_target_weights,
+)
+
+TARGET = TargetConfig(
+    model_type="llama",
+    hidden_size=48,
+    num_layers=5,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=100,
+    vocab_size=331,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+WORK = Workload(tokens=128, rows=70, steps=4, mean_context=40)
+
+
+def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, **training: object):
+    config = TrainConfig(
+        target="t",
+        output_dir="o",
+        data=DataConfig(source="c.jsonl", store=store, max_length=128),
+        training=training,
+        judge={"every": judge},
+    )
+    return make_estimate(
+        config,
+        TARGET,
+        DraftConfig.for_target(TARGET, 64),
+        work=WORK,
+        forwards_per_step=3,
+        rows_per_forward=2,
+        num_processes=2,
+        num_rows=100,
+        num_captures=num_captures,
+        num_steps=50,
+        flops_per_s=1e9,
+        free_disk=1e12,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"fc_norm": True}, {"attention_bias": True}, {"intermediate_size": 77}]
+)
+def test_number_of_trained_weights_is_exact(flags: dict[str, object]) -> None:
+    draft = DraftConfig.for_target(TARGET, 64, **flags)
+    assert num_draft_weights(draft) == sum(p.numel() for p in Eagle3Head(draft).parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_number_of_target_weights_leaves_out_norms_only(tied: bool) -> None:
+    from dataclasses import replace
+
+    config = replace(TARGET, tie_word_embeddings=tied)
+    matrices = sum(p.numel() for p in LlamaModel(config).parameters() if p.ndim == 2)
+    assert num_target_weights(config) == matrices
+
+
+def test_arithmetic_of_the_head_grows_with_steps() -> None:
+    draft = DraftConfig.for_target(TARGET, 64)
+    per_step = head_flops(draft, Workload(128, 70, 5, 40)) - head_flops(draft, WORK)
+    matmuls = 6 * 70 * (2 * 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100 + 48 * 64)
+    assert per_step == pytest.approx(matmuls + 3 * 70 * 4 * 40 * 48)
+
+
+def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
+    """One TTT step over all rows without attention: forward counted by torch, backward twice that."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    draft = DraftConfig.for_target(TARGET, 64)
+    head = Eagle3Head(draft)
+    work = Workload(tokens=32, rows=32, steps=1, mean_context=0)
+    aux, embeds = torch.randn(32, 3 * 48), torch.randn(32, 48)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.backends.mkldnn.flags(enabled=False):
+        fused = torch.nn.functional.linear(aux, head.fc.weight)
+        x, residual = head.midlayer.inputs(fused, embeds)
+        torch.nn.functional.linear(x, head.midlayer.self_attn.qkv_proj.weight)
+        out = torch.nn.functional.linear(residual, head.midlayer.self_attn.o_proj.weight)
+        gate = torch.nn.functional.linear(out, head.midlayer.mlp.gate_up_proj.weight)
+        torch.nn.functional.linear(gate[:, :100], head.midlayer.mlp.down_proj.weight)
+        torch.nn.functional.linear(out, head.lm_head.weight)
+    forward = counter.get_total_flops()
+    fusion = 2 * 32 * 3 * 48 * 48
+    teacher = 2 * 32 * 48 * 64
+    assert head_flops(draft, work) == 3 * forward - fusion + teacher
+
+
+def test_arithmetic_of_capturing_is_two_operations_a_weight_and_token() -> None:
+    layers = sum(
+        p.numel() for name, p in LlamaModel(TARGET).named_parameters() if p.ndim == 2 and "layers" in name
+    )
+    choices, attention = 20 * 48 * 331, 5 * 32 * 2 * 7 * 48
+    assert capture_flops(TARGET, Workload(32, 20, 1, 7)) == 2 * (32 * layers + choices + attention)
+
+
+def test_report_names_memory_disk_and_time() -> None:
+    text = estimate().report()
+    for word in ("memory", "disk", "time", "50 steps", "target", "checkpoints"):
+        assert word in text
+
+
+def test_cached_states_are_counted_on_disk() -> None:
+    assert "captured states" in estimate(cache_hidden_states="disk").disk
+    assert "captured states" not in estimate().disk
+    half, whole = (
+        estimate(cache_hidden_states="disk", precision=precision).disk["captured states"]
+        for precision in ("bfloat16", "float32")
+    )
+    states, best = 4 * 48 * 128 * 100, 4 * 128 * 100
+    assert whole == 4 * states + best and half == 2 * states + best
+
+
+def test_captures_of_the_first_epoch_are_in_the_time_and_later_steps_save_them() -> None:
+    online = estimate()
+    warm, cold = estimate(cache_hidden_states="disk"), estimate(40, cache_hidden_states="disk")
+    assert warm.capture_seconds == 0 and warm.seconds < online.seconds
+    one = capture_flops(TARGET, WORK) / (1e9 * 0.55)  # 2 rows of one of 2 processes
+    assert cold.seconds == pytest.approx(warm.seconds + 40 / 2 * one / 2)
+    assert "the states of 40 rows" in cold.report() and "states of" not in warm.report()
+    every_row_once = estimate(50 * 3 * 2 * 2, cache_hidden_states="disk")
+    assert every_row_once.seconds == pytest.approx(online.seconds)
+
+
+def test_measured_rate_is_plausible() -> None:
+    rate = measure_matmul_rate(torch.device("cpu"), seconds=0.05)
+    assert 1e8 < rate < 1e14
+
+
+def test_a_target_counts_as_far_as_it_is_held():
+    """From a store nothing is held but what the head reads; sharded, that is whole all the same."""
+    ends, whole = 4 * 331 * 48, 4 * num_target_weights(TARGET)
+    assert estimate().memory["target"] == whole
+    assert estimate(store="states", judge=0).memory["target"] == ends
+    assert estimate(store="states").memory["target"] == whole, "the judge runs it"
+    sharded = estimate(judge=0, target_placement="fsdp").memory["target"]
+    assert sharded == ends + (whole - ends) / 2

@@ -1,0 +1,150 @@
+"""The trainer's simulated accept length is the engine's decoded one, on a head that was really trained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig, TrainingConfig
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.serve.llm import LLM
+from eagle_kit.train.parallel.processes import make_accelerator
+from eagle_kit.train.run.judge import Judge
+from eagle_kit.train.run.schedule import Schedule
+from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.simulate import match_table, walk
+from eagle_kit.train.run.state import TrainState
+from eagle_kit.train.run.step import Stepper
+
+SHAPES = ("1,1,2", "3,1,4", "5,1,6", "3,2,6")
+
+
+@dataclass
+class Rows:
+    """Packed rows in memory, one document each."""
+
+    rows: list[SimpleNamespace]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, number: int) -> SimpleNamespace:
+        return self.rows[number]
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 131, size=rng.integers(1, 12)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaModel:
+    return tiny_target(std=0.15, eos_token_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def trained_head(target: LlamaModel) -> Eagle3Head:
+    """A head that learned the target's own greedy replies for a few seconds."""
+    asked = prompts(12, seed=1)
+    outputs = LLM(target, max_batch_size=8, max_context=80).generate(asked, SamplingParams(max_tokens=32))
+    rows = []
+    for prompt, output in zip(asked, outputs, strict=True):
+        ids = np.array(prompt + output.token_ids, dtype=np.int32)
+        reply = np.where(np.arange(len(ids)) >= len(prompt), 0, -1).astype(np.int32)
+        rows.append(SimpleNamespace(ids=ids, reply=reply, doc_start=np.zeros_like(ids)))
+    config = TrainConfig(
+        target="tiny",
+        output_dir="unused",
+        data=DataConfig(source="unused"),
+        training=TrainingConfig(
+            ttt_length=4, sequences_per_step=4, gradient_accumulation=1, learning_rate=2e-2, max_steps=100
+        ),
+    )
+    head = tiny_head(target, draft_vocab_size=110)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.head_weight[head.target_ids])
+    data = Rows(rows)
+    schedule = Schedule.from_config(config.training, len(data))
+    stepper = Stepper(
+        config, make_accelerator(config), Ingredients(target, Path(), None, data), head, schedule
+    )
+    state = TrainState()
+    for _ in range(100):
+        stepper.step(state)
+    return head
+
+
+@pytest.fixture(scope="module")
+def judge(target: LlamaModel, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    config = JudgeConfig(max_tokens=24, shapes=SHAPES, batch_size=3)
+    return Judge(
+        target,
+        prompts(7, seed=1) + prompts(4, seed=9),
+        config,
+        tmp_path_factory.mktemp("run") / "replies.json",
+    )
+
+
+def test_simulated_equals_decoded_for_every_chain(judge: Judge, trained_head: Eagle3Head) -> None:
+    judgement = judge.judge(trained_head)
+    assert set(judgement.simulated) == {"1,1,2", "3,1,4", "5,1,6"}
+    for shape, simulated in judgement.simulated.items():
+        assert simulated == judgement.decoded[shape]
+    assert 1.2 < judgement.decoded["3,1,4"].accept_length < 3.9
+    assert judgement.num_different == 0
+
+
+def test_judging_leaves_head_and_its_gradients_alone(judge: Judge, trained_head: Eagle3Head) -> None:
+    before = {name: value.clone() for name, value in trained_head.state_dict().items()}
+    judge.judge(trained_head)
+    for name, value in trained_head.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.requires_grad for parameter in trained_head.parameters())
+
+
+def test_plain_replies_are_decoded_once_and_refused_for_other_prompts(
+    target: LlamaModel, trained_head: Eagle3Head, tmp_path: Path
+) -> None:
+    config = JudgeConfig(max_tokens=6, shapes=("3,1,4",))
+    first = Judge(target, prompts(2, seed=3), config, tmp_path / "replies.json")
+    first.judge(trained_head)
+    written = first.cache.read_text()
+    first.judge(trained_head)
+    assert first.cache.read_text() == written
+    Judge(target, prompts(3, seed=4), config, tmp_path / "replies.json").judge(trained_head)
+    assert first.cache.read_text() != written
+
+
+def test_match_table_equals_a_first_verify_at_every_row(target: LlamaModel, trained_head: Eagle3Head) -> None:
+    """A reply cut to one verify, started at every row, accepts as far as the row of the table says."""
+    prompt = prompts(1, seed=1)[0]
+    reply = LLM(target, max_context=80).generate([prompt], SamplingParams(max_tokens=20))[0].token_ids
+    table = match_table(target, trained_head, torch.tensor(prompt + reply), len(prompt), 3)
+    assert table.shape == (len(reply) - 1, 3)
+    llm = LLM(target, trained_head, max_context=80)
+    for row in range(len(reply) - 4):
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        stats = llm.generate([prompt + reply[:row]], params, shape=SpecShape(3, 1, 4))[0].stats
+        accepted = table[row].tolist().index(False) if not table[row].all() else 3
+        assert (accepted == 3) == (stats.num_verifies == 1)
+        assert stats.num_accepted_at[accepted - 1] >= 1 if accepted else stats.num_verifies > 1
+
+
+def test_walk_counts_as_the_decoder_does() -> None:
+    yes, no = True, False
+    stats = walk(torch.tensor([[yes, yes], [no, no], [no, no], [no, yes], [yes, yes]]))
+    assert (stats.num_verifies, stats.num_emitted_tokens) == (3, 5)
+    assert stats.histogram == [0, 2, 0, 1]
+    assert stats.num_accepted_at == [2, 1]
+
+
+def test_reply_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagle3Head) -> None:
+    stats = walk(match_table(target, trained_head, torch.tensor([5, 6, 7]), 2, 3))
+    assert stats.num_verifies == 0 and stats.accept_length == 0.0

@@ -1,0 +1,185 @@
+"""Muon beside AdamW, the average of weights, and noise: each against its definition."""
+
+import copy
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+from torch.testing import assert_close
+
+from eagle_kit.config.train import FeatureNoise, TrainingConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.algorithm.noise import add_noise
+from eagle_kit.train.parallel.strategy import Replicated
+from eagle_kit.train.run.ema import Ema
+from eagle_kit.train.run.module import TTTModule
+from eagle_kit.train.run.optimizer import MuonAdamW, make_optimizer, set_learning_rate
+from eagle_kit.train.run.state import restore_optimizer
+
+MUON = TrainingConfig(
+    optimizer="muon", learning_rate=0.02, weight_decay=0.1, muon_learning_rate_ratio=3.0, betas=(0.8, 0.9)
+)
+
+
+def make_head():
+    return tiny_head(tiny_target())
+
+
+def alone(head, training) -> Replicated:
+    """What one process trains ``head`` with."""
+    target = tiny_target()
+    module = TTTModule(head, target.embed_tokens.weight, target.head_weight, training)
+    return Replicated(module, training, SimpleNamespace(num_processes=1, device=torch.device("cpu")))
+
+
+def give_gradients(head, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in head.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_muon_moves_inner_matrices_and_adamw_the_output_layer_and_norms() -> None:
+    """Against torch's two optimisers, each over its own parameters."""
+    head, other = make_head(), make_head()
+    inner = [p for n, p in other.named_parameters() if p.ndim == 2 and n != "lm_head.weight"]
+    norms = [p for p in other.parameters() if p.ndim == 1]
+    assert len(inner) >= 5 and len(norms) == 4
+    muon = torch.optim.Muon(inner, lr=0.06, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": [other.lm_head.weight], "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+        lr=0.02,
+        betas=(0.8, 0.9),
+        fused=True,
+    )
+    optimizer = make_optimizer(head, MUON)
+    for step in range(4):
+        set_learning_rate(optimizer, 0.02)
+        for mine in (head, other):
+            give_gradients(mine, step)
+        for each in (optimizer, muon, adamw):
+            each.step()
+    for (name, ours), theirs in zip(head.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_the_default_is_torch_s_adamw_with_decay_on_matrices() -> None:
+    head, other = make_head(), make_head()
+    groups = [
+        {"params": [p for p in other.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in other.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    optimizer = make_optimizer(head, TrainingConfig(learning_rate=0.01, weight_decay=0.1))
+    for step in range(3):
+        for mine in (head, other):
+            give_gradients(mine, step)
+        optimizer.step()
+        adamw.step()
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("training", [MUON, TrainingConfig()])
+def test_a_saved_optimiser_goes_on_to_the_bit(training, tmp_path) -> None:
+    head = make_head()
+    optimizer = make_optimizer(head, training)
+    for step in range(2):
+        give_gradients(head, step)
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    copied = copy.deepcopy(head)
+    strategy = alone(copied, training)
+    again = strategy.optimizer
+    restore_optimizer(tmp_path, strategy, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for step in range(2, 4):
+        for model, each in ((head, optimizer), (copied, again)):
+            give_gradients(model, step)
+            set_learning_rate(each, 0.01)
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), copied.parameters(), strict=True))
+
+
+def test_the_state_of_another_optimiser_is_refused_by_name(tmp_path) -> None:
+    for saved, wanted in itertools.permutations(("adamw", "muon")):
+        state = make_optimizer(make_head(), TrainingConfig(optimizer=saved)).state_dict()
+        strategy = alone(make_head(), TrainingConfig(optimizer=wanted))
+        with pytest.raises(UserError, match=f"is of {saved}; training.optimizer is {wanted}") as caught:
+            restore_optimizer(tmp_path, strategy, state)
+        assert f"training.optimizer={saved}" in caught.value.remedy
+
+
+def test_muon_s_state_of_another_head_is_refused(tmp_path) -> None:
+    strategy = alone(make_head(), MUON)
+    assert isinstance(strategy.optimizer, MuonAdamW)
+    give = make_head()
+    other = make_optimizer(give, MUON)
+    give_gradients(give, 0)
+    other.step()
+    state = other.state_dict()
+    first = state["param_groups"][0]["params"][0]
+    state["state"][first]["momentum_buffer"] = torch.zeros(3, 3)
+    with pytest.raises(UserError, match="another head"):
+        restore_optimizer(tmp_path, strategy, state)
+
+
+def test_the_average_is_the_recurrence_and_changes_places_with_the_weights() -> None:
+    head = make_head()
+    ema = Ema(head, 0.6)
+    expected = {name: p.detach().double().clone() for name, p in head.named_parameters()}
+    for step in range(12):
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        ema.update(step)
+        decay = min(0.6, (1 + step) / (10 + step))
+        for name, p in head.named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * p.detach().double()
+    raw = {name: p.detach().clone() for name, p in head.named_parameters()}
+    with ema.applied():
+        for name, p in head.named_parameters():
+            assert_close(p.double(), expected[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(ema.raw()[name], raw[name])
+    assert all(torch.equal(p, raw[name]) for name, p in head.named_parameters())
+    with pytest.raises(ValueError, match="another head"):
+        ema.restore({name: tensor[:1] for name, tensor in raw.items()})
+
+
+AUX = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1, 1, 80, 80, 80])
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        FeatureNoise(kind="uniform", amount=0.1),
+        FeatureNoise(kind="gaussian", amount=0.1, unit="rms"),
+        FeatureNoise(kind="dropout", amount=0.3),
+    ],
+)
+def test_noise_depends_on_seed_step_and_row_alone(noise) -> None:
+    def noisy(numbers, lengths, aux=AUX, seed=3, step=7):
+        return add_noise(aux, noise, 2, seed, step, numbers, lengths)
+
+    torch.manual_seed(1)
+    together = noisy([4, 9], [20, 30])
+    torch.manual_seed(2)
+    apart = torch.cat((noisy([4], [20], AUX[:20]), noisy([9], [30], AUX[20:])))
+    assert torch.equal(together, apart) and not torch.equal(together, AUX)
+    for other in (noisy([4, 8], [20, 30]), noisy([4, 9], [20, 30], step=8), noisy([4, 9], [20, 30], seed=4)):
+        assert not torch.equal(other[20:], together[20:])
+    assert noisy([4, 9], [20, 30], AUX.bfloat16()).dtype == torch.bfloat16
+
+
+def test_noise_has_the_size_it_is_asked_for() -> None:
+    aux = torch.ones(4000, 6) * torch.tensor([1.0, 1, 1, 80, 80, 80])
+
+    def change(**noise):
+        return add_noise(aux, FeatureNoise(**noise), 2, 0, 0, [1], [4000]) - aux
+
+    uniform = change(kind="uniform", amount=0.1)
+    assert 0.099 < uniform.abs().max() <= 0.1001 and abs(uniform.mean()) < 1e-3
+    gaussian = change(kind="gaussian", amount=0.1, unit="rms").std(0)
+    assert_close(gaussian, torch.tensor([0.1, 0.1, 0.1, 8, 8, 8]), rtol=0.05, atol=0)
+    dropped = change(kind="dropout", amount=0.25) + aux
+    assert abs((dropped == 0).float().mean() - 0.25) < 0.01
+    assert_close(dropped.mean(0), aux[0], rtol=0.03, atol=0)

@@ -1,0 +1,328 @@
+"""N steps equal k steps, a stop of any kind, and N - k steps: to the bit. Two processes equal one, nearly."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.train.run.state import load_checkpoint
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_draft(folder).state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("judge_every", [0, 3])
+def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, judge_every: int) -> None:
+    run = make_run(judge={"every": judge_every, "max_tokens": 6})
+    halves = str(run.folder / "halves")
+    assert run("--max-steps", "14") == 0
+    assert run("--max-steps", "7", f"output_dir={halves}") == 0
+    assert run("--resume", "--max-steps", "14", f"output_dir={halves}") == 0
+    assert run.metrics("halves") == run.metrics()
+    assert same(weights(Path(halves) / "step-14"), weights(run.output / "step-14"))
+
+
+def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) -> None:
+    run = make_run(training={"save_every": 5})
+    assert run("--max-steps", "9") == 0
+    whole = run.metrics()
+    # as after a crash at step 9: no checkpoint of it, and a row cut off
+    shutil.rmtree(run.output / "step-9")
+    with (run.output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    (run.output / ".step-9.partial").mkdir()
+    assert run("--resume", "--max-steps", "9") == 0
+    assert run.metrics() == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
+    make_run: Callable, number: signal.Signals
+) -> None:
+    run = make_run(training={"max_steps": 100_000})
+    process = start_trainer(run, rows=3, stdout=subprocess.PIPE)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"Go on with: eagle-kit train {run.config} --resume" in out
+    done = len(run.metrics())
+    assert (run.output / f"step-{done}" / "trainer" / "optimizer.pt").exists()
+    torch.set_num_threads(1)
+    assert run("--resume", "--max-steps", str(done + 3)) == 0
+    straight = str(run.folder / "straight")
+    assert run("--max-steps", str(done + 3), f"output_dir={straight}") == 0
+    assert run.metrics() == run.metrics("straight")
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_dead(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(training={"max_steps": 100_000})
+    process = start_trainer(run, rows=5)
+    for more in ([], ["--resume"]):
+        assert run(*more) == 2
+        message = capsys.readouterr().err
+        assert f"Another process is writing to {run.output}." in message and "Wait for it" in message
+    assert run("--resume", "--dry-run") == 0
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    done = len(run.metrics())
+    assert (run.output / ".lock").exists()
+    assert run("--resume", "--max-steps", str(done + 1)) == 0
+    assert [row["step"] for row in run.metrics()] == list(range(1, done + 2))
+    assert not (run.output / ".lock").exists()
+
+
+def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> None:
+    run = make_run(judge={"every": 2, "max_tokens": 6})
+    assert run("--max-steps", "4") == 0
+    both = run.folder / "both"
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(str(run.config), f"output_dir={both}", "--max-steps", "4"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    one, two = run.metrics(), run.metrics("both")
+    assert [row["step"] for row in two] == [1, 2, 3, 4]
+    for a, b in zip(one, two, strict=True):
+        assert b["tokens"] == a["tokens"] and b["supervised_tokens"] == a["supervised_tokens"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+    metadata = json.loads((both / "step-4" / "eagle_kit.json").read_text())
+    assert metadata["machine"].startswith("2 x")
+    command = yaml.safe_load((both / "run.yaml").read_text())["command"]
+    assert command.startswith(f"accelerate launch --cpu --num_processes 2 train {run.config}")
+    judged = json.loads((both / "judge.jsonl").read_text().splitlines()[0])
+    alone = json.loads((run.output / "judge.jsonl").read_text().splitlines()[0])
+    assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
+
+
+def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "1") == 0
+    (run.output / "judge-replies-1-of-2.json").mkdir()  # where the second process wants to write
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(str(run.config), "--resume", "--max-steps", "3", "judge.every=2", "judge.max_tokens=4"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert launched.returncode != 0
+    ours = launched.stderr.split("Traceback")[0]  # what follows is the launcher's own
+    assert "error in process 1 of 2: " in ours and "judge-replies-1-of-2.json" in ours
+    assert "gloo" not in launched.stderr and "RuntimeError" not in launched.stderr
+
+
+def test_schedule_does_not_depend_on_where_a_run_stops(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "3") == 0
+    longer = str(run.folder / "longer")
+    assert run("--max-steps", "6", f"output_dir={longer}") == 0
+    assert [row["lr"] for row in run.metrics("longer")][:3] == [row["lr"] for row in run.metrics()]
+
+
+def test_resume_with_another_setting_is_refused_by_name(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    before = (run.output / "metrics.jsonl").read_bytes()
+    assert run("--resume", "training.learning_rate=1.0e-3", "data.max_length=128", "judge.every=5") == 2
+    message = capsys.readouterr().err
+    assert "training.learning_rate" in message and "data.max_length" in message and "judge" not in message
+    assert (run.output / "metrics.jsonl").read_bytes() == before
+
+
+def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    assert (
+        run("--resume", "--max-steps", "4", "judge.every=2", "judge.max_tokens=4", "training.save_every=1")
+        == 0
+    )
+    assert len(run.metrics()) == 4 and (run.output / "best").exists()
+
+
+@pytest.mark.parametrize("left", ["no folder", "an empty folder", "half a run.yaml", "no checkpoint"])
+def test_resume_before_the_first_checkpoint_begins_the_run_and_says_so(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    run = make_run()
+    if left != "no folder":
+        run.output.mkdir()
+    if left == "half a run.yaml":
+        (run.output / ".run.yaml.77.partial").write_text("comm")
+    if left == "no checkpoint":
+        assert run("--max-steps", "1") == 0
+        shutil.rmtree(run.output / "step-1")
+    assert run("--resume", "--max-steps", "2") == 0
+    assert f"{run.output} has no checkpoint yet: from step 0 of 2" in capsys.readouterr().out
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+    assert (run.output / "step-2").is_dir() and not list(run.output.glob(".*"))
+
+
+def test_resume_in_a_folder_of_other_files_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    run.output.mkdir()
+    (run.output / "notes.txt").write_text("mine")
+    assert run("--resume") == 2
+    assert "run.yaml is missing" in capsys.readouterr().err
+    assert [path.name for path in run.output.iterdir()] == ["notes.txt"]
+
+
+def test_a_judged_run_cannot_go_on_with_another_measure(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kept best accept length is of the first shape, these prompts and this length."""
+    run = make_run(judge={"every": 2})
+    assert run("--max-steps", "2") == 0
+    for change, named in (
+        ("judge.shapes=['1,1,2', '3,1,4']", "the first of judge.shapes (3,1,4 -> 1,1,2)"),
+        ("judge.prompts=3", "judge.prompts (4 -> 3)"),
+        ("judge.max_tokens=5", "judge.max_tokens (12 -> 5)"),
+    ):
+        assert run("--resume", "--max-steps", "3", change) == 2
+        assert named in capsys.readouterr().err
+    free = ("judge.shapes=['3,1,4', '1,1,2']", "judge.patience=9", "judge.every=1", "judge.batch_size=1")
+    assert run("--resume", "--max-steps", "3", *free) == 0
+    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    assert [(row["step"], len(row["accept_length"])) for row in rows] == [(2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt", "state.json"])
+def test_damaged_trainer_state_is_refused_with_the_folder_to_delete(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    path = run.output / "step-2" / "trainer" / name
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:200] + bytes(300), b"\x80\x02cos\nsystem\n."):
+        path.write_bytes(damaged)
+        assert run("--resume") == 2
+        assert f"Delete {run.output / 'step-2'}" in capsys.readouterr().err
+
+
+def test_an_optimiser_s_state_of_another_head_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    path = run.output / "step-2" / "trainer" / "optimizer.pt"
+    wrong = torch.load(path, weights_only=True)
+    wrong["state"][0]["exp_avg"] = torch.zeros(3)
+    for state in ({}, {"state": {}, "param_groups": [{"params": [0]}]}, [1], wrong):
+        torch.save(state, path)
+        assert run("--resume") == 2
+        assert f"Delete {run.output / 'step-2'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "config: [", "config: 3", "\x00\xff", "- a"])
+def test_a_damaged_run_yaml_is_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    run = make_run()
+    run.output.mkdir()
+    (run.output / "run.yaml").write_bytes(text.encode("latin-1"))
+    assert run("--resume") == 2
+    assert "run.yaml" in capsys.readouterr().err
+
+
+def test_resume_says_where_it_goes_on_and_clears_what_a_crash_left(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(judge={"every": 2})
+    assert run("--max-steps", "2") == 0
+    (run.output / "best").rename(run.output / ".best.old.77")  # killed while best/ was replaced
+    (run.output / ".best.partial.77").mkdir()
+    (run.output / ".step-3.partial").mkdir()
+    before = weights(run.output / ".best.old.77")
+    capsys.readouterr()
+    assert run("--resume", "--max-steps", "2") == 0
+    assert "from step 2 of 2" in capsys.readouterr().out
+    assert same(weights(run.output / "best"), before)
+    assert not [path for path in run.output.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_goes_on_with_a_copy_of_its_data_and_not_with_other_data(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    chats = run.folder / "chats.jsonl"
+    assert run("--max-steps", "2") == 0
+    os.utime(chats, ns=(5, 5))
+    assert run("--resume", "--max-steps", "3") == 0
+    with chats.open("a") as file:
+        file.write(chats.read_text().splitlines()[0].replace("The", "One") + "\n")
+    assert run("--resume", "--max-steps", "4") == 2
+    assert "other data" in capsys.readouterr().err
+
+
+def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:
+    run = make_run(training={"max_steps": 3})
+    assert run() == 0
+    rows = run.metrics()
+    assert run("--resume") == 0
+    assert run.metrics() == rows
+
+
+def start_trainer(run: Any, *, rows: int, stdout: int = subprocess.DEVNULL) -> "subprocess.Popen[str]":
+    """The run in a process of its own, which has made ``rows`` steps."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for_rows(run.output / "metrics.jsonl", rows, process)
+    return process
+
+
+def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} rows in {path} (exit code {process.poll()})")
+
+
+def test_one_of_several_processes_on_a_cpu_can_load_its_checkpoint(make_run: Callable) -> None:
+    run = make_run()
+    assert run("--max-steps", "2") == 0
+    _, optimizer_state, state = load_checkpoint(run.output / "step-2", torch.device("cpu", 0))
+    assert state.step == 2 and optimizer_state["state"]
