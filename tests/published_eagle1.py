@@ -68,7 +68,7 @@ def published_losses(
     """
     t = len(hidden)
     target, inputs = hidden[1:], torch.cat((embeds[1:], embeds[-1:]))
-    law = (target @ output.T).softmax(-1)
+    distribution = (target @ output.T).softmax(-1)
     rows = torch.arange(t)
     features, results = [read], []
     for step in range(steps):
@@ -83,7 +83,7 @@ def published_losses(
         for row in range(step, t - 2):
             i = row - step  # the row that the round began at
             if reply[i + 1] >= 0 and reply[i + 1] == reply[row + 2]:
-                p, log_q = law[row], (out[row] @ output.T).log_softmax(-1)
+                p, log_q = distribution[row], (out[row] @ output.T).log_softmax(-1)
                 best = p.topk(weights[3]).indices
                 total = total + weights[0] * smooth_l1_loss(out[row], target[row])
                 total = total - weights[1] * (p * log_q).sum() - weights[2] * (p[best] * log_q[best]).sum()

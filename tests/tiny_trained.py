@@ -10,7 +10,8 @@ LENGTH, ROWS = 24, 32
 def trained_models(
     vocab_size: int = 11, draft_vocab_size: int = 9, steps: int = 80, *, train_head: bool = True
 ):
-    """A target trained on a Markov chain, and an EAGLE-3 head trained on the target's laws, in seconds."""
+    """A target trained on a Markov chain, and an EAGLE-3 head trained on the target's distributions, in
+    seconds."""
     generator = torch.Generator().manual_seed(0)
     chain = (2.5 * torch.randn(vocab_size, vocab_size, generator=generator)).softmax(-1)
     target = tiny_target(vocab_size, std=0.1)
@@ -41,10 +42,10 @@ def trained_models(
         before, after = ids[:, :-1].reshape(-1), ids[:, 1:].reshape(-1)
         with torch.no_grad():
             out = target(before, positions, _causal, head.config.aux_layer_ids)
-            law = target.logits(out.hidden)[:, head.target_ids].softmax(-1).view(ROWS, LENGTH, -1)
+            distribution = target.logits(out.hidden)[:, head.target_ids].softmax(-1).view(ROWS, LENGTH, -1)
         states = head(head.fuse(out.aux), target.embed(after), positions, _causal)
         logits = head.logits(states).view(ROWS, LENGTH, -1)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), law[:, 1:].flatten(0, 1))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), distribution[:, 1:].flatten(0, 1))
 
     learn(target, of_target)
     if train_head:

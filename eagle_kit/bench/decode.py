@@ -17,7 +17,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.linear import onednn
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.heads.eagle3 import Eagle3Head
-from eagle_kit.serve.cycle import Settings, cycle
+from eagle_kit.serve.cycle import CycleSettings, cycle
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import COLUMN_BUCKET
@@ -89,7 +89,7 @@ def cycle_cost(
         runner.set_pages(request)
         state = runner.slots.gather(torch.tensor([request.slot]))
         columns = -(-(context + 64) // COLUMN_BUCKET) * COLUMN_BUCKET
-        run = partial(cycle, llm.target, runner.kv, runner.drafter, state, Settings(shape, columns))
+        run = partial(cycle, llm.target, runner.kv, runner.drafter, state, CycleSettings(shape, columns))
         out[text] = 1e3 * median_seconds(run)
         engine.abort(request)
     return out

@@ -65,7 +65,7 @@ def continuous_batching(
     for size in (1, batch):
         llm.max_batch_size, llm._engine = size, None
         llm.generate(prompts[:1], SamplingParams(max_tokens=2))
-        llm.engine().cache.clear()
+        llm.engine().page_pool.clear()
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds[size] = time.perf_counter() - start

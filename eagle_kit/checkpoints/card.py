@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.serve_commands import Draft, serve_commands
+from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config
 from eagle_kit.models.heads.mtp import MTPConfig
@@ -72,7 +72,7 @@ def model_card(
     hub_id = packaged.hub_id if packaged else target
     kind, tag, title = KINDS[type(config)]
     modules = config.num_modules if isinstance(config, MTPConfig) else 1
-    draft = Draft(kind, format, folder, target, hub_id, modules)
+    draft = DraftInfo(kind, format, folder, target, hub_id, modules)
     sections = [
         _front_matter(hub_id, tag, licence),
         f"# {title} for {target}",

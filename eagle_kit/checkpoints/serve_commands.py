@@ -12,7 +12,7 @@ from eagle_kit.checkpoints.formats.files import CHECKED_VERSIONS
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
-class Draft(NamedTuple):
+class DraftInfo(NamedTuple):
     """What the commands are about: ``kind`` is eagle3, eagle1 or mtp, ``format`` the layout of ``folder``."""
 
     kind: str
@@ -23,7 +23,7 @@ class Draft(NamedTuple):
     num_modules: int = 1
 
 
-def serve_commands(draft: Draft, reasons: Mapping[str, str]) -> str:
+def serve_commands(draft: DraftInfo, reasons: Mapping[str, str]) -> str:
     """Markdown.
 
     Args:
@@ -52,7 +52,7 @@ def serve_commands(draft: Draft, reasons: Mapping[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-def _sglang(draft: Draft, folder: str, steps: int) -> str:
+def _sglang(draft: DraftInfo, folder: str, steps: int) -> str:
     algorithm = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "mtp": "NEXTN"}[draft.kind]
     topk, tokens = (1, steps + 1) if draft.kind == "mtp" else (4, 16)
     return (
@@ -63,7 +63,7 @@ def _sglang(draft: Draft, folder: str, steps: int) -> str:
     )
 
 
-def _vllm(draft: Draft, folder: str, steps: int) -> str:
+def _vllm(draft: DraftInfo, folder: str, steps: int) -> str:
     method = {"eagle3": "eagle3", "eagle1": "eagle", "mtp": "mtp"}[draft.kind]
     count = steps if draft.kind == "mtp" else 4
     config = f'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {count}}}'

@@ -47,7 +47,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """``--temperature --top-k --top-p --min-p --seed --stop``: the law that replies are drawn from."""
+    """``--temperature --top-k --top-p --min-p --seed --stop``: the distribution that replies are sampled
+    from."""
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
     )

@@ -16,8 +16,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
-    from eagle_kit.bench.load.client import Settings
-    from eagle_kit.bench.load.runner import Measurement, Plan
+    from eagle_kit.bench.load.client import ClientSettings
+    from eagle_kit.bench.load.runner import LoadPlan, Measurement
     from eagle_kit.bench.load.workload import Prompt
     from eagle_kit.bench.train.ratios import RatioOptions
 
@@ -160,7 +160,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     )
     lengths.add_argument("--random-prefix-len", type=int, metavar="N", help="tokens all prompts share (0)")
     lengths.add_argument(
-        "--random-token-ids", metavar="LOW,HIGH", help="range that ids are drawn from (1000,30000)"
+        "--random-token-ids", metavar="LOW,HIGH", help="range that ids are sampled from (1000,30000)"
     )
     result = parser.add_argument_group("result")
     result.add_argument("--out", type=Path, default=argparse.SUPPRESS, metavar="JSON", help="write it there")
@@ -254,7 +254,7 @@ def run_load(args: argparse.Namespace) -> int:
         option = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{option} does not apply to bench serve.", "Leave it out.")
     from eagle_kit.bench.load.plot import plot, require_matplotlib
-    from eagle_kit.bench.load.report import compare, output_over_time, reply_rows, summarize
+    from eagle_kit.bench.load.report import compare_measurements, output_over_time, reply_rows, summarize
     from eagle_kit.bench.load.text import format_comparison, format_summary
 
     if args.plot is not None:
@@ -270,7 +270,7 @@ def run_load(args: argparse.Namespace) -> int:
     measurements, interrupted = asyncio.run(_measure(settings, plan, not args.no_progress))
     summaries = [summarize(measured) for measured in measurements]
     print("\n\n".join(map(format_summary, summaries)), flush=True)
-    comparison = compare(*measurements) if len(measurements) == 2 else None
+    comparison = compare_measurements(*measurements) if len(measurements) == 2 else None
     if comparison is not None:
         print("\n" + format_comparison(summaries, comparison), flush=True)
     if args.out is not None:
@@ -293,7 +293,7 @@ def run_load(args: argparse.Namespace) -> int:
 
 
 async def _measure(
-    settings: "Sequence[Settings]", plan: "Plan", progress: bool
+    settings: "Sequence[ClientSettings]", plan: "LoadPlan", progress: bool
 ) -> "tuple[list[Measurement], bool]":
     from eagle_kit.bench.load.endpoint import explore
     from eagle_kit.bench.load.runner import measure
@@ -301,8 +301,8 @@ async def _measure(
     return await measure([await explore(each) for each in settings], plan, progress=progress)
 
 
-def _settings(args: argparse.Namespace, url: str, model: str) -> "Settings":
-    from eagle_kit.bench.load.client import Settings
+def _settings(args: argparse.Namespace, url: str, model: str) -> "ClientSettings":
+    from eagle_kit.bench.load.client import ClientSettings
 
     try:
         extra = json.loads(args.extra_body or "{}")
@@ -312,7 +312,7 @@ def _settings(args: argparse.Namespace, url: str, model: str) -> "Settings":
         raise UserError("--extra-body is not a JSON object.", """Write it like '{"top_p": 0.9}'.""")
     if not (args.temperature >= 0 and args.timeout > 0):
         raise UserError("--temperature is below 0, or --timeout not above 0.", "Give other numbers.")
-    return Settings(
+    return ClientSettings(
         url,
         model,
         args.endpoint,
@@ -324,9 +324,9 @@ def _settings(args: argparse.Namespace, url: str, model: str) -> "Settings":
     )
 
 
-def _plan(args: argparse.Namespace) -> "tuple[Plan, list[str]]":
+def _plan(args: argparse.Namespace) -> "tuple[LoadPlan, list[str]]":
     """The requests with their times, and notes for the user."""
-    from eagle_kit.bench.load.runner import Plan
+    from eagle_kit.bench.load.runner import LoadPlan
     from eagle_kit.bench.load.workload import arrival_times, make_requests
 
     check_positive(args, "num_prompts", "max_tokens", "max_input_chars", "max_concurrency", "rounds")
@@ -341,7 +341,7 @@ def _plan(args: argparse.Namespace) -> "tuple[Plan, list[str]]":
     rate = math.inf if args.request_rate is None else args.request_rate
     due = arrival_times(count, rate, args.seed) + [0.0] * args.warmup
     requests = make_requests(prompts, args.endpoint, due=due, temperature=args.temperature, seed=args.seed)
-    return Plan(requests[:count], requests[count:], args.max_concurrency, args.rounds), notes
+    return LoadPlan(requests[:count], requests[count:], args.max_concurrency, args.rounds), notes
 
 
 def _prompts(args: argparse.Namespace) -> "tuple[list[tuple[Prompt, int]], list[str]]":
@@ -388,7 +388,7 @@ def _pair(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _workload(args: argparse.Namespace, plan: "Plan") -> dict[str, Any]:
+def _workload(args: argparse.Namespace, plan: "LoadPlan") -> dict[str, Any]:
     """The settings of a run that were given or have a default, and what they came to; without the key."""
     left_out = {*ENGINE_DEFAULTS, "api_key", "kind", "run", "out", "plot", "no_progress"}
     given = {

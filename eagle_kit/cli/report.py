@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and print where and what."""
-    from eagle_kit.train.monitor.run_report import compare, write_report
+    from eagle_kit.train.monitor.run_report import compare_runs, write_report
 
     groups = groups_of(args.runs)
     folders = [folder for group in groups.values() for folder in group]
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise UserError("Several runs have no folder in common.", "Give --out DIR.")
-    result = compare(groups, args.out, args.shape)
+    result = compare_runs(groups, args.out, args.shape)
     print(f"{result.table()}\n\n{result.png}\n{result.page}")
     return 0
 

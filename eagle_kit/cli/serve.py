@@ -14,7 +14,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import ShapeTable, SpecShape
 
 if TYPE_CHECKING:
-    from eagle_kit.serve.api.startup import Model
+    from eagle_kit.serve.api.startup import ServedModel
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NEXTN", "NONE")
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     spec.add_argument(
         "--speculative-sampled-drafts",
         action="store_true",
-        help="draw drafts from the draft's own law where requests sample (chains, static trees)",
+        help="sample drafts from the draft's own distribution where requests sample (chains, static trees)",
     )
     for name in ("single", "acc"):
         spec.add_argument(
@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             type=float,
             default=1.0,
             metavar="P",
-            help="LOSSY below 1: keep more drafts than the target's law allows (default %(default)s)",
+            help="LOSSY below 1: keep more drafts than the target would (default %(default)s)",
         )
     for name, value in (
         ("min-match-window-size", 1),
@@ -150,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
     from eagle_kit.serve.api.app import check_packages, create_app
     from eagle_kit.serve.api.server import bind, run_forever
-    from eagle_kit.serve.api.settings import Settings
+    from eagle_kit.serve.api.settings import ServerSettings
     from eagle_kit.serve.api.startup import find_model
 
     check_packages()
     model = check_algorithm(args, find_model(args.model, args.target, DEFAULT_TARGET))
-    settings = Settings(
+    settings = ServerSettings(
         model_name=args.served_model_name or Path(args.model).resolve().name,
         api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
         max_queued=args.max_queued_requests,
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     return run_forever(create_app(llm, engine, settings), sock)
 
 
-def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
+def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedModel":
     """The model without a draft that the algorithm has no use for.
 
     Raises:
@@ -187,7 +187,7 @@ def check_algorithm(args: argparse.Namespace, model: "Model") -> "Model":
 
 
 def load(
-    args: argparse.Namespace, model: "Model", shape: SpecShape | ShapeTable | None, kv_bytes: int | None
+    args: argparse.Namespace, model: "ServedModel", shape: SpecShape | ShapeTable | None, kv_bytes: int | None
 ) -> Any:
     """The model as the command line wants it, an :class:`~eagle_kit.serve.llm.LLM`."""
     from eagle_kit.serve.api.startup import warnings_as_lines
@@ -235,7 +235,7 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
     """The options of :class:`~eagle_kit.serve.llm.LLM` that say how drafts are made and judged.
 
     Raises:
-        UserError: a threshold outside 0..1, or thresholds for drafts that are drawn.
+        UserError: a threshold outside 0..1, or thresholds for sampled drafts.
     """
     from eagle_kit.speculation.propose.ngram import NgramOptions
     from eagle_kit.speculation.verify.proposal import Relaxed
@@ -248,10 +248,11 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
     options["tree"] = args.speculative_tree
     if (single, acc) != (1.0, 1.0):
         if args.speculative_sampled_drafts:
-            raise UserError(
-                "Accept thresholds were given for drafts that are drawn.", "Leave one of the two out."
-            )
-        say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's law.")
+            raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
+        say(
+            "warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's "
+            "distribution."
+        )
         options["verifier"] = Relaxed(single, acc)
     prefix = "speculative_ngram_"
     names = [name for name in vars(args) if name.startswith(prefix)]
@@ -259,7 +260,7 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
+def introduce(args: argparse.Namespace, model: "ServedModel", llm: Any) -> None:
     """Print what is served, and test it."""
     dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     shape = llm.default_shape
@@ -281,7 +282,7 @@ def introduce(args: argparse.Namespace, model: "Model", llm: Any) -> None:
         say(f"linear     {line}")
 
 
-def say_self_test(args: argparse.Namespace, model: "Model", llm: Any, dtype: str) -> None:
+def say_self_test(args: argparse.Namespace, model: "ServedModel", llm: Any, dtype: str) -> None:
     """Run the self-test and print what it found."""
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
 

@@ -129,11 +129,12 @@ class HeadConfig(_Section):
 
 
 class RegressionConfig(_Section):
-    """The loss of an EAGLE-1 head: its output shall be the target's next state, and give its next law.
+    """The loss of an EAGLE-1 head: its output shall be the target's next state, and give its next
+    distribution.
 
     Attributes:
         feature_weight: of the smooth L1 distance to the target's state, the mean over its values (EAGLE).
-        token_weight: of the cross-entropy against the target's law over all tokens (EAGLE).
+        token_weight: of the cross-entropy against the target's distribution over all tokens (EAGLE).
         topk_weight: of the part of that cross-entropy that the target's best tokens make (HASS: 1.0).
         topk: how many they are.
     """

@@ -79,7 +79,7 @@ class SamplingParams:
                 raise UserError(f"{name} is {value}.", f"Give a number {bound}.")
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0.0:
-                raise UserError(f"{name} is 0.", "Give a number above 0; 1 leaves the law as it is.")
+                raise UserError(f"{name} is 0.", "Give a number above 0; 1 leaves the distribution as it is.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}.", "Give a 64-bit whole number.")
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):

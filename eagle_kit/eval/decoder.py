@@ -12,7 +12,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
 from eagle_kit.eval.engines import EvalEngine
-from eagle_kit.eval.identity import compare
+from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.tasks import EvalPrompt, Task
 
 WARM_UP_TOKENS = 16
@@ -121,7 +121,7 @@ class Decoder:
                 answer = _answer(task, prompt, turn, run, output)
                 answer.decode_share_s = seconds * answer.num_decode_tokens / num_tokens if num_tokens else 0.0
                 if run != PLAIN:
-                    difference = compare(engine, plain, output)
+                    difference = compare_outputs(engine, plain, output)
                     answer.identical = difference is None
                     answer.difference = None if difference is None else difference.to_record()
                 answers.append(answer)

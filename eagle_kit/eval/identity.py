@@ -39,7 +39,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return None
 
 
-def compare(engine: Any, plain: RequestOutput, other: RequestOutput) -> Difference | None:
+def compare_outputs(engine: Any, plain: RequestOutput, other: RequestOutput) -> Difference | None:
     """Compare two answers to one prompt; ``engine`` gives logits and tokenizer when they differ."""
     position = first_difference(plain.token_ids, other.token_ids)
     if position is None:

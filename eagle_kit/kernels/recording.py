@@ -2,7 +2,7 @@
 
 On a CPU a cycle's operations are recorded and replayed without Python (``serve/cpu_graph.py``). Where Python
 looks at numbers to choose what to do, the recording holds only as long as the choice is the same: the choice
-is made through :func:`choose_by`. What is different each time is one operation of :data:`library`.
+is made through :func:`guarded_choice`. What is different each time is one operation of :data:`library`.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ library.define("bits_as(Tensor x, int kind) -> Tensor")
 library.impl("bits_as", _bits_as, "CPU")
 
 
-class Chosen(NamedTuple):
+class Guard(NamedTuple):
     """``choice`` was made by the numbers in ``tensor``, int64 ``[B]``, when ``position`` operations were
     recorded, and was ``found``."""
 
@@ -49,51 +49,52 @@ class Chosen(NamedTuple):
 
 
 @dataclass
-class Heard:
-    """What was said within :func:`hearing`: the choices, and what must live as long as the recording."""
+class RecordingContext:
+    """What was said within :func:`recording_context`: the choices, and what must live as long as the
+    recording."""
 
     position: Callable[[], int]
-    choices: list[Chosen] = field(default_factory=list)
+    choices: list[Guard] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
 
 
-_listener: ContextVar[Heard | None] = ContextVar("listener", default=None)
+_current_context: ContextVar[RecordingContext | None] = ContextVar("listener", default=None)
 
 
-def choose_by(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
+def guarded_choice(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
     """``choice`` of the numbers in ``tensor``, read on the host.
 
     Args:
         tensor: int64 ``[B]``; in a recording, lengths of requests, or those and a number.
         choice: a function of the numbers alone, the same one at this place of the code each time.
     """
-    heard = _listener.get()
-    if heard is None:
+    context = _current_context.get()
+    if context is None:
         return choice(tensor.tolist())
     with torch._C.DisableTorchFunction():  # whoever records refuses other looks at numbers
         found = choice(tensor.tolist())
-    heard.choices.append(Chosen(tensor, choice, found, heard.position()))
+    context.choices.append(Guard(tensor, choice, found, context.position()))
     return found
 
 
-def hold(thing: object) -> None:
+def keep_alive(thing: object) -> None:
     """An operation knows ``thing`` by a number: it lives as long as the recording."""
-    heard = _listener.get()
-    if heard is not None:
-        heard.held.append(thing)
+    context = _current_context.get()
+    if context is not None:
+        context.held.append(thing)
 
 
 @contextmanager
-def hearing(position: Callable[[], int]) -> Iterator[Heard]:
+def recording_context(position: Callable[[], int]) -> Iterator[RecordingContext]:
     """What is said within; ``position`` tells how many operations have been recorded."""
-    heard = Heard(position)
-    token = _listener.set(heard)
+    context = RecordingContext(position)
+    token = _current_context.set(context)
     try:
-        yield heard
+        yield context
     finally:
-        _listener.reset(token)
+        _current_context.reset(token)
 
 
 def is_recording() -> bool:
     """Whether operations are being recorded."""
-    return _listener.get() is not None
+    return _current_context.get() is not None

@@ -94,8 +94,8 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
         ("accept", "torch, sampled chain", _accept_sampled),
-        ("sampling", "torch, law", _law),
-        ("sampling", "torch, draws", _draws),
+        ("sampling", "torch, distribution", _distribution),
+        ("sampling", "torch, samples", _samples),
         ("packed_attention", "torch", _packed_attention),
         ("ttt_attention", "torch", lambda: _ttt(backend)),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
@@ -264,17 +264,18 @@ def _accept() -> float:
 
 
 def _accept_sampled() -> float:
-    """Coins 0.3 and 0.7 against p / q of 0.5 and 0.5: the first draft is kept, the second is replaced."""
+    """Uniform random numbers 0.3 and 0.7 against p / q of 0.5 and 0.5: the first draft is kept, the second is
+    replaced."""
     probs = torch.tensor([[[0.2, 0.3, 0.5], [0.4, 0.1, 0.5], [0.1, 0.8, 0.1]]])
     q = torch.tensor([[[0.4, 0.3, 0.3], [0.4, 0.2, 0.4]]])
     tokens = torch.tensor([[9, 0, 1]])
-    coins = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
-    accepted = accept_rejection_chain(probs, q, tokens, coins, torch.tensor([0.5], dtype=torch.float64))
+    uniforms = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
+    accepted = accept_rejection_chain(probs, q, tokens, uniforms, torch.tensor([0.5], dtype=torch.float64))
     got = torch.cat((accepted.num_accepted, accepted.tokens[0, :2]))
     return _error(got, torch.tensor([1, 0, 2]))
 
 
-def _law() -> float:
+def _distribution() -> float:
     """Temperature 0.5, top-k 3 and top-p 0.9 of four tokens: the two most likely ones stay."""
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
     batch = make_sampling_batch([params], [[]], [0], 4, torch.device("cpu"))
@@ -283,11 +284,11 @@ def _law() -> float:
     return _error(target_probs(logits.view(1, 1, 4), batch)[0, 0], weights / weights.sum())
 
 
-def _draws() -> float:
-    """Coins on a grid of 1,024 draw every token as often as its law says."""
+def _samples() -> float:
+    """Uniform random numbers on a grid of 1,024 draw every token as often as its distribution says."""
     probs = torch.tensor([0.125, 0.0, 0.625, 0.25])
-    coins = (torch.arange(1024, dtype=torch.float64) + 0.5) / 1024
-    counts = torch.bincount(sample(probs.expand(1024, 4), coins), minlength=4)
+    uniforms = (torch.arange(1024, dtype=torch.float64) + 0.5) / 1024
+    counts = torch.bincount(sample(probs.expand(1024, 4), uniforms), minlength=4)
     return _error(counts / 1024, probs)
 
 
@@ -335,14 +336,14 @@ def _soft_cross_entropy() -> float:
 def _draft_loss() -> float:
     """The negative logarithm of the acceptance rate and its gradient, with words the draft cannot say."""
     h, weight = _randn(11, 24).requires_grad_(), _randn(33, 24, seed=1)
-    law, index = _randn(7, 50, seed=2).softmax(-1), torch.arange(11) % 7
-    mass = law[:, :33].sum(-1)
-    probs, c = law[:, :33] / mass[:, None], torch.linspace(0.1, 1.0, 11)
+    distribution, index = _randn(7, 50, seed=2).softmax(-1), torch.arange(11) % 7
+    mass = distribution[:, :33].sum(-1)
+    probs, c = distribution[:, :33] / mass[:, None], torch.linspace(0.1, 1.0, 11)
     fused = linear_draft_loss(h, weight, probs, index, c, loss="lk-alpha", mass=mass, chunk_rows=4).loss
     fused.backward()
     exact = h.detach().double().requires_grad_()
     q = (exact @ weight.double().t()).softmax(-1)
-    loss = -(c.double() * torch.minimum(q, law.double()[index, :33]).sum(-1).log()).sum()
+    loss = -(c.double() * torch.minimum(q, distribution.double()[index, :33]).sum(-1).log()).sum()
     loss.backward()
     assert h.grad is not None and exact.grad is not None
     return max(_error(fused.detach(), loss.detach()), _error(h.grad, exact.grad))

@@ -11,23 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
-class Node:
+class RadixNode:
     """A cached page. ``refs`` requests hold it; with none it may be evicted. Its tokens, after those of its
     ancestors, are ``key``."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
-    def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: "RadixNode | None", key: tuple[int, ...], page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[int, ...], RadixNode] = {}
         self.refs = 0
 
 
 @dataclass
-class Lease:
+class PageAllocation:
     """The pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Lease:
         return [node.page for node in self.nodes] + self.pages
 
 
-class KVCache:
+class PagePool:
     """Hands out page numbers 0..num_pages-1 and remembers what finished requests left in theirs.
 
     Args:
@@ -49,10 +49,10 @@ class KVCache:
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
         self._free = list(range(num_pages - 1, -1, -1))
-        self._root = Node(None, (), -1)
+        self._root = RadixNode(None, (), -1)
         # A request holds every ancestor of a node it holds and lets go of the deepest first, so the oldest
         # unused node never has children.
-        self._unused: OrderedDict[Node, None] = OrderedDict()
+        self._unused: OrderedDict[RadixNode, None] = OrderedDict()
         self.num_evicted = 0
 
     @property
@@ -64,7 +64,7 @@ class KVCache:
         """Pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
+    def match(self, tokens: Sequence[int]) -> list[RadixNode]:
         """The longest cached beginning of ``tokens``, whole pages only. Nothing is held."""
         nodes, node = [], self._root
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
@@ -75,67 +75,68 @@ class KVCache:
             node = child
         return nodes
 
-    def lease(self, nodes: Iterable[Node], num_pages: int) -> Lease | None:
+    def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
         """Hold ``nodes`` and ``num_pages`` private pages; None, changing nothing, when too few are left."""
-        lease = Lease()
+        allocation = PageAllocation()
         for node in nodes:
             self._hold(node)
-            lease.nodes.append(node)
-        if not self.extend(lease, num_pages):
-            self.release(lease)
+            allocation.nodes.append(node)
+        if not self.extend(allocation, num_pages):
+            self.release(allocation)
             return None
-        return lease
+        return allocation
 
-    def extend(self, lease: Lease, num_pages: int) -> bool:
-        """Add private pages to ``lease``, all or none; cached pages give way, the longest unused first."""
+    def extend(self, allocation: PageAllocation, num_pages: int) -> bool:
+        """Add private pages to ``allocation``, all or none; cached pages give way, the longest unused
+        first."""
         if num_pages > self.num_available:
             return False
         while len(self._free) < num_pages:
             self._evict()
-        lease.pages += [self._free.pop() for _ in range(num_pages)]
+        allocation.pages += [self._free.pop() for _ in range(num_pages)]
         return True
 
-    def publish(self, lease: Lease, tokens: Sequence[int]) -> bool:
+    def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
         """Cache the whole pages of ``tokens``, which the request has computed; it goes on holding them.
 
         Where the tree has a page of the same tokens already, that one is held and the request's own is freed.
 
         Returns:
-            Whether a page number of the lease changed.
+            Whether a page number of the allocation changed.
         """
         if not self.prefix_cache:
             return False
         changed = False
-        node = lease.nodes[-1] if lease.nodes else self._root
-        for i in range(len(lease.nodes), len(tokens) // self.page_size):
+        node = allocation.nodes[-1] if allocation.nodes else self._root
+        for i in range(len(allocation.nodes), len(tokens) // self.page_size):
             key = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
-            page = lease.pages.pop(0)
+            page = allocation.pages.pop(0)
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = Node(node, key, page)
+                child = node.children[key] = RadixNode(node, key, page)
             else:
                 self._free.append(page)
                 changed = True
             self._hold(child)
-            lease.nodes.append(child)
+            allocation.nodes.append(child)
             node = child
         return changed
 
-    def release(self, lease: Lease) -> None:
-        """Let go of every page; the lease is empty afterwards."""
-        for node in reversed(lease.nodes):
+    def release(self, allocation: PageAllocation) -> None:
+        """Let go of every page; the allocation is empty afterwards."""
+        for node in reversed(allocation.nodes):
             node.refs -= 1
             if node.refs == 0:
                 self._unused[node] = None
-        self._free += reversed(lease.pages)
-        lease.nodes, lease.pages = [], []
+        self._free += reversed(allocation.pages)
+        allocation.nodes, allocation.pages = [], []
 
     def clear(self) -> None:
         """Forget every cached page that nobody holds."""
         while self._unused:
             self._evict()
 
-    def _hold(self, node: Node) -> None:
+    def _hold(self, node: RadixNode) -> None:
         if node.refs == 0:
             self._unused.pop(node, None)
         node.refs += 1
@@ -147,22 +148,22 @@ class KVCache:
         self._free.append(node.page)
         self.num_evicted += 1
 
-    def check(self, leases: Iterable[Lease]) -> None:
+    def check(self, allocations: Iterable[PageAllocation]) -> None:
         """Assert that free, cached and private pages are together all pages, each once, and that every node
-        is held by as many of ``leases`` as it says."""
-        cached: list[Node] = []
+        is held by as many of ``allocations`` as it says."""
+        cached: list[RadixNode] = []
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
             cached.append(node)
             stack += node.children.values()
-        leases = list(leases)
-        private = [page for lease in leases for page in lease.pages]
+        allocations = list(allocations)
+        private = [page for allocation in allocations for page in allocation.pages]
         everything = sorted(self._free + private + [node.page for node in cached])
         assert everything == list(range(self.num_pages)), "a page was lost or has two owners"
-        holders: dict[Node, int] = {}
-        for lease in leases:
-            for node in lease.nodes:
+        holders: dict[RadixNode, int] = {}
+        for allocation in allocations:
+            for node in allocation.nodes:
                 holders[node] = holders.get(node, 0) + 1
         for node in cached:
             assert node.refs == holders.get(node, 0), "a cached page counts its holders wrongly"

@@ -8,9 +8,9 @@ that a replay gives the bits of the body.
 
 A recording holds as long as everything that Python decided is decided alike. What depends on shapes and
 settings is in the caller's key. What depends on the lengths of requests is chosen through
-:func:`~eagle_kit.kernels.recording.choose_by`, from the slots' lengths or those and a number; the choices are
-made again before each replay, and others have another recording. Any other look at a number makes the body
-one that cannot be recorded.
+:func:`~eagle_kit.kernels.recording.guarded_choice`, from the slots' lengths or those and a number; the
+choices are made again before each replay, and others have another recording. Any other look at a number makes
+the body one that cannot be recorded.
 """
 
 import logging
@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Chosen, hearing
+from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Guard, recording_context
 from eagle_kit.serve.graph import CaptureError, GraphRunner, Lengths, leaves, map_tensors
 
 RECORD_AFTER = 24
@@ -111,7 +111,11 @@ class Recording:
     def __init__(self, body: Callable[[Any], Any], inputs: Any) -> None:
         inputs = _told_apart(inputs)
         recorder = _Recorder()
-        with hearing(lambda: len(recorder.operations)) as self._heard, _NoReads(), recorder:
+        with (
+            recording_context(lambda: len(recorder.operations)) as self._recording_context,
+            _NoReads(),
+            recorder,
+        ):
             self.outputs = body(inputs)
         self._inputs, self._operations = list(leaves(inputs)), recorder.operations
         self._outside: list[torch.Tensor] = []
@@ -123,17 +127,17 @@ class Recording:
         Raises:
             CaptureError: something has no place in a list of operations.
         """
-        self.conditions = [self._condition(each, lengths) for each in self._heard.choices]
+        self.conditions = [self._condition(each, lengths) for each in self._recording_context.choices]
         self._function = self._graph(self._inputs)
         self._layout = map_tensors(lambda tensor: tensor.new_empty(0), self.outputs)
-        self._operations, self._inputs, self._heard.choices, self.outputs = [], [], [], None
+        self._operations, self._inputs, self._recording_context.choices, self.outputs = [], [], [], None
 
     def replay(self, inputs: Any) -> Any:
         """Run the operations over ``inputs`` of the same shapes -> new outputs."""
         results = iter(self._function(*leaves(inputs), *self._outside))
         return map_tensors(lambda _: next(results), self._layout)
 
-    def _condition(self, chosen: Chosen, lengths: Lengths) -> Condition:
+    def _condition(self, chosen: Guard, lengths: Lengths) -> Condition:
         """What the choice was made by: the lengths and a number, which the operations show."""
         tensor, offset, before = chosen.tensor, 0, self._operations[: chosen.position]
         changed = [tensor for operation in before for tensor in _written(operation)]

@@ -1,4 +1,4 @@
-"""One decode cycle: propose -> verify -> accept -> commit -> observe.
+"""One decode cycle: propose -> verify -> accept -> commit -> draft-extend.
 
 A pure function of fixed shapes from device tensors to device tensors: nothing is read by the host, so the
 same code runs eagerly on a CPU and can be captured whole as one CUDA graph. Its only side effects are the
@@ -17,7 +17,7 @@ from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logpro
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
-from eagle_kit.speculation.propose.drafter import Draft, Drafter, DraftState
+from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput, DraftState
 from eagle_kit.speculation.verify.decide import decide
 from eagle_kit.speculation.verify.proposal import Deterministic, TargetOnly, Verifier
 
@@ -58,14 +58,14 @@ class CycleOutput(NamedTuple):
     logprobs: Logprobs | None
 
 
-class Settings(NamedTuple):
+class CycleSettings(NamedTuple):
     """What the host knows of a cycle before it runs, and a captured graph is made for.
 
     Attributes:
         shape: how much to draft and to verify; without a draft it must be a window of one.
         num_columns: a bound on ``seq_lens + tokens`` and ``seq_lens + steps + 1 + modules`` of the draft.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
-        verifier: what decides on drafts of requests that sample; it must fit the drafter's law.
+        verifier: what decides on drafts of requests that sample; it must fit the drafter's distribution.
         num_candidates: tokens of depth 1 that the draft keeps for the next cycle, whatever its shape.
     """
 
@@ -81,7 +81,7 @@ def cycle(
     kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
-    settings: Settings,
+    settings: CycleSettings,
     sampling: SamplingBatch | None = None,
 ) -> CycleOutput:
     """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
@@ -90,11 +90,11 @@ def cycle(
 
 
 def propose(
-    drafter: Drafter | None, state: CycleState, settings: Settings, sampling: SamplingBatch | None
-) -> Draft:
+    drafter: Drafter | None, state: CycleState, settings: CycleSettings, sampling: SamplingBatch | None
+) -> DraftOutput:
     """The part of a cycle that makes the window; without a draft model it is the root alone."""
     if drafter is None or state.draft is None or not settings.shape.steps:
-        return Draft(root_only(state.roots), Deterministic())
+        return DraftOutput(root_only(state.roots), Deterministic())
     _, seq_lens, roots, _, _ = state
     return drafter.propose(
         state.draft, roots, seq_lens, state.page_table, settings.shape, settings.num_columns, sampling
@@ -117,8 +117,8 @@ def verify_cycle(
     kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
-    proposed: Draft,
-    settings: Settings,
+    proposed: DraftOutput,
+    settings: CycleSettings,
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> CycleOutput:
@@ -128,7 +128,7 @@ def verify_cycle(
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
     verified = verify(target, kv, drafter, state, proposed, settings, sampling, allowed)
-    next_state = observe(drafter, state, verified, settings)
+    next_state = draft_extend(drafter, state, verified, settings)
     accepted, num_emitted, counts, logprobs = verified[1:]
     return CycleOutput(next_state, accepted.tokens, num_emitted, counts, logprobs)
 
@@ -138,8 +138,8 @@ def verify(
     kv: PagedStore,
     drafter: Drafter | None,
     state: CycleState,
-    proposed: Draft,
-    settings: Settings,
+    proposed: DraftOutput,
+    settings: CycleSettings,
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Verified:
@@ -162,14 +162,16 @@ def verify(
     return Verified(out, accepted, num_emitted, counts, logprobs)
 
 
-def observe(drafter: Drafter | None, state: CycleState, verified: Verified, settings: Settings) -> CycleState:
+def draft_extend(
+    drafter: Drafter | None, state: CycleState, verified: Verified, settings: CycleSettings
+) -> CycleState:
     """The part of a cycle that readies the next: the draft reads what was emitted."""
     page_table, seq_lens, _, active, draft = state
     out, accepted, num_emitted = verified[:3]
     num_emitted = num_emitted * active  # a graph of this part alone is captured with dummies in these rows
     if drafter is not None and draft is not None:
         topk, columns = settings.num_candidates or settings.shape.topk, settings.num_columns
-        draft = drafter.extend(out, accepted, seq_lens, page_table, num_emitted, draft, topk, columns)
+        draft = drafter.draft_extend(out, accepted, seq_lens, page_table, num_emitted, draft, topk, columns)
     roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
     return CycleState(page_table, seq_lens + num_emitted, roots, active, draft)
 

@@ -16,12 +16,12 @@ from eagle_kit.models.loading.loader import in_dtype
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
-    Eagle1Draft,
-    Eagle3Draft,
-    HeadDraft,
-    MTPDraft,
-    StandaloneDraft,
-    TiedDraft,
+    Eagle1DraftModel,
+    Eagle3DraftModel,
+    HeadDraftModel,
+    MTPDraftModel,
+    StandaloneDraftModel,
+    TiedDraftModel,
     load_standalone,
 )
 
@@ -92,27 +92,27 @@ def _token_map(file: str | Path | None, target: LlamaModel) -> torch.Tensor | No
     return load_token_map(file, target.config.vocab_size)
 
 
-def _nextn(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
+def _nextn(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraftModel:
     from eagle_kit.checkpoints.mtp import load_mtp
 
     weight = target.embed_tokens.weight
     return _tied(load_mtp(folder, weight.dtype, weight.device, target=target), target, hot)
 
 
-def _eagle1(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
+def _eagle1(folder: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraftModel:
     from eagle_kit.checkpoints.eagle1 import load_eagle1
 
     return _tied(load_eagle1(folder, target), target, hot)
 
 
-def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraft:
+def _standalone(draft: str | Path, target: LlamaModel, hot: torch.Tensor | None) -> StandaloneDraftModel:
     weight = target.embed_tokens.weight
     model = load_standalone(draft, target, weight.dtype, weight.device)
     pack_weights(model)
-    return StandaloneDraft(model, hot)
+    return StandaloneDraftModel(model, hot)
 
 
-def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
+def _head(head: DraftHead, target: LlamaModel) -> HeadDraftModel:
     if isinstance(head, TiedHead):
         return _tied(head.bind(target.lm_head), target, None)
     assert isinstance(head, Eagle3Head)
@@ -132,10 +132,10 @@ def _head(head: DraftHead, target: LlamaModel) -> HeadDraft:
     weight = target.embed_tokens.weight
     head = head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
     pack_weights(head)
-    return Eagle3Draft(head, target)
+    return Eagle3DraftModel(head, target)
 
 
-def _tied(head: TiedHead, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraft:
+def _tied(head: TiedHead, target: LlamaModel, hot: torch.Tensor | None) -> TiedDraftModel:
     theirs, ours = head.config, target.config
     if (theirs.hidden_size, theirs.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise UserError(
@@ -147,9 +147,9 @@ def _tied(head: TiedHead, target: LlamaModel, hot: torch.Tensor | None) -> TiedD
     head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
     pack_weights(head)
     if isinstance(head, Eagle1Head):
-        return Eagle1Draft(head, target, hot)
+        return Eagle1DraftModel(head, target, hot)
     assert isinstance(head, MTPHead)
-    return MTPDraft(head, target, hot)
+    return MTPDraftModel(head, target, hot)
 
 
 def _copy(head: DraftHead) -> DraftHead:

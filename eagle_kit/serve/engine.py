@@ -21,7 +21,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kv.page_pool import KVCache
+from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
@@ -50,8 +50,9 @@ class EngineOptions:
         lag: steps between a cycle and its results on the host.
         batch_sizes: batches are padded to the next of these; empty for exact sizes.
         tree: ``"dynamic"`` chooses its best nodes (EAGLE-2), ``"static"`` has EAGLE-1's fixed topology.
-        sampled_drafts: draw drafts from the draft's own law; chains and static trees only.
-        verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's law.
+        sampled_drafts: sample drafts from the draft's own distribution; chains and static trees only.
+        verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's
+            distribution.
         seed: of the seeds of requests that bring none.
         graph_mode: whether a cycle is one CUDA graph (on a CPU: one recording), one for each phase, or runs
             eagerly.
@@ -116,13 +117,13 @@ class Engine:
         # entry of its root; the deepest shape decides, so that a change of shape needs no other tables.
         room = self._room(63)
         kv_pages = -(-options.kv_tokens // options.page_size)
-        self.cache = KVCache(kv_pages, options.page_size, prefix_cache=options.prefix_cache)
+        self.page_pool = PagePool(kv_pages, options.page_size, prefix_cache=options.prefix_cache)
         self.runner = Runner(
             target,
             draft,
             num_pages=kv_pages,
             page_size=options.page_size,
-            max_pages=self.cache.pages_for(options.max_context + room),
+            max_pages=self.page_pool.pages_for(options.max_context + room),
             batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
             kv_dtype=options.kv_dtype,
             tree=options.tree,
@@ -135,7 +136,7 @@ class Engine:
         if verifier is not None and not isinstance(verifier, kinds):
             fit = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(
-                f"{type(verifier).__name__} verification does not fit the law of the drafts.",
+                f"{type(verifier).__name__} does not fit the drafts.",
                 f"Use {fit}.",
             )
         self.totals = EngineTotals()
@@ -167,7 +168,7 @@ class Engine:
     @property
     def kv_usage(self) -> float:
         """Share of the pages that running requests hold, 0 to 1."""
-        return 1.0 - self.cache.num_available / self.cache.num_pages
+        return 1.0 - self.page_pool.num_available / self.page_pool.num_pages
 
     def use_shape(self, shapes: ShapeTable | SpecShape) -> None:
         """Speculate with ``shapes`` from the next request on.
@@ -180,10 +181,10 @@ class Engine:
         for shape in shapes.shapes:
             self._check_shape(shape)
         if bool(shapes.steps) != bool(self.shapes.steps):
-            self.cache.clear()  # pages written without a draft have no entries of it
+            self.page_pool.clear()  # pages written without a draft have no entries of it
         self.runner.use_shape(shapes)
         self.scheduler = Scheduler(
-            self.cache,
+            self.page_pool,
             max_running=self.options.max_running,
             prefill_tokens=self.options.prefill_tokens,
             room=self._room(shapes.steps),
@@ -208,8 +209,8 @@ class Engine:
                 )
         elif self.options.sampled_drafts and shape.topk > 1:
             raise UserError(
-                f"The shape {shape} is a tree, and drafts are to be drawn.",
-                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not draw drafts.",
+                f"The shape {shape} is a tree, and drafts are to be sampled.",
+                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
             )
 
     def _room(self, steps: int) -> int:
@@ -231,10 +232,10 @@ class Engine:
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
         tokens = min(len(prompt_ids) + max_tokens, options.max_context)
-        if self.cache.pages_for(tokens + self._room(self.shapes.steps)) > self.cache.num_pages:
+        if self.page_pool.pages_for(tokens + self._room(self.shapes.steps)) > self.page_pool.num_pages:
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
-                f"key-value pool of {self.cache.num_pages * options.page_size} tokens.",
+                f"key-value pool of {self.page_pool.num_pages * options.page_size} tokens.",
                 "Lower max_tokens, or give the pool more tokens.",
             )
 
@@ -315,7 +316,9 @@ class Engine:
         results = self.runner.prefill(chunks)
         for request, _, stop in chunks:
             request.num_computed = stop
-            if not request.is_prefilling and self.cache.publish(request.lease, request.tokens(0, stop)):
+            if not request.is_prefilling and self.page_pool.publish(
+                request.allocation, request.tokens(0, stop)
+            ):
                 request.num_pages_written = -1
         if results is not None:
             self._pending.append(results)
@@ -411,7 +414,7 @@ class Engine:
             request.stream.finish()
         if request.slot >= 0:
             done = request.num_computed if request.is_prefilling else request.num_tokens - 1
-            self.cache.publish(request.lease, request.tokens(0, done))
+            self.page_pool.publish(request.allocation, request.tokens(0, done))
         if request in self._num_indexed and self.ngram is not None:
             self._index([request])
             del self._num_indexed[request]
@@ -421,7 +424,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""
-        self.cache.check(request.lease for request in self.scheduler.running)
+        self.page_pool.check(request.allocation for request in self.scheduler.running)
 
 
 def _graphs(target: LlamaModel, mode: GraphMode) -> GraphRunner:

@@ -140,7 +140,8 @@ class GraphRunner:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether graphs are made for the longest context and few kinds of laws, not for those at hand."""
+        """Whether graphs are made for the longest context and few kinds of sampling, not for those at
+        hand."""
         return self.mode != "off"
 
     @property

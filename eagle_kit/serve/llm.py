@@ -26,7 +26,7 @@ from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraft, StandaloneDraft
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
 from eagle_kit.speculation.propose.ngram import NgramOptions
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 from eagle_kit.speculation.verify.proposal import Verifier
@@ -70,7 +70,7 @@ class LLM:
         tokenizer: needed for text prompts when ``target`` is a loaded model.
         tree: ``"dynamic"`` keeps a draft's best nodes (EAGLE-2); ``"static"`` has EAGLE-1's fixed topology,
             whose shape is 5,4,26.
-        sampled_drafts: for requests that sample, draw drafts from the draft's own law (chains and
+        sampled_drafts: for requests that sample, sample drafts from the draft's own distribution (chains and
             static trees).
         verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
             lossless one. ``Relaxed`` is LOSSY.
@@ -198,7 +198,7 @@ class LLM:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
             )
-            if isinstance(self.draft, HeadDraft):
+            if isinstance(self.draft, HeadDraftModel):
                 self.head = self.draft.head
             self._check_modules()
         if self._wanted_shapes is not None:
@@ -207,7 +207,7 @@ class LLM:
             drafts = NO_SPECULATION
             if self.draft is not None:
                 static = self._policies["tree"] == "static"
-                kind = "STANDALONE" if isinstance(self.draft, StandaloneDraft) else "EAGLE"
+                kind = "STANDALONE" if isinstance(self.draft, StandaloneDraftModel) else "EAGLE"
                 drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
                 if (modules := self.draft.num_modules) > 1:
                     drafts = SpecShape(modules, 1, modules + 1)
@@ -338,13 +338,16 @@ class LLM:
         """
         if isinstance(prompts, str):
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
-        laws = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(laws) != len(prompts):
+        sampling_params = (
+            [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        )
+        if len(sampling_params) != len(prompts):
             raise UserError(
-                f"{len(prompts)} prompts have {len(laws)} sampling parameters.", "Give one for each prompt."
+                f"{len(prompts)} prompts have {len(sampling_params)} sampling parameters.",
+                "Give one for each prompt.",
             )
         engine = self.engine(None if shape is None else ShapeTable.parse(shape))
-        requests = [self.make_request(*pair) for pair in zip(prompts, laws, strict=True)]
+        requests = [self.make_request(*pair) for pair in zip(prompts, sampling_params, strict=True)]
         for i, request in enumerate(requests):
             try:
                 engine.check_request(request)

@@ -21,7 +21,7 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
 LOGITS_COPIES = 2
-"""Logits in fp32 and the law made from them are there at once."""
+"""Logits in fp32 and the distribution made from them are there at once."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Observer(Protocol):
         """The request has its finish reason."""
 
 
-class Reply:
+class ReplyStream:
     """One admitted request, as its reader sees it: an async iterator of :class:`Delta`, the last of which has
     the finish reason.
 
@@ -58,9 +58,9 @@ class Reply:
         company: the replies that were added together, this one among them; they are answered together.
     """
 
-    def __init__(self, request: "Request", abort: Callable[["Reply"], None]) -> None:
+    def __init__(self, request: "Request", abort: Callable[["ReplyStream"], None]) -> None:
         self.request = request
-        self.company: Sequence[Reply] = (self,)
+        self.company: Sequence[ReplyStream] = (self,)
         self.finish_reason: str | None = None
         self._abort = abort
         self._news = asyncio.Event()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from eagle_kit.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kv.page_pool import Lease
+from eagle_kit.kv.page_pool import PageAllocation
 
 if TYPE_CHECKING:
     from eagle_kit.serve.grammar.compiler import GrammarMatch
@@ -54,7 +54,7 @@ class Request:
     num_pages_written: int = -1
     seed: int = 0
     match: "GrammarMatch | None" = None
-    lease: Lease = field(default_factory=Lease)
+    allocation: PageAllocation = field(default_factory=PageAllocation)
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0
     first_token_at: float = 0.0

@@ -19,12 +19,12 @@ from eagle_kit.kv.latents import open_store
 from eagle_kit.kv.store import Segment
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cycle import (
+    CycleSettings,
     CycleState,
     Logprobs,
-    Settings,
     Verified,
     cycle,
-    observe,
+    draft_extend,
     propose,
     root_only,
     verify,
@@ -35,7 +35,7 @@ from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput
 from eagle_kit.speculation.propose.modules import ModulesDrafter
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.propose.static import drafter_class
@@ -58,12 +58,13 @@ class Results(NamedTuple):
 
 
 class CycleInputs(NamedTuple):
-    """What changes from one cycle to the next besides the slots: their ``rows`` int64 ``[B]`` and the laws,
-    without counts. In a split cycle the ``draft``, what grammars allow, and what was ``verified``."""
+    """What changes from one cycle to the next besides the slots: their ``rows`` int64 ``[B]`` and the
+    sampling parameters, without counts. In a split cycle the ``draft``, what grammars allow, and what was
+    ``verified``."""
 
     rows: torch.Tensor
     sampling: SamplingBatch | None
-    draft: Draft | None = None
+    draft: DraftOutput | None = None
     allowed: torch.Tensor | None = None
     verified: Verified | None = None
 
@@ -77,8 +78,9 @@ class Runner:
         batch_sizes: batches are padded to the next of these with dummies.
         kv_dtype: of the stores; None takes the models' own.
         tree: ``"dynamic"`` (EAGLE-2), or ``"static"`` (EAGLE-1).
-        sampled_drafts: draw drafts from the draft's law instead of taking its most likely tokens.
-        verifier: decides on drafts of requests that sample; default the lossless one for the draft's law.
+        sampled_drafts: sample drafts from the draft's distribution instead of taking its most likely tokens.
+        verifier: decides on drafts of requests that sample; default the lossless one for the draft's
+            distribution.
         graphs: runs the cycle's parts; default eagerly.
     """
 
@@ -115,7 +117,7 @@ class Runner:
         self._drafter: Drafter | None = None
         if draft is not None:
             several = draft.num_modules > 1
-            self._drafter = (ModulesDrafter if several else drafter_class(tree, drawn=sampled_drafts))(
+            self._drafter = (ModulesDrafter if several else drafter_class(tree, sampled=sampled_drafts))(
                 draft,
                 vocab_size=config.vocab_size,
                 num_pages=num_pages,
@@ -134,8 +136,8 @@ class Runner:
 
     def verifier(self, shape: SpecShape) -> Verifier:
         """What decides on drafts of requests that sample. Windows that no model drafted are deterministic."""
-        drawn = self.drafter is not None and shape.steps
-        kinds = self.drafter.verifiers if drawn and self.drafter is not None else (TargetOnly, Relaxed)
+        speculates = self.drafter is not None and shape.steps
+        kinds = self.drafter.verifiers if speculates and self.drafter is not None else (TargetOnly, Relaxed)
         fits = self._verifier is not None and isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
@@ -198,7 +200,7 @@ class Runner:
         zero = self._tensor([request.tokens(0, 1)[0] for request in requests])
         tree = root_only(zero)  # a window whose root is the prompt's last token: it adds nothing to a path
         lens = self._tensor([request.num_to_compute - 1 for request in requests])
-        sampling = self._laws(requests)
+        sampling = self._sampling_batch(requests)
         matches = [request.match for request in requests]
         allowed = allowed_tokens(matches, tree, logits.shape[-1]) if any(matches) else None
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
@@ -217,7 +219,7 @@ class Runner:
             ngram: drafts in place of a model; every token of the requests must be known to the host.
         """
         for request in requests:
-            if request.num_pages_written != len(request.lease):
+            if request.num_pages_written != len(request.allocation):
                 self.set_pages(request)
         size = next(size for size in self.batch_sizes if size >= len(requests))
         padding = [self.slots.dummy] * (size - len(requests))
@@ -245,20 +247,20 @@ class Runner:
         for size in sorted(self.batch_sizes, reverse=True):
             settings = self._settings(self.shapes.at(size), self._columns(0), None)
             rows = self._tensor([self.slots.dummy] * size)
-            laws = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
-            for params in (None, *laws):
-                sampling = None if params is None else self._warm_law(params, size)
+            warm_up = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
+            for params in (None, *warm_up):
+                sampling = None if params is None else self._warm_up_sampling(params, size)
                 self._part("cycle", self._cycle, CycleInputs(rows, sampling), settings)
         return self.graphs.num_graphs
 
-    def _warm_law(self, params: SamplingParams, size: int) -> SamplingBatch:
+    def _warm_up_sampling(self, params: SamplingParams, size: int) -> SamplingBatch:
         vocab = self.target.config.vocab_size
         return _widened(
             make_sampling_batch([params] * size, [[]] * size, [0] * size, vocab, self.device), vocab
         )
 
-    def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> Settings:
-        return Settings(shape, num_columns, num_logprobs, self.verifier(shape), self.shapes.topk)
+    def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
+        return CycleSettings(shape, num_columns, num_logprobs, self.verifier(shape), self.shapes.topk)
 
     def _columns(self, least: int) -> int:
         """A bound on the columns of a window, of few different values: shapes repeat. Kernels on a GPU read
@@ -269,7 +271,7 @@ class Runner:
         return self.max_pages * self.kv.page_size
 
     def _run(
-        self, requests: list[Request], inputs: CycleInputs, settings: Settings, tree: Tree | None
+        self, requests: list[Request], inputs: CycleInputs, settings: CycleSettings, tree: Tree | None
     ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         """Verify ``tree``, or a draft of its own -> tokens, how many are new, their log-probabilities, on the
         device."""
@@ -279,7 +281,7 @@ class Runner:
         # The host is needed in the middle, or the phases are to be told apart.
         padding = len(inputs.rows) - len(requests)
         if tree is not None:
-            draft = Draft(tree, Deterministic())
+            draft = DraftOutput(tree, Deterministic())
         else:
             draft = self._part("propose", self._propose, inputs, settings)
         allowed = None
@@ -288,32 +290,32 @@ class Runner:
             allowed = allowed_tokens([*matches, *[None] * padding], draft.tree, vocab)
         inputs = inputs._replace(draft=draft, allowed=allowed)
         if self.graphs.mode != "phases":
-            return self._part("verify and observe", self._verify_and_observe, inputs, settings)
+            return self._part("verify and draft-extend", self._verify_and_draft_extend, inputs, settings)
         verified = self._part("verify", self._verify, inputs, settings)
         # Graphs share memory, and that of the observation may have been captured before this verification.
         outputs = verified.accepted.tokens, verified.num_emitted, verified.logprobs
         outputs = map_tensors(torch.clone, outputs)
         self._part(
-            "observe",
-            self._observe,
+            "draft_extend",
+            self._draft_extend,
             CycleInputs(inputs.rows, inputs.sampling, None, None, verified),
             settings,
         )
         return outputs
 
-    def _part(self, name: str, body: Any, inputs: CycleInputs, settings: Settings) -> Any:
-        """Run a part of the cycle, as a graph where there are graphs. Rare laws have none: there would be one
-        for every combination of them."""
+    def _part(self, name: str, body: Any, inputs: CycleInputs, settings: CycleSettings) -> Any:
+        """Run a part of the cycle, as a graph where there are graphs. Rare sampling parameters have none:
+        there would be one for every combination of them."""
         if self.graphs.mode == "off" or (inputs.sampling is not None and _is_rare(inputs.sampling)):
             return body(inputs, settings)
-        laws = None
+        sampling_fields = None
         if inputs.sampling is not None:
-            laws = tuple(field is not None for field in inputs.sampling)
+            sampling_fields = tuple(field is not None for field in inputs.sampling)
         drafts = (
             None if inputs.draft is None else (type(inputs.draft.proposal), inputs.draft.tree.tokens.shape)
         )
         allowed = inputs.allowed is not None
-        key = (len(inputs.rows), settings, self.drafter is not None, laws, drafts, allowed)
+        key = (len(inputs.rows), settings, self.drafter is not None, sampling_fields, drafts, allowed)
 
         def idle() -> CycleInputs:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
@@ -323,38 +325,38 @@ class Runner:
             return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle, lengths)
 
     def _cycle(
-        self, inputs: CycleInputs, settings: Settings
+        self, inputs: CycleInputs, settings: CycleSettings
     ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         state, sampling = self._state(inputs)
         out = cycle(self.target, self.kv, self.drafter, state, settings, sampling)
         self.slots.scatter(inputs.rows, out.state, out.counts)
         return out.tokens, out.num_emitted, out.logprobs
 
-    def _propose(self, inputs: CycleInputs, settings: Settings) -> Draft:
+    def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
         state, sampling = self._state(inputs)
         return propose(self.drafter, state, settings, sampling)
 
-    def _verify_and_observe(
-        self, inputs: CycleInputs, settings: Settings
+    def _verify_and_draft_extend(
+        self, inputs: CycleInputs, settings: CycleSettings
     ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         verified = self._verify(inputs, settings)
-        self._observe(inputs._replace(verified=verified), settings)
+        self._draft_extend(inputs._replace(verified=verified), settings)
         return verified.accepted.tokens, verified.num_emitted, verified.logprobs
 
-    def _verify(self, inputs: CycleInputs, settings: Settings) -> Verified:
+    def _verify(self, inputs: CycleInputs, settings: CycleSettings) -> Verified:
         state, sampling = self._state(inputs)
         draft = inputs.draft
         assert draft is not None
         return verify(self.target, self.kv, self.drafter, state, draft, settings, sampling, inputs.allowed)
 
-    def _observe(self, inputs: CycleInputs, settings: Settings) -> None:
+    def _draft_extend(self, inputs: CycleInputs, settings: CycleSettings) -> None:
         state, _ = self._state(inputs)
         assert inputs.verified is not None
-        following = observe(self.drafter, state, inputs.verified, settings)
+        following = draft_extend(self.drafter, state, inputs.verified, settings)
         self.slots.scatter(inputs.rows, following, inputs.verified.counts)
 
     def _state(self, inputs: CycleInputs) -> tuple[CycleState, SamplingBatch | None]:
-        """The slots' rows, and the laws with the counts of their replies."""
+        """The slots' rows, and the sampling parameters with the counts of their replies."""
         sampling = inputs.sampling
         if sampling is not None and _counts_tokens(sampling):
             assert self.slots.counts is not None
@@ -370,14 +372,15 @@ class Runner:
 
     def set_pages(self, request: Request) -> None:
         """Bring the device's page table of a request up to date."""
-        self.slots.set_pages(request.slot, request.lease.table)
-        request.num_pages_written = len(request.lease)
+        self.slots.set_pages(request.slot, request.allocation.table)
+        request.num_pages_written = len(request.allocation)
 
     def _sampling(self, requests: list[Request], padding: int) -> SamplingBatch | None:
-        """The laws of a batch without the counts of its replies, made anew only when the batch changes."""
+        """The sampling parameters of a batch without the counts of its replies, made anew only when the batch
+        changes."""
         key = tuple((request.number, request.epoch) for request in requests) + ((-1, padding),)
         if self._batch[0] != key:
-            made = self._laws(requests, padding)
+            made = self._sampling_batch(requests, padding)
             if made is not None:
                 made = made._replace(counts=None)
                 if self.graphs.has_fixed_shapes:
@@ -385,8 +388,9 @@ class Runner:
             self._batch = key, made
         return self._batch[1]
 
-    def _laws(self, requests: list[Request], padding: int = 0) -> SamplingBatch | None:
-        """The laws of requests that have said nothing; None when all are greedy and nothing bends logits."""
+    def _sampling_batch(self, requests: list[Request], padding: int = 0) -> SamplingBatch | None:
+        """The sampling parameters of requests that have said nothing; None when all are greedy and nothing
+        changes logits."""
         if all(_is_plain(request.params) for request in requests):
             return None
         params = [request.params for request in requests] + [SamplingParams()] * padding
@@ -407,7 +411,7 @@ class Runner:
 
 
 def _counts_tokens(sampling: SamplingBatch) -> bool:
-    """Whether some request's law depends on what its reply has said."""
+    """Whether some request's distribution depends on what its reply has said."""
     return any(field is not None for field in (sampling.repetition, sampling.frequency, sampling.presence))
 
 
@@ -417,7 +421,8 @@ def _is_rare(sampling: SamplingBatch) -> bool:
 
 
 def _widened(sampling: SamplingBatch, vocab_size: int) -> SamplingBatch:
-    """The same laws with all filters when there is one, so that graphs are made for few kinds of batches."""
+    """The same sampling parameters with all filters when there is one, so that graphs are made for few kinds
+    of batches."""
     filters = sampling.top_k, sampling.top_p, sampling.min_p
     if all(part is None for part in filters):
         return sampling

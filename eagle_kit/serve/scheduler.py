@@ -10,7 +10,7 @@ are free. Nobody overtakes: a request that does not fit yet keeps those behind i
 import heapq
 from typing import NamedTuple
 
-from eagle_kit.kv.page_pool import KVCache
+from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.serve.request import Request
 
 
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     stop: int
 
 
-class Plan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """One step: prompt ``chunks``, then a cycle for ``decoding``. ``preempted`` left the batch."""
 
     chunks: list[Chunk]
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """Decides; computes nothing. Owns the queue, the running list and the slots; leases pages.
+    """Decides; computes nothing. Owns the queue, the running list and the slots; allocates pages.
 
     Args:
         max_running: slots.
@@ -41,9 +41,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv: KVCache, *, max_running: int, prefill_tokens: int, room: int, needs_last: bool
+        self, page_pool: PagePool, *, max_running: int, prefill_tokens: int, room: int, needs_last: bool
     ) -> None:
-        self.kv, self.prefill_tokens, self.room, self.needs_last = kv, prefill_tokens, room, needs_last
+        self.page_pool, self.prefill_tokens, self.room, self.needs_last = (
+            page_pool,
+            prefill_tokens,
+            room,
+            needs_last,
+        )
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._slots = list(range(max_running - 1, -1, -1))
@@ -58,8 +63,8 @@ class Scheduler:
         """Put a request into the queue."""
         heapq.heappush(self._waiting, (*_rank(request), request))
 
-    def plan(self) -> Plan:
-        """Decide the next step, and lease its pages."""
+    def plan(self) -> SchedulerOutput:
+        """Decide the next step, and allocate its pages."""
         preempted = self._make_room()
         decoding = [request for request in self.running if not request.is_prefilling]
         budget, chunks = self.prefill_tokens, []
@@ -74,7 +79,7 @@ class Scheduler:
                 break
             chunks.append(self._chunk(request, start, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        return Plan(chunks, decoding, preempted)
+        return SchedulerOutput(chunks, decoding, preempted)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is; its pages are let go."""
@@ -86,7 +91,7 @@ class Scheduler:
         self._slots.append(request.slot)
         request.slot, request.num_computed = -1, 0
         request.epoch += 1
-        self.kv.release(request.lease)
+        self.page_pool.release(request.allocation)
 
     def _make_room(self) -> list[Request]:
         """Pages for the next cycle of everybody who decodes, first come first."""
@@ -103,12 +108,12 @@ class Scheduler:
         return preempted
 
     def _has_pages(self, request: Request) -> bool:
-        missing = self.kv.pages_for(request.num_tokens + self.room) - len(request.lease)
-        return missing <= 0 or self.kv.extend(request.lease, missing)
+        missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(request.allocation)
+        return missing <= 0 or self.page_pool.extend(request.allocation, missing)
 
     def _preempt(self, request: Request) -> None:
         done = request.num_computed if request.is_prefilling else request.num_tokens - 1
-        self.kv.publish(request.lease, request.tokens(0, done))
+        self.page_pool.publish(request.allocation, request.tokens(0, done))
         self.remove(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -117,18 +122,18 @@ class Scheduler:
     def _admit(self, request: Request) -> int | None:
         """Give the first of the queue a slot and pages -> the first token to compute, or None."""
         wanted = request.num_to_compute
-        shared = self.kv.match(request.tokens(0, wanted - 1)) if self.kv.prefix_cache else []
-        need = self.kv.pages_for(request.num_tokens + self.room) - len(shared)
+        shared = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.prefix_cache else []
+        need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the newcomer would be sent back at once.
-        lease = self.kv.lease(shared, need)
-        if lease is None:
+        allocation = self.page_pool.allocate(shared, need)
+        if allocation is None:
             return None
-        if self.kv.num_available < len(self.running):
-            self.kv.release(lease)
+        if self.page_pool.num_available < len(self.running):
+            self.page_pool.release(allocation)
             return None
         heapq.heappop(self._waiting)
-        request.lease, request.slot = lease, self._slots.pop()
-        request.num_computed = request.num_shared_tokens = len(shared) * self.kv.page_size
+        request.allocation, request.slot = allocation, self._slots.pop()
+        request.num_computed = request.num_shared_tokens = len(shared) * self.page_pool.page_size
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_shared_tokens
         self.running.append(request)

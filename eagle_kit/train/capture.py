@@ -30,7 +30,7 @@ from eagle_kit.train.run.folder import versions
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import draft_config
 from eagle_kit.train.run.progress import format_seconds
-from eagle_kit.train.run.setup import Ingredients, gather, states_manifest
+from eagle_kit.train.run.setup import TrainingComponents, gather, states_manifest
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -110,7 +110,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
 
 def _capture_rows(
     config: TrainConfig,
-    found: Ingredients,
+    found: TrainingComponents,
     layer_ids: tuple[int, ...],
     store: StateStore,
     rows: Sequence[int],
@@ -226,7 +226,7 @@ class CaptureEstimate:
 
 def _estimate(
     config: TrainConfig,
-    found: Ingredients,
+    found: TrainingComponents,
     layer_ids: tuple[int, ...],
     store: StateStore,
     missing: Sequence[int],

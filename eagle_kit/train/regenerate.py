@@ -44,8 +44,8 @@ class RegenerateOptions:
         max_turns: human turns answered per conversation.
         max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
-        temperature, top_k, top_p, min_p: the law that replies are drawn from, as in ``SamplingParams``;
-            temperature 0 is greedy.
+        temperature, top_k, top_p, min_p: the distribution that replies are sampled from, as in
+            ``SamplingParams``; temperature 0 is greedy.
         seed: of the draws.
         shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). Files of
             all shards together are what one process would have written.
@@ -74,7 +74,7 @@ class RegenerateOptions:
         self.params(0)
 
     def params(self, seed: int) -> SamplingParams:
-        """The law of a reply. Raises UserError for one that there is not."""
+        """The sampling parameters of a reply. Raises UserError for one that there is not."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -142,7 +142,7 @@ def regenerate(
         llm: the target, with or without a draft: the replies are the same.
         source: as :func:`eagle_kit.data.chat.records.read_conversations` takes it.
         out: a JSONL file, made or continued; a half-written last line is dropped.
-        options: limits and law.
+        options: limits and sampling parameters.
         target: what tells its weights from others'; empty is not compared.
         progress: show a bar.
 
@@ -234,7 +234,7 @@ def _answer(
             if not fit:
                 dialogue.waiting = []
         asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
-        laws = [options.params(dialogue.seed(options.seed)) for dialogue in asking]
+        sampling_params = [options.params(dialogue.seed(options.seed)) for dialogue in asking]
         asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
 
         def take(i: int, output: RequestOutput, asking: Sequence[_Dialogue] = asking) -> None:
@@ -243,7 +243,7 @@ def _answer(
             report.stats.add(output.stats)
             write()
 
-        llm.generate(asked, laws, on_finish=take)
+        llm.generate(asked, sampling_params, on_finish=take)
         write()  # those that did not fit
 
 

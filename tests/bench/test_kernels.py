@@ -14,7 +14,7 @@ import torch
 import eagle_kit
 from eagle_kit.bench.kernels import command, cost, run
 from eagle_kit.bench.kernels.attention import prefill_cases, window_cases
-from eagle_kit.bench.kernels.case import TINY, Case, Draw, Work
+from eagle_kit.bench.kernels.case import TINY, Case, PreparedCase, RandomInputs
 from eagle_kit.bench.kernels.record import Record
 from eagle_kit.bench.kernels.report import judge, kernel_targets
 from eagle_kit.bench.kernels.training import packed_cases
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 CASES = [(name, case) for name, make in run.KERNELS.items() for case in make(TINY)]
 
 
-def draw(seed=0) -> Draw:
-    return Draw(CPU, torch.float32, seed)
+def draw(seed=0) -> RandomInputs:
+    return RandomInputs(CPU, torch.float32, seed)
 
 
 def bench(path: Path, *options: str) -> tuple[int, dict]:
@@ -77,7 +77,7 @@ def test_triton_forms_take_the_same_inputs(name, triton_device):
     case = run.KERNELS[name](TINY)[0]
     dtype = torch.bfloat16 if name == "small_linear" else torch.float32
     with torch.enable_grad() if case.trains else torch.inference_mode():
-        work = case.make(Draw(torch.device(triton_device), dtype, 0))
+        work = case.make(RandomInputs(torch.device(triton_device), dtype, 0))
         ours, theirs = work.op("triton"), work.op("reference")
     for mine, other in zip(run._tensors(ours), run._tensors(theirs), strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
@@ -164,7 +164,7 @@ def broken(sizes):
         raise RuntimeError("the kernel is broken\nin many lines")
 
     good = run.swiglu_cases(sizes)[0]
-    return [Case("bad", good.cost, lambda d: Work(refuse)), good]
+    return [Case("bad", good.cost, lambda d: PreparedCase(refuse)), good]
 
 
 def test_a_failure_is_recorded_and_stops_nothing(tmp_path, monkeypatch, capsys):
@@ -191,7 +191,7 @@ def test_parts_are_saved_one_by_one_and_taken_up(tmp_path, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    case = Case("interrupted", lambda e: cost.Cost(1), lambda d: Work(interrupt))
+    case = Case("interrupted", lambda e: cost.Cost(1), lambda d: PreparedCase(interrupt))
     monkeypatch.setitem(run.KERNELS, "swiglu", lambda sizes: [case])
     with pytest.raises(KeyboardInterrupt):
         bench(path, "--only", "norm,swiglu")

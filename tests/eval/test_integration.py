@@ -11,7 +11,7 @@ from tiny_run import make_target
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.eval.identity import compare
+from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row
 from eagle_kit.models.loading.loader import load_target
@@ -67,13 +67,13 @@ def test_a_changed_token_is_found_with_the_gap_of_its_logits(folders: tuple[Path
     llm = LLM(folders[0])
     [plain] = llm.generate(["The dog finds the river."], SamplingParams(max_tokens=9, ignore_eos=True))
     changed = replace(plain, token_ids=[*plain.token_ids[:5], (plain.token_ids[5] + 1) % 200, 7, 7, 7])
-    found = compare(llm, plain, changed)
+    found = compare_outputs(llm, plain, changed)
     assert found is not None and found.position == 5
     assert (found.plain_token, found.token) == (plain.token_ids[5], changed.token_ids[5])
     logits = llm.logits(plain.prompt_ids + plain.token_ids)[len(plain.prompt_ids) + 4]
     assert found.logit_gap is not None and found.logit_gap > 0
     assert found.logit_gap == pytest.approx(float(logits[found.plain_token] - logits[found.token]), abs=1e-4)
-    assert compare(llm, plain, replace(plain)) is None
+    assert compare_outputs(llm, plain, replace(plain)) is None
 
 
 def test_a_draft_of_another_target_is_refused_before_anything_is_written(

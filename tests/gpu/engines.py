@@ -58,12 +58,12 @@ def make(models: tuple[Any, Any], mode: GraphMode = "off", **options: Any) -> LL
 
 
 def replies(
-    llm: LLM, shape: str | None = None, tokens: int = pick(96, 8), match: Any = None, **law: Any
+    llm: LLM, shape: str | None = None, tokens: int = pick(96, 8), match: Any = None, **sampling: Any
 ) -> list[list[int]]:
     """Of all prompts, held to the grammar ``match``; the pool is checked after every step."""
     engine = llm.engine(None if shape is None else ShapeTable.parse(shape))
     requests = [
-        llm.make_request(p, SamplingParams(max_tokens=tokens + i % 3, ignore_eos=True, **law))
+        llm.make_request(p, SamplingParams(max_tokens=tokens + i % 3, ignore_eos=True, **sampling))
         for i, p in enumerate(PROMPTS)
     ]
     for request in requests:

@@ -11,14 +11,14 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write
-from eagle_kit.speculation.propose.draft_model import StandaloneDraft
-from eagle_kit.speculation.verify.proposal import Block, Rejection, Relaxed, TargetOnly
+from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
+from eagle_kit.speculation.verify.proposal import BlockVerification, RejectionSampling, Relaxed, TargetOnly
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 
-LAWS = {
+SAMPLING_PARAMS = {
     "greedy": {},
-    "drawn": {"temperature": 0.9, "seed": 1},
+    "sampled": {"temperature": 0.9, "seed": 1},
     "filtered": {"temperature": 1.1, "seed": 2, "top_k": 7, "top_p": 0.95, "min_p": 0.01},
     "penalised": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2},
     "with logprobs": {"temperature": 0.8, "seed": 4, "logprobs": 3},
@@ -28,17 +28,17 @@ HOST_SECONDS, MOST_HOST_SECONDS = 150e-6, 2e-3
 """What a cycle may take of the host: the aim, which is reported, and what is a fault."""
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16", "6,10,60"])
 @pytest.mark.parametrize("mode", MODES)
-def test_graphs_say_what_eager_cycles_say(mode, shape, law):
+def test_graphs_say_what_eager_cycles_say(mode, shape, sampling):
     models = trained()
     topk = min(SpecShape.parse(shape).topk, 9)
     shape = shape if topk == SpecShape.parse(shape).topk else "6,9,54"
-    expected = replies(make(models), shape, **LAWS[law])
+    expected = replies(make(models), shape, **SAMPLING_PARAMS[sampling])
     llm = make(models, mode)
-    assert replies(llm, shape, **LAWS[law]) == expected
-    assert (runner_of(llm).graphs.num_graphs > 0) == (law != "penalised"), "tables have no graphs"
+    assert replies(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
+    assert (runner_of(llm).graphs.num_graphs > 0) == (sampling != "penalised"), "tables have no graphs"
     if shape != "none":
         assert accept_length(llm) > 1.2, "hardly a draft was accepted, so little was compared"
 
@@ -46,8 +46,8 @@ def test_graphs_say_what_eager_cycles_say(mode, shape, law):
 DRAFTS = {
     "target only, tree": ("5,4,16", {"verifier": TargetOnly()}),
     "relaxed, tree": ("5,4,16", {"verifier": Relaxed(0.4, 0.7)}),
-    "rejection, chain": ("4,1,5", {"verifier": Rejection(), "sampled_drafts": True}),
-    "block, chain": ("4,1,5", {"verifier": Block(), "sampled_drafts": True}),
+    "rejection, chain": ("4,1,5", {"verifier": RejectionSampling(), "sampled_drafts": True}),
+    "block, chain": ("4,1,5", {"verifier": BlockVerification(), "sampled_drafts": True}),
     "target only, static tree": ("5,4,26", {"tree": "static"}),
     "relaxed, static tree": ("5,4,26", {"tree": "static", "verifier": Relaxed(0.4, 0.7)}),
     "rejection, static tree": ("5,4,26", {"tree": "static", "sampled_drafts": True}),
@@ -56,19 +56,19 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("law", ["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_all_verifiers_and_drafts(mode, name, law):
+def test_all_verifiers_and_drafts(mode, name, sampling):
     shape, options = DRAFTS[name]
     target, draft = trained()
     if options.get("algorithm") == "NGRAM":
         draft = None
     if options.get("whole"):
-        options, draft = {}, StandaloneDraft(target)
-    expected = replies(make((target, draft), shape=shape, **options), shape, **LAWS[law])
+        options, draft = {}, StandaloneDraftModel(target)
+    expected = replies(make((target, draft), shape=shape, **options), shape, **SAMPLING_PARAMS[sampling])
     llm = make((target, draft), mode, shape=shape, **options)
-    assert replies(llm, shape, **LAWS[law]) == expected
+    assert replies(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
     assert runner_of(llm).graphs.num_graphs > 0 and accept_length(llm) > 1.1
 
 
@@ -84,34 +84,34 @@ class Even:
         return len(tokens)
 
 
-@pytest.mark.parametrize("law", ["greedy", "filtered"])
+@pytest.mark.parametrize("sampling", ["greedy", "filtered"])
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_grammars_split_the_cycle(mode, shape, law):
+def test_grammars_split_the_cycle(mode, shape, sampling):
     """Free text comes first, so that what both need is captured before what only a grammar needs: all of it
     lies in one pool of memory, and what is sent to the host must not be overwritten by what is replayed."""
     models = trained()
     llm = make(models, mode)
     for match in (None, Even(), None):
-        expected = replies(make(models), shape, match=match, **LAWS[law])
-        assert replies(llm, shape, match=match, **LAWS[law]) == expected
+        expected = replies(make(models), shape, match=match, **SAMPLING_PARAMS[sampling])
+        assert replies(llm, shape, match=match, **SAMPLING_PARAMS[sampling]) == expected
         assert match is None or all(token % 2 == 0 for reply in expected for token in reply)
 
 
 TABLES = ["5,4,16 2:4,1,5 4:none", "none 2:5,4,16", "3,1,4 3:2,3,6"]
 
 
-@pytest.mark.parametrize("law", ["greedy", "filtered"])
+@pytest.mark.parametrize("sampling", ["greedy", "filtered"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("mode", MODES)
-def test_shapes_change_with_the_batch(mode, table, law):
+def test_shapes_change_with_the_batch(mode, table, sampling):
     """Five requests come and go, so that every batch size occurs, and every shape with it. Text is plain
     text, as drafts of most likely tokens never change any."""
     models = trained()
-    expected = replies(make(models), "none", **LAWS[law])
-    assert replies(make(models), table, **LAWS[law]) == expected
+    expected = replies(make(models), "none", **SAMPLING_PARAMS[sampling])
+    assert replies(make(models), table, **SAMPLING_PARAMS[sampling]) == expected
     llm = make(models, mode)
-    assert replies(llm, table, **LAWS[law]) == expected and accept_length(llm) > 1
+    assert replies(llm, table, **SAMPLING_PARAMS[sampling]) == expected and accept_length(llm) > 1
     graphs = runner_of(llm).graphs
     assert {key[1][1].shape for key in graphs._graphs} == set(ShapeTable.parse(table).shapes)
 
@@ -142,20 +142,24 @@ def test_pages_change_nothing(mode, page):
 
 
 @pytest.mark.parametrize("sizes", [(8,), (3, 5), (16,)])
-@pytest.mark.parametrize("law", ["greedy", "drawn"])
-def test_dummies_change_nothing(law, sizes):
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_dummies_change_nothing(sampling, sizes):
     models, options = trained(), {"max_batch_size": max(sizes), "batch_sizes": sizes}
-    expected = replies(make(models, max_batch_size=1, batch_sizes=(1,)), "5,4,16", **LAWS[law])
-    assert replies(make(models, "cycle", **options), "5,4,16", **LAWS[law]) == expected
+    expected = replies(
+        make(models, max_batch_size=1, batch_sizes=(1,)), "5,4,16", **SAMPLING_PARAMS[sampling]
+    )
+    assert replies(make(models, "cycle", **options), "5,4,16", **SAMPLING_PARAMS[sampling]) == expected
 
 
-@pytest.mark.parametrize("law", ["greedy", "filtered", "with logprobs"])
+@pytest.mark.parametrize("sampling", ["greedy", "filtered", "with logprobs"])
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
 @pytest.mark.parametrize("mode", ["off", *MODES])
-def test_late_results_are_the_same_results(mode, shape, law):
+def test_late_results_are_the_same_results(mode, shape, sampling):
     """The host may be a cycle behind: buffers of a graph are sent off before they are overwritten."""
     models = trained()
-    at_once, late = (replies(make(models, mode, lag=lag), shape, **LAWS[law]) for lag in (0, 1))
+    at_once, late = (
+        replies(make(models, mode, lag=lag), shape, **SAMPLING_PARAMS[sampling]) for lag in (0, 1)
+    )
     assert late == at_once
 
 
@@ -265,4 +269,4 @@ def test_a_whole_model_of_other_weights_drafts_too():
     target, _ = trained()
     other = tiny_target(11, num_layers=1, seed=5).to(DEVICE)
     expected = replies(make((target, None)), "none")
-    assert replies(make((target, StandaloneDraft(other)), "cycle"), "3,1,4") == expected
+    assert replies(make((target, StandaloneDraftModel(other)), "cycle"), "3,1,4") == expected

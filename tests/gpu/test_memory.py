@@ -19,8 +19,10 @@ def bytes_of(plan) -> int:
 
 
 @pytest.mark.parametrize("mode", ["off", "cycle", "phases"])
-@pytest.mark.parametrize("law", [{}, {"temperature": 1.0, "seed": 1, "top_p": 0.9}], ids=["greedy", "drawn"])
-def test_the_peak_is_within_the_plan(mode, law):
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 1, "top_p": 0.9}], ids=["greedy", "sampled"]
+)
+def test_the_peak_is_within_the_plan(mode, sampling):
     gc.collect()
     before = memory("allocated_bytes.all.current")
     models = random_models(torch.bfloat16, vocab=pick(128256, 64))
@@ -34,7 +36,7 @@ def test_the_peak_is_within_the_plan(mode, law):
     if ON_GPU:  # forms of linear layers are measured while it warms up, which is over now
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    params = SamplingParams(max_tokens=pick(64, 8), ignore_eos=True, **law)
+    params = SamplingParams(max_tokens=pick(64, 8), ignore_eos=True, **sampling)
     prompts = [[1 + i, *range(2, pick(300, 20))] for i in range(pick(48, 5))]
     assert all(len(answer.token_ids) == params.max_tokens for answer in llm.generate(prompts, params))
     synchronize()

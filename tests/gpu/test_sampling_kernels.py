@@ -1,4 +1,4 @@
-"""Laws, draws and verification at real vocabularies, against sorting in fp64 and walks in fp64."""
+"""Distributions, draws and verification at real vocabularies, against sorting in fp64 and walks in fp64."""
 
 import pytest
 import torch
@@ -7,19 +7,19 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_most_likely
 from eagle_kit.kernels.sampling import (
     make_sampling_batch,
+    position_uniforms,
     probabilities,
     sample,
     sample_distinct,
-    target_law,
+    target_distribution,
     target_probs,
-    uniforms,
     window_uniforms,
 )
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.speculation.verify.proposal import (
-    Block,
+    BlockVerification,
     Deterministic,
-    Rejection,
+    RejectionSampling,
     Relaxed,
     SampledChain,
     SampledTree,
@@ -31,7 +31,7 @@ from tests.gpu.place import DEVICE, DTYPES, generator, pick, randn
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 VOCABS = pick([49152, 128256, 151936], [300])
-LAWS = [
+SAMPLING_PARAMS = [
     {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "min_p": 0.001},
     {},
     {"temperature": 1.3, "top_p": 0.9},
@@ -47,7 +47,7 @@ does not."""
 
 
 def batch_of(count: int, vocab: int):
-    params = [SamplingParams(**LAWS[i % len(LAWS)]) for i in range(count)]
+    params = [SamplingParams(**SAMPLING_PARAMS[i % len(SAMPLING_PARAMS)]) for i in range(count)]
     return params, make_sampling_batch(params, [[]] * count, list(range(7, 7 + count)), vocab, DEVICE)
 
 
@@ -57,7 +57,7 @@ def bounds(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, 
         best = torch.zeros_like(logits, dtype=torch.bool)
         best.scatter_(-1, logits.argmax(-1, keepdim=True), True)
         return best, best
-    # One subtraction and one division in fp32 are part of what the law is.
+    # One subtraction and one division in fp32 are part of what the distribution is.
     distance = (logits.max(-1, keepdim=True).values - logits) / torch.tensor(
         params.temperature, device=DEVICE
     )
@@ -79,49 +79,58 @@ def bounds(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "nodes"), pick([(64, 1), (8, 16)], [(4, 1)]))
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_laws_are_those_of_sorting(vocab, batch, nodes, dtype):
+def test_distributions_are_those_of_sorting(vocab, batch, nodes, dtype):
     logits = randn(batch, nodes, vocab, dtype=dtype, by=generator(30), scale=2.5)
-    params, laws = batch_of(batch, vocab)
-    probs = probabilities(target_law(logits, laws, backend="triton"))
-    for i, law in enumerate(params):
+    params, sampling = batch_of(batch, vocab)
+    probs = probabilities(target_distribution(logits, sampling, backend="triton"))
+    for i, param in enumerate(params):
         wide = logits[i].float()
-        sure, possible = bounds(wide, law)
+        sure, possible = bounds(wide, param)
         kept = probs[i] > 0
-        faint = (wide.max(-1, keepdim=True).values - wide) / (law.temperature or 1.0) > 80  # nothing in fp32
-        assert (kept | faint | ~sure).all() and (possible | ~kept).all(), f"request {i}: {law}"
-        right = (wide.double() / (law.temperature or 1.0)).masked_fill(~(kept | faint & sure), float("-inf"))
+        faint = (wide.max(-1, keepdim=True).values - wide) / (
+            param.temperature or 1.0
+        ) > 80  # nothing in fp32
+        assert (kept | faint | ~sure).all() and (possible | ~kept).all(), f"request {i}: {param}"
+        right = (wide.double() / (param.temperature or 1.0)).masked_fill(
+            ~(kept | faint & sure), float("-inf")
+        )
         assert_near(f"request {i}", probs[i], right.softmax(-1))
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_draws_are_inverses_of_the_cumulative_law(vocab):
+def test_samples_are_inverses_of_the_cumulative_distribution(vocab):
     by, count = generator(31), pick(64, 4)
-    _, laws = batch_of(count, vocab)
+    _, sampling = batch_of(count, vocab)
     logits = randn(count, 3, vocab, by=by, scale=2.5)
-    coins = torch.rand(count, 3, generator=by, device=DEVICE, dtype=torch.float64)
-    coins[0], coins[1] = 0.0, 1 - 2.0**-53
-    law = target_law(logits, laws, backend="triton")
-    probs = probabilities(law)
+    uniforms = torch.rand(count, 3, generator=by, device=DEVICE, dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
+    distribution = target_distribution(logits, sampling, backend="triton")
+    probs = probabilities(distribution)
     upto = probs.double().cumsum(-1)
-    aim = coins * upto[..., -1]
-    for drawn in (sample(law, coins, backend="triton"), sample(probs, coins, backend="triton")):
-        at = drawn[..., None]
+    aim = uniforms * upto[..., -1]
+    for sampled in (
+        sample(distribution, uniforms, backend="triton"),
+        sample(probs, uniforms, backend="triton"),
+    ):
+        at = sampled[..., None]
         mass, reached = probs.gather(-1, at)[..., 0].double(), upto.gather(-1, at)[..., 0]
         assert (mass > 0).all()
         assert (reached > aim - 1e-6).all() and (reached - mass <= aim + 1e-6).all()
-    siblings = sample_distinct(probs[:, 0].contiguous(), coins[:, :1].expand(-1, 4), backend="triton")
+    siblings = sample_distinct(probs[:, 0].contiguous(), uniforms[:, :1].expand(-1, 4), backend="triton")
     assert all(len(set(row)) == 4 for row in siblings.tolist())
-    right = sample_distinct(probs[:, 0].cpu(), coins[:, :1].expand(-1, 4).cpu(), backend="reference")
+    right = sample_distinct(probs[:, 0].cpu(), uniforms[:, :1].expand(-1, 4).cpu(), backend="reference")
     assert (siblings.cpu() == right).double().mean() > 0.99, "sums that differ in the last bit draw alike"
 
 
-def test_coins_are_the_host_s_to_the_bit():
+def test_uniforms_are_the_host_s_to_the_bit():
     by = generator(32)
     seeds = torch.randint(-(2**62), 2**62, (64,), generator=by, device=DEVICE)
     places = torch.randint(0, 2**40, (64, 65), generator=by, device=DEVICE)
     for stream in (0, 1, 2):
-        ours = uniforms(seeds, places, stream, backend="triton")
-        assert torch.equal(ours.cpu(), uniforms(seeds.cpu(), places.cpu(), stream, backend="reference"))
+        ours = position_uniforms(seeds, places, stream, backend="triton")
+        assert torch.equal(
+            ours.cpu(), position_uniforms(seeds.cpu(), places.cpu(), stream, backend="reference")
+        )
         ours = window_uniforms(seeds, places[:, 0], 65, stream, backend="triton")
         theirs = window_uniforms(seeds.cpu(), places[:, 0].cpu(), 65, stream, backend="reference")
         assert torch.equal(ours.cpu(), theirs)
@@ -140,10 +149,10 @@ def random_tree(batch: int, nodes: int, depth: int, by: torch.Generator) -> tupl
 
 
 def drawn_from(q: torch.Tensor, parents: torch.Tensor, by: torch.Generator) -> torch.Tensor:
-    """Tokens ``[B, N]`` whose every node is drawn from ``q [B, N, V]`` at its parent."""
+    """Tokens ``[B, N]`` whose every node is sampled from ``q [B, N, V]`` at its parent."""
     below = q[:, parents[0, 1:]]
-    drawn = torch.multinomial(below.flatten(0, 1), 1, generator=by).view(below.shape[:2])
-    return torch.cat((torch.zeros_like(drawn[:, :1]), drawn), 1)
+    sampled = torch.multinomial(below.flatten(0, 1), 1, generator=by).view(below.shape[:2])
+    return torch.cat((torch.zeros_like(sampled[:, :1]), sampled), 1)
 
 
 def assert_agreed(name: str, ours: Accepted, theirs: Accepted) -> None:
@@ -159,9 +168,9 @@ def assert_agreed(name: str, ours: Accepted, theirs: Accepted) -> None:
 VERIFIERS = {
     "target only": TargetOnly(),
     "relaxed": Relaxed(0.3, 0.6),
-    "rejection, chain": Rejection(),
-    "rejection, tree": Rejection(),
-    "block": Block(),
+    "rejection, chain": RejectionSampling(),
+    "rejection, tree": RejectionSampling(),
+    "block": BlockVerification(),
 }
 
 
@@ -172,11 +181,11 @@ VERIFIERS = {
 def test_verifiers_walk_as_in_fp64(name, vocab, batch, nodes, dtype):
     """The reference keeps what is left of p and q in fp64 rows; the kernels make neither rows nor copies."""
     by, verifier = generator(33), VERIFIERS[name]
-    _, laws = batch_of(batch, vocab)
+    _, sampling = batch_of(batch, vocab)
     logits = randn(batch, nodes, vocab, dtype=dtype, by=by, scale=2.5)
-    law = target_law(logits, laws, backend="triton")
+    distribution = target_distribution(logits, sampling, backend="triton")
     near = logits.float() + randn(batch, nodes, vocab, by=by, scale=0.5)
-    q = target_probs(near, laws._replace(top_k=None, top_p=None, min_p=None), backend="triton")
+    q = target_probs(near, sampling._replace(top_k=None, top_p=None, min_p=None), backend="triton")
     is_chain = name in ("block", "rejection, chain")
     if is_chain:
         depths = torch.arange(nodes, device=DEVICE).expand(batch, nodes)
@@ -192,10 +201,10 @@ def test_verifiers_walk_as_in_fp64(name, vocab, batch, nodes, dtype):
         proposal = SampledTree(q)
     tree = Tree(tokens, parents, depths, torch.ones_like(tokens))
     roots = torch.randint(0, 30000, (batch,), generator=by, device=DEVICE)
-    probs = probabilities(law)
-    options = (proposal, verifier, laws.seeds, roots, steps)
+    probs = probabilities(distribution)
+    options = (proposal, verifier, sampling.seeds, roots, steps)
     theirs = accept(probs, tree, *options, backend="reference")
-    assert_agreed("of a law", accept(law, tree, *options, backend="triton"), theirs)
+    assert_agreed("of a distribution", accept(distribution, tree, *options, backend="triton"), theirs)
     assert_agreed("of probabilities", accept(probs, tree, *options, backend="triton"), theirs)
     if batch > 1:
         assert theirs.num_accepted.sum() > 0

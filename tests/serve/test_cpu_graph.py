@@ -1,5 +1,5 @@
 """Recordings of operations: they give the bits of what was recorded, and an engine that replays them says
-what one in Python says, whatever the drafter, the law, the batch and the lengths."""
+what one in Python says, whatever the drafter, the sampling, the batch and the lengths."""
 
 import gc
 
@@ -13,7 +13,7 @@ from tiny_run import make_target
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.experts import experts, pack_experts
-from eagle_kit.kernels.recording import choose_by
+from eagle_kit.kernels.recording import guarded_choice
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
@@ -21,7 +21,7 @@ from eagle_kit.serve.cpu_graph import CpuGraphs, Recording
 from eagle_kit.serve.graph import CaptureError, Lengths
 from eagle_kit.serve.llm import LLM
 from tests.serve.test_deepseek_heads import KINDS, models, plain
-from tests.serve.test_graph import LAWS, replies
+from tests.serve.test_graph import SAMPLING_PARAMS, replies
 from tests.serve.test_moe_engine import TARGETS
 
 __all__ = ["models", "plain"]  # fixtures
@@ -157,7 +157,7 @@ class Choosing:
         self.slots = torch.tensor([3, 9, 30, 31])
 
     def body(self, rows):
-        sizes = choose_by(self.slots[rows] + 1, lambda lengths: tuple(-(-n // 8) for n in lengths))
+        sizes = guarded_choice(self.slots[rows] + 1, lambda lengths: tuple(-(-n // 8) for n in lengths))
         return torch.arange(8 * max(sizes)).sum()[None] + rows
 
 
@@ -190,7 +190,7 @@ def test_choices_by_anything_else_are_refused():
 
     others = (lambda rows: rows, lambda rows: slots[rows] * 2, lambda rows: slots[rows + 0])
     for by in (*others, lambda rows: slots[rows].add_(5), lambda rows: slots[rows].add_(5) + 1, changed):
-        recording = Recording(lambda rows, by=by: rows * choose_by(by(rows), tuple)[0], lengths.rows)
+        recording = Recording(lambda rows, by=by: rows * guarded_choice(by(rows), tuple)[0], lengths.rows)
         with pytest.raises(CaptureError, match="not by lengths|changed"):
             recording.compile(lengths)
 
@@ -207,33 +207,33 @@ def test_recordings_are_few(monkeypatch):
             assert graphs.num_graphs == min(3, 8 * turn + size) and len(graphs._runs) <= 5
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
-def test_an_engine_that_replays_says_what_one_in_python_says(shape, law):
+def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):
     target = tiny_target(vocab_size=64)
     head, shape = tiny_head(target, 50), SpecShape.parse(shape)
     options = {"max_batch_size": 4, "max_context": 64}
-    expected = replies(LLM(target, head, **options, graph_mode="off"), shape, **LAWS[law])
+    expected = replies(LLM(target, head, **options, graph_mode="off"), shape, **SAMPLING_PARAMS[sampling])
     llm = LLM(target, head, **options)
     graphs = llm.engine(shape).runner.graphs = CpuGraphs(1)
-    assert replies(llm, shape, **LAWS[law]) == expected
-    if law == "penalised":  # tables of the vocabulary have no graphs
+    assert replies(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
+    if sampling == "penalised":  # tables of the vocabulary have no graphs
         assert graphs.num_graphs == 0
     else:
         check_recorded(graphs)
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
-def test_lengths_that_grow_over_columns_change_nothing(tree, drawn):
+def test_lengths_that_grow_over_columns_change_nothing(tree, sampled):
     target = tiny_target(vocab_size=64)
     head = tiny_head(target, 50)
     options = {"max_context": 400, "tree": tree, "page_size": 16, "max_batch_size": 1}
-    law = {"temperature": 0.9, "seed": 5} if drawn else {}
+    sampling = {"temperature": 0.9, "seed": 5} if sampled else {}
     if tree == "dynamic":
-        options |= {"sampled_drafts": drawn, "shape": "3,1,4" if drawn else "3,2,6"}
+        options |= {"sampled_drafts": sampled, "shape": "3,1,4" if sampled else "3,2,6"}
     prompts = [[5] * 40, [6, 7] * 70, [9] * 3]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True, **law) for n in (150, 130, 90)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, **sampling) for n in (150, 130, 90)]
     expected = LLM(target, head, graph_mode="off", **options).generate(prompts, params)
     llm = recorded(LLM(target, head, **options))
     for _ in range(2):

@@ -11,16 +11,16 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
-from eagle_kit.serve.cycle import Settings, cycle, verify_cycle
+from eagle_kit.serve.cycle import CycleSettings, cycle, verify_cycle
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.llm import EAGLE1_SHAPE
-from eagle_kit.speculation.propose.draft_model import Eagle3Draft
-from eagle_kit.speculation.propose.drafter import Draft
+from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.drafter import DraftOutput
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
-from eagle_kit.speculation.verify.proposal import Deterministic, Rejection, Relaxed
+from eagle_kit.speculation.verify.proposal import Deterministic, RejectionSampling, Relaxed
 
 BATCH = 3
-LAWS = {
+SAMPLING_PARAMS = {
     "greedy": None,
     "sampled": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
     "penalised": SamplingParams(temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}),
@@ -28,32 +28,32 @@ LAWS = {
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"])
-def test_the_cycle_needs_no_host(shape, law, backend):
-    _trace(backend, law, shape)
+def test_the_cycle_needs_no_host(shape, sampling, backend):
+    _trace(backend, sampling, shape)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
         ("4,1,5", {"sampled_drafts": True}),
-        ("4,1,5", {"sampled_drafts": True, "verifier": Rejection()}),
+        ("4,1,5", {"sampled_drafts": True, "verifier": RejectionSampling()}),
         (str(EAGLE1_SHAPE), {"tree": "static"}),
         (str(EAGLE1_SHAPE), {"tree": "static", "sampled_drafts": True}),
         ("5,4,16", {"verifier": Relaxed(0.5, 0.9)}),
     ],
-    ids=["block", "rejection", "static", "static drawn", "relaxed"],
+    ids=["block", "rejection", "static", "static sampled", "relaxed"],
 )
-def test_no_policy_needs_the_host(shape, options, law, backend):
-    _trace(backend, law, shape, **options)
+def test_no_policy_needs_the_host(shape, options, sampling, backend):
+    _trace(backend, sampling, shape, **options)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("law", LAWS)
-def test_the_half_behind_a_window_from_the_host_needs_no_host(law, backend):
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
+def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend):
     """Windows that text was looked up for, with a grammar's masks."""
     target, engine, shape, settings = _engine("5,4,16")
     ngram = NgramIndex()
@@ -62,19 +62,19 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(law, backend):
     allowed = torch.rand(BATCH, shape.tokens, target.config.vocab_size) < 0.5
     with _traced(backend):
         state = engine.runner.slots.gather(torch.arange(BATCH))._replace(draft=None)
-        draft = Draft(tree, Deterministic())
+        draft = DraftOutput(tree, Deterministic())
         out = verify_cycle(
-            target, engine.runner.kv, None, state, draft, settings, _laws(law, target), allowed
+            target, engine.runner.kv, None, state, draft, settings, _sampling_batch(sampling, target), allowed
         )
     assert out.tokens.shape == (BATCH, shape.steps + 1)
 
 
-def _trace(backend: str, law: str, shape: str, **options) -> None:
+def _trace(backend: str, sampling: str, shape: str, **options) -> None:
     target, engine, shape, settings = _engine(shape, **options)
     runner = engine.runner
     with _traced(backend):
         state = runner.slots.gather(torch.arange(BATCH))
-        out = cycle(target, runner.kv, runner.drafter, state, settings, _laws(law, target))
+        out = cycle(target, runner.kv, runner.drafter, state, settings, _sampling_batch(sampling, target))
     assert out.tokens.shape == (BATCH, shape.steps + 1)
     assert out.logprobs.ids.shape == (BATCH, shape.steps + 1, 3)
     assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
@@ -83,16 +83,23 @@ def _trace(backend: str, law: str, shape: str, **options) -> None:
 def _engine(shape: str, **options):
     target, shape = tiny_target(), SpecShape.parse(shape)
     options = EngineOptions(max_running=BATCH, max_context=128, kv_tokens=600, **options)
-    engine = Engine(target, Eagle3Draft(tiny_head(target), target), options)
+    engine = Engine(target, Eagle3DraftModel(tiny_head(target), target), options)
     engine.use_shape(shape)
-    return target, engine, shape, Settings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier(shape))
+    return (
+        target,
+        engine,
+        shape,
+        CycleSettings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier(shape)),
+    )
 
 
-def _laws(law: str, target):
-    if LAWS[law] is None:
+def _sampling_batch(sampling: str, target):
+    if SAMPLING_PARAMS[sampling] is None:
         return None
     vocab, device = target.config.vocab_size, torch.device("cpu")
-    return make_sampling_batch([LAWS[law]] * BATCH, [[1, 2]] * BATCH, [7] * BATCH, vocab, device)
+    return make_sampling_batch(
+        [SAMPLING_PARAMS[sampling]] * BATCH, [[1, 2]] * BATCH, [7] * BATCH, vocab, device
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.cycle import Settings, cycle
+from eagle_kit.serve.cycle import CycleSettings, cycle
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
@@ -234,7 +234,7 @@ def test_the_cycle_needs_no_host(models, kind):
     engine.use_shape(shape)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         state = engine.runner.slots.gather(torch.arange(3))
-        out = cycle(models.target, engine.runner.kv, engine.runner.drafter, state, Settings(shape, 192))
+        out = cycle(models.target, engine.runner.kv, engine.runner.drafter, state, CycleSettings(shape, 192))
     assert out.tokens.shape == (3, 4)
 
 
@@ -297,7 +297,7 @@ def test_a_token_map_limits_what_a_module_proposes(models, plain):
 
 
 @pytest.mark.parametrize("kind", ["eagle3-mla", "mtp"])
-def test_fixed_trees_and_drawn_chains_work_with_these_heads_too(models, plain, kind):
+def test_static_trees_and_sampled_chains_work_with_these_heads_too(models, plain, kind):
     static = models.decode(kind, "5,4,26", batch=4, tree="static")
     assert [r.token_ids for r in static] == plain and accept_length(static) > 1.02
     llm = LLM(models.target, models.draft(kind), sampled_drafts=True, max_context=128, shape="3,1,4")

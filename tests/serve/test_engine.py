@@ -15,7 +15,7 @@ from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.drafter import Draft
+from eagle_kit.speculation.propose.drafter import DraftOutput
 from eagle_kit.speculation.propose.ngram import NgramOptions
 
 
@@ -147,7 +147,7 @@ class KnowsTheAnswer:
                 parents[b, left] = parents[b, right] = node
                 node = right
         depths = torch.tensor([0] + [d for d in range(1, shape.steps + 1) for _ in (0, 1)]).expand_as(tokens)
-        return Draft(Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps)), proposal)
+        return DraftOutput(Tree(tokens, parents, depths, ancestor_bits(parents, shape.steps)), proposal)
 
 
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])

@@ -1,4 +1,5 @@
-"""Sampling in the engine: neither speculation nor a batch changes a draw, and the laws are the target's."""
+"""Sampling in the engine: neither speculation nor a batch changes a draw, and the distributions are the
+target's."""
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.verify.proposal import Rejection, Relaxed
+from eagle_kit.speculation.verify.proposal import RejectionSampling, Relaxed
 
-LAWS = {
+SAMPLING_PARAMS = {
     "warm": {"temperature": 0.8},
     "filtered": {"temperature": 1.2, "top_k": 7, "top_p": 0.9, "min_p": 0.02},
     "penalised": {
@@ -24,9 +25,9 @@ LAWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_with_a_seed_speculation_and_batches_change_no_token(models, law):
-    params = LAWS[law] | {"seed": 11}
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
+def test_with_a_seed_speculation_and_batches_change_no_token(models, sampling):
+    params = SAMPLING_PARAMS[sampling] | {"seed": 11}
     alone = decode(models, None, **params)
     for shape, batch, options in (
         ("4,1,5", 1, {}),
@@ -39,27 +40,33 @@ def test_with_a_seed_speculation_and_batches_change_no_token(models, law):
     assert [r.token_ids for r in alone] != [r.token_ids for r in greedy]
 
 
-def test_a_mixed_batch_serves_each_request_by_its_own_law(models):
-    laws = [{}, LAWS["warm"] | {"seed": 3}, LAWS["penalised"] | {"seed": 4}, {"temperature": 2.0, "seed": 5}]
+def test_a_mixed_batch_serves_each_request_by_its_own_sampling_params(models):
+    mixed = [
+        {},
+        SAMPLING_PARAMS["warm"] | {"seed": 3},
+        SAMPLING_PARAMS["penalised"] | {"seed": 4},
+        {"temperature": 2.0, "seed": 5},
+    ]
     engine = make_engine(models, batch=4)
     engine.use_shape(SpecShape(4, 1, 5))
     requests = [
-        Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=25 + i, **law)) for i, law in enumerate(laws)
+        Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=25 + i, **sampling))
+        for i, sampling in enumerate(mixed)
     ]
     serve(engine, requests)
-    for i, law in enumerate(laws):
-        (alone,) = decode(models, None, prompts=[PROMPTS[i]], **(law | {"max_tokens": 25 + i}))
+    for i, sampling in enumerate(mixed):
+        (alone,) = decode(models, None, prompts=[PROMPTS[i]], **(sampling | {"max_tokens": 25 + i}))
         assert requests[i].token_ids == alone.token_ids
 
 
 def test_a_preempted_request_goes_on_with_the_same_draws(models):
-    params = SamplingParams(max_tokens=40, **LAWS["penalised"], seed=8)
+    params = SamplingParams(max_tokens=40, **SAMPLING_PARAMS["penalised"], seed=8)
     engine = make_engine(models, batch=4, page_size=2, max_context=100, kv_tokens=130)
     engine.use_shape(SpecShape(4, 1, 5))
     requests = [Request(i, list(PROMPTS[i]), params) for i in range(4)]
     serve(engine, requests)
     assert engine.totals.num_preemptions > 0
-    alone = decode(models, None, prompts=PROMPTS[:4], **LAWS["penalised"], seed=8)
+    alone = decode(models, None, prompts=PROMPTS[:4], **SAMPLING_PARAMS["penalised"], seed=8)
     assert [r.token_ids for r in requests] == [r.token_ids for r in alone]
 
 
@@ -77,12 +84,12 @@ def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engines_se
 @pytest.mark.parametrize("shape", [None, "4,1,5", "5,4,16"])
 def test_logprobs_equal_scoring_the_text_anew(models, shape):
     llm = LLM(*models, max_context=256)
-    for params in ({}, LAWS["penalised"] | {"seed": 1}):
+    for params in ({}, SAMPLING_PARAMS["penalised"] | {"seed": 1}):
         (request,) = decode(models, shape, prompts=PROMPTS[2:3], logprobs=3, **params)
         ids = request.prompt_ids + request.token_ids
-        laws = llm.logits(ids).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        distributions = llm.logits(ids).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         assert len(request.logprobs) == len(request.token_ids)
-        for row, token, entry in zip(laws, request.token_ids, request.logprobs, strict=True):
+        for row, token, entry in zip(distributions, request.token_ids, request.logprobs, strict=True):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
             values, _ = row.topk(3)
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
@@ -90,8 +97,8 @@ def test_logprobs_equal_scoring_the_text_anew(models, shape):
                 assert value == pytest.approx(float(row[token_id]), abs=1e-4)
 
 
-def test_first_tokens_follow_the_law_of_the_prompt(models):
-    """2,000 draws of the first token against the law that the logits give."""
+def test_first_tokens_follow_the_distribution_of_the_prompt(models):
+    """2,000 draws of the first token against the distribution that the logits give."""
     params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95)
     engine = make_engine(models, batch=50, max_context=16)
     requests = [Request(i, [1, 2, 3], params) for i in range(2000)]
@@ -100,11 +107,11 @@ def test_first_tokens_follow_the_law_of_the_prompt(models):
     logits = LLM(models[0]).logits([1, 2, 3])[-1].view(1, 1, -1)
     batch = make_sampling_batch([params], [[1, 2, 3]], [0], 11, torch.device("cpu"))
     ones = torch.ones(1, 1, dtype=torch.int64)
-    law = target_probs(adjust_logits(logits, batch, ones, ones), batch)[0, 0].double()
-    assert counts[law == 0].sum() == 0
-    expected = 2000 * law[law > 0]
+    distribution = target_probs(adjust_logits(logits, batch, ones, ones), batch)[0, 0].double()
+    assert counts[distribution == 0].sum() == 0
+    expected = 2000 * distribution[distribution > 0]
     freedom = len(expected) - 1
-    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
+    assert ((counts[distribution > 0] - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def _pair_counts(models, count, **engine_options) -> torch.Tensor:
@@ -138,12 +145,14 @@ def plain_counts(trained):
         {"shape": "3,1,4", "seed": 1},
         {"shape": "3,3,8", "seed": 2},
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
-        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": Rejection()},
+        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": RejectionSampling()},
         {"shape": "3,3,8", "seed": 5, "verifier": Relaxed(1.0, 1.0)},
     ],
 )
-def test_twenty_thousand_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
-    """Two samples of one law: chi-square of their difference, over pairs of later tokens."""
+def test_twenty_thousand_continuations_have_the_distribution_of_plain_sampling(
+    trained, plain_counts, options
+):
+    """Two samples of one distribution: chi-square of their difference, over pairs of later tokens."""
     counts = _pair_counts(trained, 20_000, **options)
     both = counts + plain_counts
     seen = both > 20
@@ -161,10 +170,10 @@ def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
     assert ((counts - plain_counts) ** 2 / both)[seen].sum() > freedom + 10 * (2 * freedom) ** 0.5
 
 
-def test_drawn_drafts_leave_greedy_requests_alone(models):
+def test_sampled_drafts_leave_greedy_requests_alone(models):
     alone = decode(models, None)
-    drawn = decode(models, "4,1,5", batch=3, options={"sampled_drafts": True})
-    assert [r.token_ids for r in drawn] == [r.token_ids for r in alone]
+    sampled = decode(models, "4,1,5", batch=3, options={"sampled_drafts": True})
+    assert [r.token_ids for r in sampled] == [r.token_ids for r in alone]
     engine = make_engine(models, batch=2, sampled_drafts=True)
     engine.use_shape(SpecShape(4, 1, 5))
     warm = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
@@ -177,6 +186,6 @@ def test_a_verifier_that_does_not_fit_the_drafts_is_refused(models):
     with pytest.raises(UserError, match="does not fit"):
         make_engine(models, sampled_drafts=True, verifier=Relaxed(0.5, 0.5))
     with pytest.raises(UserError, match="does not fit"):
-        make_engine(models, verifier=Rejection())
+        make_engine(models, verifier=RejectionSampling())
     with pytest.raises(UserError, match="is a tree"):
         make_engine(models, sampled_drafts=True).use_shape(SpecShape(5, 4, 16))

@@ -39,7 +39,7 @@ class RandomRunner:
         ended = []
         for request, start, stop in chunks:
             assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
-            assert len(request.lease) * self.page_size >= stop
+            assert len(request.allocation) * self.page_size >= stop
             if stop == request.num_to_compute:
                 ended.append(request)
         if not ended:
@@ -62,7 +62,7 @@ class RandomRunner:
         for request in requests:
             assert request.num_tokens - 1 <= longest
             unseen = sum(results.copy.wait()[0].shape[1] for results in self.pending if request in results[0])
-            assert len(request.lease) * self.page_size >= request.num_tokens - 1 + unseen + width
+            assert len(request.allocation) * self.page_size >= request.num_tokens - 1 + unseen + width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         epochs = [request.epoch for request in requests]
@@ -144,10 +144,10 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
     while engine.has_work:
         engine.step()
         engine.check()
-    assert engine.cache.num_available == engine.cache.num_pages and engine.num_running == 0
+    assert engine.page_pool.num_available == engine.page_pool.num_pages and engine.num_running == 0
     for request in finished + alive:
         tokens, params = request.token_ids, request.params
-        assert not request.lease.nodes and not request.lease.pages
+        assert not request.allocation.nodes and not request.allocation.pages
         assert len(tokens) <= params.max_tokens and request.num_tokens <= 60
         if request.finish_reason == "length":
             assert len(tokens) == params.max_tokens
@@ -159,7 +159,7 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
             assert STOP not in tokens[:-1]
     reasons = engine.totals.num_finished
     assert all(reasons[reason] > 50 for reason in ("stop", "length", "context", "abort")), reasons
-    assert engine.totals.num_preemptions > 50 and engine.cache.num_evicted > 100
+    assert engine.totals.num_preemptions > 50 and engine.page_pool.num_evicted > 100
     assert engine.totals.num_cached_prompt_tokens > 1000
     if with_ngram:
         assert not engine._num_indexed and engine.totals.num_draft_tokens > 1000

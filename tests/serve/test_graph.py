@@ -29,9 +29,9 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.verify.proposal import SampledChain
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20], [3, 4, 3, 4, 3, 4], [30, 31]]
-LAWS = {
+SAMPLING_PARAMS = {
     "greedy": {},
-    "drawn": {"temperature": 1.0, "seed": 3},
+    "sampled": {"temperature": 1.0, "seed": 3},
     "filtered": {"temperature": 1.2, "seed": 6, "top_k": 9},
     "penalised": {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
 }
@@ -47,8 +47,8 @@ def with_graphs(llm, mode):
     return llm
 
 
-def replies(llm, shape, **law):
-    params = [SamplingParams(max_tokens=n, ignore_eos=True, **law) for n in (9, 14, 3, 20, 11)]
+def replies(llm, shape, **sampling):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, **sampling) for n in (9, 14, 3, 20, 11)]
     engine = llm.engine(shape)
     requests = [llm.make_request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     for request in requests:
@@ -59,22 +59,22 @@ def replies(llm, shape, **law):
     return [request.token_ids for request in requests]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
 @pytest.mark.parametrize(("mode", "lag"), [("cycle", 0), ("cycle", 1), ("phases", 1)])
-def test_replays_say_what_an_eager_engine_says(mode, lag, shape, law):
+def test_replays_say_what_an_eager_engine_says(mode, lag, shape, sampling):
     target = tiny_target(vocab_size=64)
     head, shape = tiny_head(target, 50), SpecShape.parse(shape)
     options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": lag}
-    expected = replies(LLM(target, head, **options), shape, **LAWS[law])
+    expected = replies(LLM(target, head, **options), shape, **SAMPLING_PARAMS[sampling])
     llm = LLM(target, head, **options)
     llm.engine(shape)
-    assert replies(with_graphs(llm, mode), shape, **LAWS[law]) == expected
+    assert replies(with_graphs(llm, mode), shape, **SAMPLING_PARAMS[sampling]) == expected
     # Batches of 4, 2 and 1; in phases a proposal, a verification and an observation each. Tables of the
     # vocabulary have no graphs.
     graphs = llm.engine(shape).runner.graphs
     most = 3 * (3 if mode == "phases" else 1)
-    assert graphs.num_graphs == 0 if law == "penalised" else 1 <= graphs.num_graphs <= most
+    assert graphs.num_graphs == 0 if sampling == "penalised" else 1 <= graphs.num_graphs <= most
 
 
 def test_a_change_of_shape_keeps_graphs_and_is_right():
@@ -94,10 +94,10 @@ def test_a_change_of_shape_keeps_graphs_and_is_right():
 def test_kinds_of_batches_with_graphs_are_few():
     target = tiny_target(vocab_size=64)
     llm = with_graphs(LLM(target, tiny_head(target, 50), max_context=64, batch_sizes=(4,)), "cycle")
-    laws = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.2}, {}]
-    for law in laws:
+    filters = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.2}, {}]
+    for sampling in filters:
         for logprobs in (None, 0, 3, 17):
-            params = SamplingParams(max_tokens=3, temperature=1.0, logprobs=logprobs, **law)
+            params = SamplingParams(max_tokens=3, temperature=1.0, logprobs=logprobs, **sampling)
             llm.generate([[1, 2]], params)
     assert llm.engine().runner.graphs.num_graphs == 4
 
@@ -148,13 +148,13 @@ def test_inputs_are_written_and_outputs_overwritten():
 
 
 def test_nests():
-    law = SampledChain(torch.ones(2))
-    nest = (Pair(torch.zeros(1), None), law, 3, None)
+    chain = SampledChain(torch.ones(2))
+    nest = (Pair(torch.zeros(1), None), chain, 3, None)
     doubled = map_tensors(lambda tensor: tensor + 1, nest)
     assert isinstance(doubled[0], Pair) and isinstance(doubled[1], SampledChain) and doubled[2:] == (3, None)
     assert [leaf.tolist() for leaf in leaves(doubled)] == [[1.0], [2.0, 2.0]]
     write(nest, doubled)
-    assert law.q.tolist() == [2.0, 2.0]
+    assert chain.q.tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="shorter|longer"):
         write((torch.ones(1),), (torch.ones(1), torch.ones(1)))
 

@@ -1,4 +1,4 @@
-"""`LLM` where things go wrong or are unusual: interruptions, small pools, laws of drafts."""
+"""`LLM` where things go wrong or are unusual: interruptions, small pools, kinds of drafts."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import CycleInputs, Settings
-from eagle_kit.speculation.verify.proposal import Block
+from eagle_kit.speculation.verify.proposal import BlockVerification
 
-DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -20,17 +20,17 @@ def make(**options):
     return LLM(target, tiny_head(target), max_context=64, **{"max_batch_size": 4, **options})
 
 
-def test_drawn_drafts_and_plain_decoding_go_with_one_another():
+def test_sampled_drafts_and_plain_decoding_go_with_one_another():
     llm = make(shape="3,1,4", sampled_drafts=True)
-    plain = llm.generate([[1, 2]], DRAWN, shape="none")[0]
-    assert plain.token_ids == make().generate([[1, 2]], DRAWN, shape="none")[0].token_ids
-    assert len(llm.generate([[1, 2]], DRAWN)[0].token_ids) == 8
-    assert llm.generate([[1, 2]], DRAWN, shape="none")[0].token_ids == plain.token_ids
+    plain = llm.generate([[1, 2]], SAMPLED, shape="none")[0]
+    assert plain.token_ids == make().generate([[1, 2]], SAMPLED, shape="none")[0].token_ids
+    assert len(llm.generate([[1, 2]], SAMPLED)[0].token_ids) == 8
+    assert llm.generate([[1, 2]], SAMPLED, shape="none")[0].token_ids == plain.token_ids
 
 
-def test_a_verifier_of_drawn_drafts_needs_drawn_drafts():
-    with pytest.raises(UserError, match="Block verification does not fit"):
-        LLM(tiny_target(), verifier=Block()).engine()
+def test_a_verifier_of_sampled_drafts_needs_sampled_drafts():
+    with pytest.raises(UserError, match="BlockVerification does not fit"):
+        LLM(tiny_target(), verifier=BlockVerification()).engine()
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -112,11 +112,11 @@ class _HostTensors(TorchDispatchMode):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("law", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_no_cycle_makes_tensors_on_the_host(options, shape, law):
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
     llm = make(shape=shape, **options)
     engine = llm.engine()
-    request = llm.make_request([1, 2, 3], law)
+    request = llm.make_request([1, 2, 3], sampling)
     engine.add_request(request)
     while request.is_prefilling or not request.token_ids:
         engine.step()

@@ -15,12 +15,12 @@ from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import Settings, cycle
+from eagle_kit.serve.cycle import CycleSettings, cycle
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle3Draft, StandaloneDraft
+from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel, StandaloneDraftModel
 
 TARGETS = {
     "v2": v2(vocab_size=11, q_lora_rank=None, rope_parameters=LITE_YARN),
@@ -119,7 +119,7 @@ def test_what_a_rejected_token_left_behind_is_never_read(models):
 def test_a_whole_model_with_latents_of_its_own_drafts(models, plain):
     target = models[0]
     engine = make_engine((target, None), batch=3)
-    engine = type(engine)(target, StandaloneDraft(target), engine.options)
+    engine = type(engine)(target, StandaloneDraftModel(target), engine.options)
     assert isinstance(engine.runner._drafter.kv, PagedLatents)
     engine.use_shape(SpecShape(4, 1, 5))
     requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
@@ -138,7 +138,7 @@ def test_the_cycle_needs_no_host(models, shape):
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         state = engine.runner.slots.gather(torch.arange(3))
         kv, drafter = engine.runner.kv, engine.runner.drafter
-        out = cycle(models[0], kv, drafter, state, Settings(shape, 192))
+        out = cycle(models[0], kv, drafter, state, CycleSettings(shape, 192))
     assert out.tokens.shape == (3, shape.steps + 1)
 
 
@@ -154,7 +154,7 @@ def test_a_cycle_replayed_from_buffers_says_the_same(models, plain):
 
 def test_the_pool_holds_latents_and_the_drafts_keys(models):
     target, head = models
-    draft = Eagle3Draft(head, target)
+    draft = Eagle3DraftModel(head, target)
     plan = plan_memory(target, draft, max_running=2, wanted_tokens=100, kv_tokens=None)
     latents, keys = 4 * (36 + 8), 2 * head.config.num_kv_heads * head.config.head_dim
     assert plan.bytes_per_token == 4 * (latents + keys)

@@ -28,19 +28,19 @@ def regenerate(make_run: Callable) -> Callable[..., list[dict]]:
 SAMPLED = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "5")
 
 
-@pytest.mark.parametrize("law", [(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_a_batch_and_a_stop_change_no_reply(
-    regenerate: Callable, capsys: pytest.CaptureFixture[str], law: tuple[str, ...]
+    regenerate: Callable, capsys: pytest.CaptureFixture[str], sampling: tuple[str, ...]
 ) -> None:
-    plain = regenerate("plain", *law)
+    plain = regenerate("plain", *sampling)
     assert len(plain) == 10
     capsys.readouterr()
-    assert regenerate("drafted", *law, draft=True) == plain
+    assert regenerate("drafted", *sampling, draft=True) == plain
     assert "accept length 1." in capsys.readouterr().out
-    assert regenerate("alone", *law, "--batch-size", "1") == plain
-    regenerate("stopped", *law, "--limit", "4")
-    assert regenerate("stopped", *law, draft=True) == plain
-    parts = [regenerate(f"part-{i}", *law, "--limit", "5", "--shard", f"{i}/2") for i in range(2)]
+    assert regenerate("alone", *sampling, "--batch-size", "1") == plain
+    regenerate("stopped", *sampling, "--limit", "4")
+    assert regenerate("stopped", *sampling, draft=True) == plain
+    parts = [regenerate(f"part-{i}", *sampling, "--limit", "5", "--shard", f"{i}/2") for i in range(2)]
     assert [record for pair in zip(*parts, strict=True) for record in pair] == plain
 
 
@@ -60,7 +60,7 @@ def test_another_seed_draws_other_replies_and_greedy_ones_are_others(regenerate:
         (("--shard", "1/2"), "shard [0, 1], but now it is [1, 2]"),
     ],
 )
-def test_a_file_is_not_gone_on_with_under_another_law(
+def test_a_file_is_not_continued_with_other_sampling_params(
     regenerate: Callable, capsys: pytest.CaptureFixture[str], change: tuple[str, ...], shown: str
 ) -> None:
     before = regenerate("replies", *SAMPLED, "--limit", "2")

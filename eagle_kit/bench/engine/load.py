@@ -16,14 +16,14 @@ from eagle_kit.kernels.linear.choice import MACHINE
 from eagle_kit.kernels.timing import Timing
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.kv.page_pool import Lease
+from eagle_kit.kv.page_pool import PageAllocation
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import Settings, verify
+from eagle_kit.serve.cycle import CycleSettings, verify
 from eagle_kit.serve.graph import EagerGraph, Graph, GraphMode, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Draft
+from eagle_kit.speculation.propose.drafter import DraftOutput
 from eagle_kit.speculation.verify.proposal import Deterministic
 
 PAGE_SIZE = 16
@@ -61,7 +61,8 @@ class Load:
         tables = torch.randperm(batch * pages).view(batch, pages).tolist()
         params = SamplingParams(ignore_eos=True)
         self.requests = [
-            Request(i, [0], params, slot=i, lease=Lease(pages=table)) for i, table in enumerate(tables)
+            Request(i, [0], params, slot=i, allocation=PageAllocation(pages=table))
+            for i, table in enumerate(tables)
         ]
         self._fill(self.runner.kv)
         if draft is not None:
@@ -126,11 +127,11 @@ class Load:
         tokens = torch.randint(runner.target.config.vocab_size, (b, nodes), device=self.device)
         tree = Tree(tokens, parents, depths, ancestor_bits(parents, nodes))
         shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
-        settings = Settings(shape, runner.max_pages * PAGE_SIZE)
+        settings = CycleSettings(shape, runner.max_pages * PAGE_SIZE)
 
         def body(inputs: tuple[torch.Tensor, Tree]) -> torch.Tensor:
             rows, tree = inputs
-            state, draft = runner.slots.gather(rows), Draft(tree, Deterministic())
+            state, draft = runner.slots.gather(rows), DraftOutput(tree, Deterministic())
             return verify(runner.target, runner.kv, None, state, draft, settings).accepted.tokens
 
         rows = torch.arange(b, device=self.device)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, Draw, Sizes, Work
+from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
@@ -69,22 +69,22 @@ def window_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def make_plan(draw: Draw, w: Window, page_size: int, dtype: torch.dtype) -> tuple[WindowPlan, int]:
+def make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype) -> tuple[WindowPlan, int]:
     """Pages in random order, a random tree, lengths all C - M -> the plan and the rows of the store."""
     per_request = -(-w.c // page_size)
-    pages = draw.permutation(w.b * per_request).view(w.b, per_request)
+    pages = rng.permutation(w.b * per_request).view(w.b, per_request)
     start = (w.b * per_request + 1) * page_size
     dummy = start + w.b * SCRATCH
     if w.kind == "draft step":
-        own = torch.arange(w.m - w.n, w.m, device=draw.device)
-        below = draw.integers(1 << (w.m - w.n), w.b, w.n)
+        own = torch.arange(w.m - w.n, w.m, device=rng.device)
+        below = rng.integers(1 << (w.m - w.n), w.b, w.n)
         bits = below | (torch.ones_like(own) << own)
     else:
-        bits = ancestor_bits(draw.parents(w.b, w.n), w.n)
+        bits = ancestor_bits(rng.parents(w.b, w.n), w.n)
     plan = WindowPlan(
         page_table=pages,
         page_size=page_size,
-        prefix_lens=torch.full((w.b,), w.c - w.m, device=draw.device),
+        prefix_lens=torch.full((w.b,), w.c - w.m, device=rng.device),
         first_slot=0,
         scratch_start=start,
         scratch_stride=SCRATCH,
@@ -97,18 +97,20 @@ def make_plan(draw: Draw, w: Window, page_size: int, dtype: torch.dtype) -> tupl
     return plan, dummy + 2
 
 
-def _make_window(sizes: Sizes, w: Window, draw: Draw) -> Work:
+def _make_window(sizes: Sizes, w: Window, rng: RandomInputs) -> PreparedCase:
     hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    plan, num_rows = make_plan(draw, w, sizes.page_size, draw.dtype)
-    q = draw.normal(w.b, w.n, hq, d)
-    k, v = (draw.normal(hkv, num_rows, d, dtype=w.dtype) for _ in range(2))
+    plan, num_rows = make_plan(rng, w, sizes.page_size, rng.dtype)
+    q = rng.normal(w.b, w.n, hq, d)
+    k, v = (rng.normal(hkv, num_rows, d, dtype=w.dtype) for _ in range(2))
     rivals: dict[str, Callable[[], Callable[[], Any]]] = {}
     if w.dtype is None:
         rivals["sdpa"] = partial(_sdpa, q, k, v, plan)
         if w.kind == "verify" and (w.b, w.c) == sizes.flex and w.n == 8:
             rivals["flex"] = partial(_flex, q, k, v, plan)
     used = (q, k[:, : w.b * w.c], v[:, : w.b * w.c])
-    return Work(lambda backend: window_attention(q, k, v, plan, d**-0.5, backend=backend), rivals, used)
+    return PreparedCase(
+        lambda backend: window_attention(q, k, v, plan, d**-0.5, backend=backend), rivals, used
+    )
 
 
 def _dense(store: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
@@ -167,16 +169,16 @@ def mla_cases(sizes: Sizes) -> list[Case]:
     return made
 
 
-def _make_mla(sizes: Sizes, w: Window, heads: int, draw: Draw) -> Work:
+def _make_mla(sizes: Sizes, w: Window, heads: int, rng: RandomInputs) -> PreparedCase:
     latent, rope = sizes.latent
-    plan, num_rows = make_plan(draw, w, sizes.page_size, draw.dtype)
-    q, rows = draw.normal(w.b, w.n, heads, latent + rope), draw.normal(num_rows, latent + rope)
+    plan, num_rows = make_plan(rng, w, sizes.page_size, rng.dtype)
+    q, rows = rng.normal(w.b, w.n, heads, latent + rope), rng.normal(num_rows, latent + rope)
     scale = (128 + rope) ** -0.5
 
     def op(backend: Backend) -> torch.Tensor:
         return mla_window_attention(q, rows, plan, scale, latent_dim=latent, backend=backend)
 
-    return Work(op, reads=(q, rows[: w.b * w.c]))
+    return PreparedCase(op, reads=(q, rows[: w.b * w.c]))
 
 
 def prefill_cases(sizes: Sizes) -> list[Case]:
@@ -193,24 +195,24 @@ def prefill_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, draw: Draw) -> Work:
+def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, rng: RandomInputs) -> PreparedCase:
     hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     total, size = prefix + rows, sizes.page_size
     per_request = -(-total // size)
-    pages = draw.permutation(b * per_request).view(b, per_request)
+    pages = rng.permutation(b * per_request).view(b, per_request)
     plan = PrefillPlan(
         page_tables=pages,
         page_size=size,
-        cu_rows=torch.arange(b + 1, device=draw.device) * rows,
-        starts=torch.full((b,), prefix, device=draw.device),
+        cu_rows=torch.arange(b + 1, device=rng.device) * rows,
+        starts=torch.full((b,), prefix, device=rng.device),
         first_slot=0,
         max_rows=rows,
     )
-    q = draw.normal(b * rows, hq, d)
-    k, v = (draw.normal(hkv, b * per_request * size, d) for _ in range(2))
+    q = rng.normal(b * rows, hq, d)
+    k, v = (rng.normal(hkv, b * per_request * size, d) for _ in range(2))
     used = (q, k[:, : b * total], v[:, : b * total])
     rival = partial(_sdpa_prefill, q, k, v, plan, total)
-    return Work(
+    return PreparedCase(
         lambda backend: paged_prefill_attention(q, k, v, plan, d**-0.5, backend=backend),
         {"sdpa": rival},
         used,

@@ -101,7 +101,7 @@ TINY = Sizes(
 """To try the benchmark; its times say nothing about kernels."""
 
 
-class Draw:
+class RandomInputs:
     """Random inputs on a device. Its generator is its own: the default one is of no use after a failed
     capture."""
 
@@ -144,7 +144,7 @@ class Draw:
         return self.below(limits)
 
 
-class Work(NamedTuple):
+class PreparedCase(NamedTuple):
     """A case with its inputs.
 
     Attributes:
@@ -177,6 +177,6 @@ class Case:
 
     name: str
     cost: Callable[[int], Cost]
-    make: Callable[[Draw], Work]
+    make: Callable[[RandomInputs], PreparedCase]
     values: dict[str, Any] = field(default_factory=dict)
     trains: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagle_kit.bench.kernels.case import FULL, TINY, Draw, Sizes
+from eagle_kit.bench.kernels.case import FULL, TINY, RandomInputs, Sizes
 from eagle_kit.bench.kernels.options import RESULTS, add_arguments, check_arguments
 from eagle_kit.bench.kernels.plot import plot_roofline
 from eagle_kit.bench.kernels.record import Record
@@ -78,7 +78,7 @@ def _run(
     ceilings = measure_ceilings(timer, dtype_of(device), tiny=sizes.name == "tiny")
     record.put(ceilings=ceilings.to_dict(), seed=seed, device_state={"before": before})
     say(f"ceilings  {ceilings}\n")
-    draw = Draw(device, dtype_of(device), seed)
+    rng = RandomInputs(device, dtype_of(device), seed)
     with tqdm(
         total=sum(count_cases(name, sizes) for name in names if name not in record.parts),
         unit="case",
@@ -96,7 +96,7 @@ def _run(
                 run_kernels(
                     [name],
                     sizes,
-                    draw,
+                    rng,
                     timer,
                     ceilings,
                     record,

@@ -81,9 +81,9 @@ def accept_greedy(b: int, n: int, s: int, v: int, e: int = 2) -> Cost:
 
 
 def accept_sampled(verifier: str, b: int, s: int, v: int, e: int = 2) -> Cost:
-    """What a verifier reads of the laws, of which the chunks' sums are known. ``target_only``: a chunk at
-    every node of a full path; ``rejection``: p and q (fp32) of one refusal a request; ``block``: those of
-    every node of a chain; ``relaxed``: p once."""
+    """What a verifier reads of the distributions, of which the chunks' sums are known. ``target_only``: a
+    chunk at every node of a full path; ``rejection``: p and q (fp32) of one refusal a request; ``block``:
+    those of every node of a chain; ``relaxed``: p once."""
     per_request = {
         "target_only": (s + 1) * min(CHUNK, v) * e,
         "rejection": (e + 4) * v,
@@ -99,7 +99,7 @@ def commit(layers: int, hkv: int, d: int, rows: int, e: int = 2) -> Cost:
 
 
 def sampling(rows: int, v: int, e: int = 2) -> Cost:
-    """Every logit once, and the drawn token."""
+    """Every logit once, and the sampled token."""
     return Cost(rows * (v * e + 8), 4 * rows * v)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, Draw, Sizes, Work
+from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import (
     accept_block,
@@ -24,7 +24,7 @@ from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_head import draft_topk
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
-from eagle_kit.kernels.sampling import SamplingBatch, sample, target_law
+from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
@@ -49,18 +49,18 @@ def rope_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_rope(sizes: Sizes, t: int, norms: bool, draw: Draw) -> Work:
+def _make_rope(sizes: Sizes, t: int, norms: bool, rng: RandomInputs) -> PreparedCase:
     hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    qkv, angle = draw.normal(t, hq + 2 * hkv, d), draw.normal(t, 1, d // 2, dtype=torch.float32)
+    qkv, angle = rng.normal(t, hq + 2 * hkv, d), rng.normal(t, 1, d // 2, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
     table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    k_rows, v_rows = (draw.normal(hkv, 2 * t, d) for _ in range(2))
-    rows = draw.permutation(2 * t)[:t]
-    weights = [draw.normal(d) for _ in range(2 * norms)]
+    k_rows, v_rows = (rng.normal(hkv, 2 * t, d) for _ in range(2))
+    rows = rng.permutation(2 * t)[:t]
+    weights = [rng.normal(d) for _ in range(2 * norms)]
     options: dict[str, Any] = {"num_heads": hq, "k_rows": k_rows, "v_rows": v_rows, "rows": rows}
     if norms:
         options |= {"q_norm": weights[0], "k_norm": weights[1], "eps": EPS}
-    return Work(
+    return PreparedCase(
         lambda backend: rope_store(qkv, table, returns_kv=False, backend=backend, **options),
         reads=(qkv, cos, sin, rows, *weights),
         writes=(k_rows[:, :t], v_rows[:, :t]),
@@ -81,22 +81,22 @@ def norm_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_norm(h: int, t: int, adds: bool, draw: Draw) -> Work:
-    x, residual, weight = draw.normal(t, h), draw.normal(t, h), draw.normal(h)
+def _make_norm(h: int, t: int, adds: bool, rng: RandomInputs) -> PreparedCase:
+    x, residual, weight = rng.normal(t, h), rng.normal(t, h), rng.normal(h)
     if adds:
-        return Work(
+        return PreparedCase(
             lambda backend: add_rms_norm(x, residual, weight, EPS, backend=backend),
             reads=(x, residual, weight),
         )
-    return Work(lambda backend: rms_norm(x, weight, EPS, backend=backend), reads=(x, weight))
+    return PreparedCase(lambda backend: rms_norm(x, weight, EPS, backend=backend), reads=(x, weight))
 
 
 def swiglu_cases(sizes: Sizes) -> list[Case]:
     """silu(gate) * up."""
 
-    def make(t: int, draw: Draw) -> Work:
-        x = draw.normal(t, 2 * sizes.intermediate_size)
-        return Work(lambda backend: swiglu(x, backend=backend), reads=(x,))
+    def make(t: int, rng: RandomInputs) -> PreparedCase:
+        x = rng.normal(t, 2 * sizes.intermediate_size)
+        return PreparedCase(lambda backend: swiglu(x, backend=backend), reads=(x,))
 
     return [
         Case(f"{t} rows", partial(cost.swiglu, t, sizes.intermediate_size), partial(make, t), {"rows": t})
@@ -108,13 +108,13 @@ def draft_head_cases(sizes: Sizes) -> list[Case]:
     """The draft's output layer with its best K: trees rank probabilities, chains take the best token."""
     h, vd = sizes.hidden_size, sizes.draft_vocab_size
 
-    def make(t: int, topk: int, draw: Draw) -> Work:
-        x, weight = draw.normal(t, h), draw.normal(vd, h, scale=h**-0.5)
+    def make(t: int, topk: int, rng: RandomInputs) -> PreparedCase:
+        x, weight = rng.normal(t, h), rng.normal(vd, h, scale=h**-0.5)
 
         def op(backend: Backend) -> Any:
             return draft_topk(x, weight, topk, normalized=topk > 1, backend=backend)
 
-        return Work(op, reads=(x, weight))
+        return PreparedCase(op, reads=(x, weight))
 
     return [
         Case(
@@ -164,34 +164,36 @@ def _beam_cost(b: int, e: int) -> cost.Cost:
     return cost.grow_beam(b, WIDE.topk)
 
 
-def _make_tree(sizes: Sizes, shape: SpecShape, b: int, draw: Draw) -> Work:
+def _make_tree(sizes: Sizes, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedCase:
     steps, k, _ = shape
-    roots = draw.integers(sizes.vocab_size, b)
+    roots = rng.integers(sizes.vocab_size, b)
     if k == 1:
-        drafted = draw.integers(sizes.vocab_size, b, steps)
-        return Work(lambda backend: chain_build(roots, drafted, backend=backend), reads=(roots, drafted))
+        drafted = rng.integers(sizes.vocab_size, b, steps)
+        return PreparedCase(
+            lambda backend: chain_build(roots, drafted, backend=backend), reads=(roots, drafted)
+        )
     n = k + (steps - 1) * k * k
-    tokens = draw.integers(sizes.vocab_size, b, n)
-    number = torch.arange(n, device=draw.device)
+    tokens = rng.integers(sizes.vocab_size, b, n)
+    number = torch.arange(n, device=rng.device)
     # A candidate of depth d + 1 has a parent among the k^2 (at first k) of depth d, and a lower score.
     first = ((number - k) // (k * k) - 1).clamp(min=0) * k * k + k
     first = torch.where(number < k + k * k, 0, first)
     above = torch.where(number < k + k * k, k, k * k)
-    parents = torch.where(number < k, -1, first + draw.below(above.expand(b, n)))
+    parents = torch.where(number < k, -1, first + rng.below(above.expand(b, n)))
     depth = torch.where(number < k, 1, 2 + (number - k) // (k * k))
-    scores = -(depth + draw.uniform(b, n, dtype=torch.float32))
-    return Work(
+    scores = -(depth + rng.uniform(b, n, dtype=torch.float32))
+    return PreparedCase(
         lambda backend: tree_build(roots, tokens, scores, parents, shape, backend=backend),
         reads=(roots, tokens, scores, parents),
     )
 
 
-def _make_beam(sizes: Sizes, b: int, draw: Draw) -> Work:
+def _make_beam(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
     k = WIDE.topk
-    first = draw.integers(sizes.vocab_size, b, k), -draw.uniform(b, k, dtype=torch.float32)
+    first = rng.integers(sizes.vocab_size, b, k), -rng.uniform(b, k, dtype=torch.float32)
     made: dict[str, Any] = {}
-    tokens = draw.integers(sizes.vocab_size, b * k, k)
-    scores = -draw.uniform(b * k, k, dtype=torch.float32)
+    tokens = rng.integers(sizes.vocab_size, b * k, k)
+    scores = -rng.uniform(b * k, k, dtype=torch.float32)
 
     def op(backend: Backend) -> Any:
         if backend not in made:
@@ -201,7 +203,7 @@ def _make_beam(sizes: Sizes, b: int, draw: Draw) -> Work:
 
     beam, record = start_beam(*first, WIDE, backend="reference")
     rows = slice(k, k + k * k)
-    return Work(
+    return PreparedCase(
         op,
         reads=(tokens, scores, beam.scores, beam.ids, beam.ancestors),
         writes=tuple(part[:, rows] for part in record),
@@ -236,51 +238,61 @@ def accept_cases(sizes: Sizes) -> list[Case]:
     return made
 
 
-def _make_greedy(v: int, shape: SpecShape, b: int, draw: Draw) -> Work:
-    logits, parents = draw.normal(b, shape.tokens, v), draw.parents(b, shape.tokens)
+def _make_greedy(v: int, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedCase:
+    logits, parents = rng.normal(b, shape.tokens, v), rng.parents(b, shape.tokens)
     tokens = logits.argmax(-1).gather(1, parents)  # all drafts agree with the target
-    return Work(
+    return PreparedCase(
         lambda backend: accept_most_likely(logits, tokens, parents, shape.steps, backend=backend),
         reads=(logits, tokens, parents),
     )
 
 
-def _make_sampled(v: int, name: str, b: int, draw: Draw) -> Work:
+def _make_sampled(v: int, name: str, b: int, rng: RandomInputs) -> PreparedCase:
     steps = TREE.steps
     nodes = steps + 1 if name in ("rejection", "block", "target_only") else TREE.tokens
-    logits = draw.normal(b, nodes, v)
-    laws: dict[Backend, Any] = {}
-    chain = (torch.arange(nodes, device=draw.device) - 1).clamp(min=0).expand(b, nodes)
-    parents = chain if nodes == steps + 1 else draw.parents(b, nodes)
-    depths = chain + (torch.arange(nodes, device=draw.device) > 0)
-    ones = torch.ones(b, device=draw.device)
-    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=draw.device))
-    coins, bonus = draw.uniform(b, nodes), draw.uniform(b)
-    tokens = draw.integers(v, b, nodes)
+    logits = rng.normal(b, nodes, v)
+    distributions: dict[Backend, Any] = {}
+    chain = (torch.arange(nodes, device=rng.device) - 1).clamp(min=0).expand(b, nodes)
+    parents = chain if nodes == steps + 1 else rng.parents(b, nodes)
+    depths = chain + (torch.arange(nodes, device=rng.device) > 0)
+    ones = torch.ones(b, device=rng.device)
+    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=rng.device))
+    uniforms, bonus = rng.uniform(b, nodes), rng.uniform(b)
+    tokens = rng.integers(v, b, nodes)
     q = torch.empty(0)
     if name == "target_only":
-        drawn = sample(target_law(logits, batch, backend="reference"), coins, backend="reference")
-        tokens = torch.cat((tokens[:, :1], drawn[:, :-1]), 1)
+        sampled = sample(
+            target_distribution(logits, batch, backend="reference"), uniforms, backend="reference"
+        )
+        tokens = torch.cat((tokens[:, :1], sampled[:, :-1]), 1)
     elif name != "relaxed":
-        q = torch.softmax(draw.normal(b, nodes - 1, v, dtype=torch.float32), -1)
+        q = torch.softmax(rng.normal(b, nodes - 1, v, dtype=torch.float32), -1)
 
     def op(backend: Backend) -> Any:
-        if backend not in laws:
-            laws[backend] = target_law(logits, batch, backend=backend)
-        law = laws[backend]
+        if backend not in distributions:
+            distributions[backend] = target_distribution(logits, batch, backend=backend)
+        distribution = distributions[backend]
         match name:
             case "target_only":
-                return accept_target_only(law, tokens, parents, depths, coins, steps, backend=backend)
+                return accept_target_only(
+                    distribution, tokens, parents, depths, uniforms, steps, backend=backend
+                )
             case "rejection":
-                return accept_rejection_chain(law, q, tokens, coins[:, 1:], bonus, backend=backend)
+                return accept_rejection_chain(
+                    distribution, q, tokens, uniforms[:, 1:], bonus, backend=backend
+                )
             case "block":
-                return accept_block(law, q, tokens, coins[:, 1:], bonus, backend=backend)
+                return accept_block(distribution, q, tokens, uniforms[:, 1:], bonus, backend=backend)
             case "rejection_tree":
-                return accept_rejection_tree(law, q, tokens, parents, coins, bonus, steps, backend=backend)
-        at_depth = coins[:, : steps + 1]
-        return accept_relaxed(law, tokens, parents, at_depth, bonus, steps, 0.5, 0.5, backend=backend)
+                return accept_rejection_tree(
+                    distribution, q, tokens, parents, uniforms, bonus, steps, backend=backend
+                )
+        at_depth = uniforms[:, : steps + 1]
+        return accept_relaxed(
+            distribution, tokens, parents, at_depth, bonus, steps, 0.5, 0.5, backend=backend
+        )
 
-    return Work(op)
+    return PreparedCase(op)
 
 
 def commit_cases(sizes: Sizes) -> list[Case]:
@@ -292,24 +304,24 @@ def commit_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_commit(sizes: Sizes, b: int, draw: Draw) -> Work:
+def _make_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
     layers, heads, d = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
     page, stride, length = sizes.page_size, 8, 6
-    k, v = (draw.normal(layers, heads, b * (page + stride), d) for _ in range(2))
-    pages = draw.permutation(b)[:, None]
-    nodes = torch.arange(length, device=draw.device).expand(b, length).contiguous()
-    first = torch.full((b,), 4, device=draw.device)
-    count = torch.full((b,), 3, device=draw.device)
+    k, v = (rng.normal(layers, heads, b * (page + stride), d) for _ in range(2))
+    pages = rng.permutation(b)[:, None]
+    nodes = torch.arange(length, device=rng.device).expand(b, length).contiguous()
+    first = torch.full((b,), 4, device=rng.device)
+    count = torch.full((b,), 3, device=rng.device)
 
     def op(backend: Backend) -> None:
         commit_path(k, v, pages, page, nodes, first, count, b * page, stride, backend=backend)
 
     moved = (k[:, :, : 3 * b], v[:, :, : 3 * b])
-    return Work(op, reads=moved, writes=moved, returns=False)
+    return PreparedCase(op, reads=moved, writes=moved, returns=False)
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:
-    """The law after every node and a token drawn from it."""
+    """The distribution after every node and a token sampled from it."""
     v, n = sizes.vocab_size, TREE.tokens
     return [
         Case(
@@ -323,17 +335,17 @@ def sampling_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_sampling(v: int, n: int, b: int, filters: bool, draw: Draw) -> Work:
-    logits, coins = draw.normal(b, n, v), draw.uniform(b, n)
-    ones = torch.ones(b, device=draw.device)
-    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=draw.device))
+def _make_sampling(v: int, n: int, b: int, filters: bool, rng: RandomInputs) -> PreparedCase:
+    logits, uniforms = rng.normal(b, n, v), rng.uniform(b, n)
+    ones = torch.ones(b, device=rng.device)
+    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=rng.device))
     if filters:
         batch = batch._replace(top_k=ones.long() * 40, top_p=ones * 0.9, min_p=ones * 0.05)
 
     def op(backend: Backend) -> torch.Tensor:
-        return sample(target_law(logits, batch, backend=backend), coins, backend=backend)
+        return sample(target_distribution(logits, batch, backend=backend), uniforms, backend=backend)
 
-    return Work(op, reads=(logits,))
+    return PreparedCase(op, reads=(logits,))
 
 
 def linear_cases(sizes: Sizes) -> list[Case]:
@@ -355,11 +367,11 @@ def linear_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_linear(n: int, k: int, m: int, fp8: bool, draw: Draw) -> Work:
-    x, weight = draw.normal(m, k), draw.normal(n, k, scale=k**-0.5)
+def _make_linear(n: int, k: int, m: int, fp8: bool, rng: RandomInputs) -> PreparedCase:
+    x, weight = rng.normal(m, k), rng.normal(n, k, scale=k**-0.5)
     if fp8:
         packed, scales = quantize_fp8(weight)
-        return Work(
+        return PreparedCase(
             lambda backend: small_linear_fp8(x, packed, scales, backend=backend), reads=(x, packed, scales)
         )
-    return Work(lambda backend: small_linear(x, weight, backend=backend), reads=(x, weight))
+    return PreparedCase(lambda backend: small_linear(x, weight, backend=backend), reads=(x, weight))

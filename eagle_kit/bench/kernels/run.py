@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_kit.bench.kernels.attention import mla_cases, prefill_cases, window_cases
-from eagle_kit.bench.kernels.case import Case, Draw, Sizes
+from eagle_kit.bench.kernels.case import Case, RandomInputs, Sizes
 from eagle_kit.bench.kernels.decoding import (
     accept_cases,
     commit_cases,
@@ -56,7 +56,7 @@ class DeviceLost(RuntimeError):
 def run_kernels(
     names: Sequence[str],
     sizes: Sizes,
-    draw: Draw,
+    rng: RandomInputs,
     timer: Timer,
     ceilings: Ceilings,
     record: Record,
@@ -84,7 +84,7 @@ def run_kernels(
             if time.monotonic() > deadline:
                 rows.append({"case": case.name, "left_out": "no time was left"})
             else:
-                rows.append(_measured(case, draw, timer, ceilings))
+                rows.append(_measured(case, rng, timer, ceilings))
             if error := rows[-1].get("error"):
                 say(f"{name}: {case.name} failed: {error}")
                 lost = is_lost(timer.device)
@@ -115,10 +115,10 @@ def _status(rows: list[dict[str, Any]]) -> str:
     return "left out" if any(row.get("left_out") == "no time was left" for row in rows) else "ok"
 
 
-def _measured(case: Case, draw: Draw, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
+def _measured(case: Case, rng: RandomInputs, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case.name, **case.values}
     try:
-        return {**row, **measure(case, draw, timer, ceilings)}
+        return {**row, **measure(case, rng, timer, ceilings)}
     except torch.OutOfMemoryError:
         return {**row, "left_out": "it does not fit into the memory"}
     except Exception as error:  # whatever a kernel, its compiler or the driver raises
@@ -129,13 +129,13 @@ def _measured(case: Case, draw: Draw, timer: Timer, ceilings: Ceilings) -> dict[
                 torch.cuda.empty_cache()
 
 
-def measure(case: Case, draw: Draw, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
+def measure(case: Case, rng: RandomInputs, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
     """One case -> its cost, its floor, and the times of all forms, ours first."""
     on_gpu = timer.device.type == "cuda"
     ours: Backend = "triton" if on_gpu and triton_available() else "reference"
-    cost = case.cost(draw.dtype.itemsize)
+    cost = case.cost(rng.dtype.itemsize)
     with torch.enable_grad() if case.trains else torch.inference_mode():
-        work = case.make(draw)
+        work = case.make(rng)
         deviation = None
         if ours == "triton":
             deviation = _deviation(work.op("triton"), work.op("reference"))

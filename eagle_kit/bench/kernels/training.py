@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, Draw, Sizes, Work
+from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
@@ -35,13 +35,13 @@ def ttt_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_ttt(sizes: Sizes, j: int, backward: bool, draw: Draw) -> Work:
+def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> PreparedCase:
     t, hq, hkv, d = sizes.train_tokens, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    q, grad = draw.normal(t, hq, d), draw.normal(t, hq, d)
-    k, v = (draw.normal(t, hkv, d) for _ in range(2))
-    own_k, own_v = (draw.normal(t, hkv, j, d) for _ in range(2))
+    q, grad = rng.normal(t, hq, d), rng.normal(t, hq, d)
+    k, v = (rng.normal(t, hkv, d) for _ in range(2))
+    own_k, own_v = (rng.normal(t, hkv, j, d) for _ in range(2))
     inputs = tuple(x.requires_grad_(backward) for x in (q, k, v, own_k, own_v))
-    rows = torch.arange(t, device=draw.device)
+    rows = torch.arange(t, device=rng.device)
     plan = plan_rows(rows, torch.zeros_like(rows))
 
     def op(backend: Backend) -> Any:
@@ -50,7 +50,7 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, draw: Draw) -> Work:
 
     # The backward reads the inputs again, the result, and the result's gradient.
     reads = (*inputs, *inputs, q, grad) if backward else inputs
-    return Work(op, reads=reads)
+    return PreparedCase(op, reads=reads)
 
 
 def packed_cases(sizes: Sizes) -> list[Case]:
@@ -73,9 +73,9 @@ def packed_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_packed(sizes: Sizes, documents: int, draw: Draw) -> Work:
+def _make_packed(sizes: Sizes, documents: int, rng: RandomInputs) -> PreparedCase:
     t, hq, hkv, d = sizes.train_tokens, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    q, k, v = draw.normal(t, hq, d), draw.normal(t, hkv, d), draw.normal(t, hkv, d)
+    q, k, v = rng.normal(t, hq, d), rng.normal(t, hkv, d), rng.normal(t, hkv, d)
     size = t // documents
     spans = [(i * size, (i + 1) * size) for i in range(documents)]
 
@@ -89,7 +89,7 @@ def _make_packed(sizes: Sizes, documents: int, draw: Draw) -> Work:
     def op(backend: Backend) -> torch.Tensor:
         return packed_attention(q, k, v, spans, d**-0.5, backend=backend)
 
-    return Work(op, {"sdpa": sdpa}, (q, k, v), eager=("triton",))
+    return PreparedCase(op, {"sdpa": sdpa}, (q, k, v), eager=("triton",))
 
 
 def loss_cases(sizes: Sizes) -> list[Case]:
@@ -106,14 +106,14 @@ def loss_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _make_loss(m: int, h: int, vd: int, draw: Draw) -> Work:
-    x = draw.normal(m, h).requires_grad_()
-    weight = draw.normal(vd, h, scale=h**-0.5).requires_grad_()
-    probs = draw.normal(m, vd, dtype=torch.float32).softmax(-1)
-    index, weights = draw.permutation(m), torch.full((m,), 1 / m, device=draw.device)
+def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:
+    x = rng.normal(m, h).requires_grad_()
+    weight = rng.normal(vd, h, scale=h**-0.5).requires_grad_()
+    probs = rng.normal(m, vd, dtype=torch.float32).softmax(-1)
+    index, weights = rng.permutation(m), torch.full((m,), 1 / m, device=rng.device)
 
     def op(backend: Backend) -> Any:
         loss, row_losses, best = linear_soft_cross_entropy(x, weight, probs, index, weights, backend=backend)
         return (row_losses, best, *torch.autograd.grad(loss, (x, weight)))
 
-    return Work(op, reads=(x, weight, probs, index, weights))
+    return PreparedCase(op, reads=(x, weight, probs, index, weights))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_kit.bench.load.client import Client, import_httpx
-from eagle_kit.bench.load.reply import Reply
+from eagle_kit.bench.load.reply import RequestResult
 from eagle_kit.core.stats import SpecStats
 
 PREFIXES = ("eagle_kit:", "vllm:")
@@ -88,7 +88,7 @@ def from_metrics(pairs: Sequence[tuple[Snapshot | None, Snapshot | None]]) -> di
     }
 
 
-def from_responses(replies: Sequence[Reply]) -> dict[str, Any] | None:
+def from_responses(replies: Sequence[RequestResult]) -> dict[str, Any] | None:
     """Acceptance over all replies that told theirs; None when none did, or none verified anything."""
     total, told = SpecStats(), 0
     for reply in replies:

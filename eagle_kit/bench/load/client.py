@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from eagle_kit.bench.load.reply import BadEvent, Recorder, Reply, error_message
+from eagle_kit.bench.load.reply import BadEvent, Recorder, RequestResult, error_message
 from eagle_kit.bench.load.sse import SseParser
 from eagle_kit.bench.load.workload import Api, LoadRequest
 from eagle_kit.core.errors import UserError
@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClientSettings:
     """What all requests share.
 
     Attributes:
@@ -91,7 +91,7 @@ class Client:
         clock: seconds; read when a request is sent, for every event of its stream, and when it fails.
     """
 
-    def __init__(self, settings: Settings, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, settings: ClientSettings, clock: Clock = time.perf_counter) -> None:
         httpx = import_httpx()
         self.settings, self.clock = settings, clock
         local = urlsplit(settings.base_url).hostname in ("localhost", "127.0.0.1", "::1")
@@ -112,7 +112,7 @@ class Client:
         """GET a path below the server's root. Raises httpx's errors."""
         return await self._http.get(self.settings.root + path, timeout=timeout_s)
 
-    async def send(self, request: LoadRequest, recorder: Recorder) -> Reply:
+    async def send(self, request: LoadRequest, recorder: Recorder) -> RequestResult:
         """Stream one reply into ``recorder``. Whatever goes wrong is a failed reply with its reason."""
         import httpx
 
@@ -121,7 +121,7 @@ class Client:
         except (httpx.RequestError, HttpError, BadEvent, TimeoutError) as error:
             return recorder.fail(self.reason(error), self.clock())
 
-    async def stream(self, body: Mapping[str, Any], recorder: Recorder) -> Reply:
+    async def stream(self, body: Mapping[str, Any], recorder: Recorder) -> RequestResult:
         """Send ``body`` and stream its reply into ``recorder``.
 
         Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from eagle_kit.bench.load.client import Client, HttpError, Settings, import_httpx
+from eagle_kit.bench.load.client import Client, ClientSettings, HttpError, import_httpx
 from eagle_kit.bench.load.reply import BadEvent, Recorder
 from eagle_kit.bench.load.workload import LoadRequest
 from eagle_kit.core.errors import UserError
@@ -27,11 +27,11 @@ class Endpoint:
         server: ``owned_by`` of its model, such as "vllm"; "unknown" when it does not say.
     """
 
-    settings: Settings
+    settings: ClientSettings
     server: str
 
 
-async def explore(settings: Settings) -> Endpoint:
+async def explore(settings: ClientSettings) -> Endpoint:
     """Find the model, then send the smallest request with each extension to learn which ones are taken.
 
     Args:
@@ -80,7 +80,7 @@ async def _list_models(client: Client) -> dict[str, str]:
         return {}
 
 
-async def _takes(client: Client, settings: Settings) -> bool:
+async def _takes(client: Client, settings: ClientSettings) -> bool:
     try:
         await _probe(client, settings)
     except HttpError as error:
@@ -90,7 +90,7 @@ async def _takes(client: Client, settings: Settings) -> bool:
     return True
 
 
-async def _probe(client: Client, settings: Settings) -> None:
+async def _probe(client: Client, settings: ClientSettings) -> None:
     """Ask for one token. Raises HttpError, or UserError when no stream of events comes back."""
     httpx = import_httpx()
     content = (
@@ -106,7 +106,7 @@ async def _probe(client: Client, settings: Settings) -> None:
         ) from None
 
 
-def _refusal(settings: Settings, error: HttpError, served: Iterable[str]) -> UserError:
+def _refusal(settings: ClientSettings, error: HttpError, served: Iterable[str]) -> UserError:
     where = settings.base_url
     if error.status == NOT_FOUND and settings.model not in served:
         return UserError(

@@ -48,7 +48,7 @@ class TextEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reply:
+class RequestResult:
     """One finished, failed or interrupted request.
 
     Attributes:
@@ -147,7 +147,7 @@ class BadEvent(Exception):
 
 @dataclass
 class Recorder:
-    """Takes the events of one stream in; makes a :class:`Reply` of them at any moment.
+    """Takes the events of one stream in; makes a :class:`RequestResult` of them at any moment.
 
     Args:
         number: of the request.
@@ -189,7 +189,7 @@ class Recorder:
             self.ended_at = at
         self.finish_reason = str(reason) if reason else self.finish_reason
 
-    def finish(self, done: bool) -> Reply:
+    def finish(self, done: bool) -> RequestResult:
         """The stream is over; ``done`` says whether its end mark came."""
         if self.finish_reason == "abort":
             return self.fail("the server aborted the reply", self.ended_at or self.sent_at)
@@ -199,16 +199,16 @@ class Recorder:
             raise BadEvent("the stream held no text and no finish reason")
         return self._reply("ok", None, self.ended_at)
 
-    def fail(self, reason: str, at: float) -> Reply:
+    def fail(self, reason: str, at: float) -> RequestResult:
         """The request failed at second ``at``."""
         return self._reply("failed", reason, at)
 
-    def interrupt(self, at: float) -> Reply:
+    def interrupt(self, at: float) -> RequestResult:
         """The run was stopped while this request was under way."""
         return self._reply("interrupted", None, at)
 
-    def _reply(self, outcome: Outcome, reason: str | None, ended_at: float) -> Reply:
-        return Reply(
+    def _reply(self, outcome: Outcome, reason: str | None, ended_at: float) -> RequestResult:
+        return RequestResult(
             self.number,
             outcome,
             reason,

@@ -196,7 +196,7 @@ def reply_rows(measurement: Measurement) -> list[dict[str, Any]]:
     ]
 
 
-def compare(first: Measurement, second: Measurement) -> dict[str, Any]:
+def compare_measurements(first: Measurement, second: Measurement) -> dict[str, Any]:
     """Ratios first / second of every figure that both have, how many replies have the same text, and what
     makes the ratios unfair."""
     a, b = summarize(first), summarize(second)

@@ -15,13 +15,13 @@ from tqdm import tqdm
 from eagle_kit.bench.load.acceptance import Snapshot, take_snapshot
 from eagle_kit.bench.load.client import Client, Clock
 from eagle_kit.bench.load.endpoint import Endpoint
-from eagle_kit.bench.load.reply import Recorder, Reply
+from eagle_kit.bench.load.reply import Recorder, RequestResult
 from eagle_kit.bench.load.workload import LoadRequest
 from eagle_kit.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """When requests are sent.
 
     Attributes:
@@ -66,7 +66,7 @@ class Phase:
     """
 
     started_at: float
-    replies: tuple[Reply, ...]
+    replies: tuple[RequestResult, ...]
     before: Snapshot | None = None
     after: Snapshot | None = None
 
@@ -90,16 +90,16 @@ class Measurement:
     endpoint: Endpoint
     num_planned: int
     phases: list[Phase] = field(default_factory=list)
-    warmup: tuple[Reply, ...] = ()
+    warmup: tuple[RequestResult, ...] = ()
 
     @property
-    def replies(self) -> list[Reply]:
+    def replies(self) -> list[RequestResult]:
         """Of all phases."""
         return [reply for phase in self.phases for reply in phase.replies]
 
 
 async def measure(
-    endpoints: Sequence[Endpoint], plan: Plan, *, progress: bool = True, clock: Clock = time.perf_counter
+    endpoints: Sequence[Endpoint], plan: LoadPlan, *, progress: bool = True, clock: Clock = time.perf_counter
 ) -> tuple[list[Measurement], bool]:
     """Run ``plan`` at every endpoint.
 
@@ -125,7 +125,7 @@ async def measure(
 
 
 async def _phase(
-    client: Client, plan: Plan, number: int, stop: asyncio.Event, on_end: Callable[[Reply], None]
+    client: Client, plan: LoadPlan, number: int, stop: asyncio.Event, on_end: Callable[[RequestResult], None]
 ) -> Phase:
     before = await take_snapshot(client)
     started_at = client.clock()
@@ -138,8 +138,8 @@ async def send_all(
     requests: Sequence[LoadRequest],
     concurrency: int | None,
     stop: asyncio.Event,
-    on_end: Callable[[Reply], None] = lambda reply: None,
-) -> list[Reply]:
+    on_end: Callable[[RequestResult], None] = lambda reply: None,
+) -> list[RequestResult]:
     """Send all requests; when ``stop`` is set no more are sent, and those under way are given up.
 
     Returns:
@@ -147,7 +147,7 @@ async def send_all(
     """
     started_at = client.clock()
     recorders: dict[int, Recorder] = {}
-    replies: dict[int, Reply] = {}
+    replies: dict[int, RequestResult] = {}
 
     async def one(request: LoadRequest) -> None:
         now = client.clock()
@@ -233,7 +233,7 @@ class _Bar:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
-    def show(self, reply: Reply) -> None:
+    def show(self, reply: RequestResult) -> None:
         """Count one ended request."""
         self._num_tokens += reply.output_tokens
         self._num_failed += reply.outcome == "failed"

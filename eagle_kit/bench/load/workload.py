@@ -52,7 +52,7 @@ class RandomLengths:
         input_len, output_len: tokens, in the middle of their ranges.
         range_ratio: r in [0, 1): lengths are whole numbers drawn evenly from len * (1 - r) to len * (1 + r).
         prefix_len: tokens at the beginning that all prompts share, besides ``input_len``.
-        token_ids: [low, high) that ids are drawn from.
+        token_ids: [low, high) that ids are sampled from.
     """
 
     input_len: int = 256

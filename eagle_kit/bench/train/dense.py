@@ -20,7 +20,7 @@ from eagle_kit.train.algorithm.teacher import TargetFeatures, positions_of, voca
 from eagle_kit.train.algorithm.ttt import RowPlan, run_steps, ttt_forward_backward
 
 
-class Work(NamedTuple):
+class DenseInputs(NamedTuple):
     """One packed row behind the target's layers.
 
     Attributes:
@@ -48,14 +48,14 @@ class Work(NamedTuple):
         return TargetFeatures(self.aux, self.hidden, argmax)
 
 
-def our_way(head: Eagle3Head, work: Work) -> float:
+def our_way(head: Eagle3Head, work: DenseInputs) -> float:
     """What the trainer does; returns the loss, as all of these."""
     return ttt_forward_backward(
         head, work.embed_weight, work.ids, work.features(), work.target_rows, work.plan, work.row_weights
     ).loss
 
 
-def every_row(work: Work) -> Work:
+def every_row(work: DenseInputs) -> DenseInputs:
     """``work`` with a plan of all rows at all steps, those without loss at the weight 0: :func:`our_way` with
     it tells what skipping rows alone is worth."""
     length, device = work.ids.shape[0], work.ids.device
@@ -72,7 +72,7 @@ def every_row(work: Work) -> Work:
     )
 
 
-def dense_way(head: Eagle3Head, work: Work) -> float:
+def dense_way(head: Eagle3Head, work: DenseInputs) -> float:
     """The published step (arXiv 2503.01840; class ``Model`` in ``eagle/traineagle3/cnets.py`` of
     SafeAILab/EAGLE): target logits ``[T, V]``; at every step all T rows, attention scores ``[Hq, T, T + k]``,
     choice, teacher, logits and log-softmax, a mask where the loss is taken, and the share of matches.
@@ -130,7 +130,7 @@ def _dense_attention(
     return out
 
 
-def kept_logits_way(head: Eagle3Head, work: Work) -> float:
+def kept_logits_way(head: Eagle3Head, work: DenseInputs) -> float:
     """Our rows and attention, but teachers, logits and log-softmax ``[R_k, Vd]`` of all K steps are kept for
     the backward pass, as autograd does."""
     features = work.features()

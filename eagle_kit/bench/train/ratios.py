@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.bench.train.dense import Work, dense_way, every_row, kept_logits_way, our_way
+from eagle_kit.bench.train.dense import DenseInputs, dense_way, every_row, kept_logits_way, our_way
 from eagle_kit.config.train import DataConfig, TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
@@ -198,7 +198,7 @@ def _work(
     ids: torch.Tensor,
     doc_start: torch.Tensor,
     reply: torch.Tensor,
-) -> Work:
+) -> DenseInputs:
     """States of the target over the row, or random ones; weights of the steps as the trainer's."""
     from eagle_kit.train.algorithm.teacher import capture_features
 
@@ -226,7 +226,9 @@ def _work(
         torch.full(rows.shape, weight / sum(weights) / max(1, len(rows)), device=ids.device)
         for rows, weight in zip(plan.rows, weights, strict=True)
     ]
-    return Work(embed, output, output[head.target_ids].contiguous(), ids, aux, hidden, plan, row_weights)
+    return DenseInputs(
+        embed, output, output[head.target_ids].contiguous(), ids, aux, hidden, plan, row_weights
+    )
 
 
 def _clean(head: Eagle3Head, run: Callable[[], float]) -> float:

@@ -1,8 +1,8 @@
 """Benchmark of online training: what share of the machine's own matmul rate the needed arithmetic reaches.
 
 Only arithmetic that the algorithm needs is counted: the target forward, its choice at positions that are
-learned from, its law over the draft vocabulary, and forward and backward of the head, at rows that carry loss
-from step 1 on.
+learned from, its distribution over the draft vocabulary, and forward and backward of the head, at rows that
+carry loss from step 1 on.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
@@ -31,7 +31,7 @@ DOCUMENTS = (300, 340, 384)
 """Tokens of the three conversations in the packed row of 1,024; the first 50 of each are its prompt."""
 
 
-def capture_flops(target: TargetConfig, plan: RowPlan) -> float:
+def row_capture_flops(target: TargetConfig, plan: RowPlan) -> float:
     """Operations of the target over the row, and of its choices at the positions that are learned from."""
     length = plan.doc_start.shape[0]
     weights = layer_weights(target, active=True)
@@ -41,7 +41,8 @@ def capture_flops(target: TargetConfig, plan: RowPlan) -> float:
 
 
 def draft_flops(head: DraftConfig, plan: RowPlan) -> float:
-    """Forward and backward of the head over all steps, and the teacher's law over the draft vocabulary.
+    """Forward and backward of the head over all steps, and the teacher's distribution over the draft
+    vocabulary.
 
     A trained matmul costs three times its forward; the input of ``fc`` needs no gradient.
     """
@@ -109,7 +110,7 @@ def measure_rate(target: LlamaModel, ttt_length: int = 7, draft_vocab_size: int 
         ),
         "head": _median(lambda: _train_once(head, target, ids, features, plan)),
     }
-    flops = {"capture": capture_flops(target.config, plan), "head": draft_flops(head.config, plan)}
+    flops = {"capture": row_capture_flops(target.config, plan), "head": draft_flops(head.config, plan)}
     total_s, total_flops = sum(seconds.values()), sum(flops.values())
     return {
         "threads": torch.get_num_threads(),

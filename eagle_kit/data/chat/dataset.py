@@ -19,7 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import (
     Conversation,
-    Message,
+    ConversationMessage,
     SkipLog,
     Unusable,
     package_file_size,
@@ -210,8 +210,8 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
     skipped = SkipLog()
     chats: list[TokenizedChat] = []
     heldout: list[list[int]] = []
-    held_turns: set[tuple[Message, ...]] = set()
-    turns: list[tuple[Message, ...]] = []
+    held_turns: set[tuple[ConversationMessage, ...]] = set()
+    turns: list[tuple[ConversationMessage, ...]] = []
     places: list[str] = []
     total = settings.limit * len(_sources(settings)) if settings.limit else None
     bar = tqdm(
@@ -276,7 +276,7 @@ def conversations_of(settings: DataSettings, skipped: SkipLog) -> Iterator[Conve
         yield from read_conversations(source, limit=settings.limit, skipped=skipped)
 
 
-def _first_turns(conversation: Conversation) -> tuple[Message, ...]:
+def _first_turns(conversation: Conversation) -> tuple[ConversationMessage, ...]:
     """The turns up to the first user turn."""
     roles = [message.role for message in conversation.messages]
     return conversation.messages[: roles.index("user") + 1]

@@ -37,7 +37,7 @@ NOT_UTF_8 = re.compile("[\udc80-\udcff]")
 
 
 @dataclass(frozen=True)
-class Message:
+class ConversationMessage:
     """One turn: ``role`` is system, user or assistant."""
 
     role: str
@@ -52,7 +52,7 @@ class Conversation:
     out."""
 
     id: str
-    messages: tuple[Message, ...]
+    messages: tuple[ConversationMessage, ...]
     where: str
     complete: bool = True
     from_start: bool = True
@@ -137,7 +137,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
             raise Unusable("a turn whose content is not text")
         if not _is_unicode(content):
             raise Unusable("a turn with half a character (a lone surrogate)")
-        messages.append(Message(ROLES[role.lower()], content))
+        messages.append(ConversationMessage(ROLES[role.lower()], content))
     if not any(message.role == "user" for message in messages):
         raise Unusable("no user turn")
     kept = _from_first_user(messages)
@@ -151,7 +151,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
     )
 
 
-def _from_first_user(messages: list[Message]) -> tuple[Message, ...]:
+def _from_first_user(messages: list[ConversationMessage]) -> tuple[ConversationMessage, ...]:
     """Without replies before the first user turn: nobody can be asked for them. ShareGPT cuts long
     conversations into records, a third of which begin so."""
     first = [message.role for message in messages].index("user")

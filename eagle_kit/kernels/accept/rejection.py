@@ -1,23 +1,25 @@
 """Verification of sampled drafts: a token is kept with probability min(1, p / q).
 
 Chains (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). The draft drew x from q, the
-target's law is p. Keep x with probability min(1, p(x) / q(x)), else draw from norm(relu(p - q)). Token y then
-comes out with probability
+target's distribution is p. Keep x with probability min(1, p(x) / q(x)), else draw from norm(relu(p - q)).
+Token y then comes out with probability
 
     q(y) min(1, p(y) / q(y)) + P(refused) relu(p(y) - q(y)) / sum relu(p - q)
         = min(p(y), q(y)) + relu(p(y) - q(y)) = p(y),
 
-because P(refused) = 1 - sum min(p, q) = sum relu(p - q). So the law is the target's whatever q is, as long as
-x was really drawn from q: a softmax put in the place of q for a top-k draft would emit another law.
+because P(refused) = 1 - sum min(p, q) = sum relu(p - q). So the distribution is the target's whatever q is,
+as long as x was really sampled from q: a softmax put in the place of q for a top-k draft would emit another
+distribution.
 
-Trees (SpecInfer, arXiv 2305.09781; EAGLE-1). A node's children were drawn one after another from q without
+Trees (SpecInfer, arXiv 2305.09781; EAGLE-1). A node's children were sampled one after another from q without
 replacement. They are tried in that order; after a refusal what is still to be emitted is norm(relu(p - q)),
 by the identity above, and the next child came from q without the refused token, renormalised: the same step
-again. When all are refused, the token is drawn from what is left of p. The topology must not depend on the
-values that were drawn.
+again. When all are refused, the token is sampled from what is left of p. The topology must not depend on the
+values that were sampled.
 
-A token is kept when ``coin * q(x) < p(x)``, in fp64. It is strict, so that a coin of 0 never keeps a token of
-target probability zero; and p = q keeps everything, as coins stay below 1.
+A token is kept when ``uniform * q(x) < p(x)``, in fp64. It is strict, so that a uniform random number of 0
+never keeps a token of target probability zero; and p = q keeps everything, as uniform random numbers stay
+below 1.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -26,105 +28,110 @@ import torch
 
 from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.backend import Backend, uses_triton
-from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
+from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 
 
 def accept_rejection_chain(
-    probs: torch.Tensor | Law,
+    probs: torch.Tensor | FilteredLogits,
     q: torch.Tensor,
     tokens: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
     *,
     backend: Backend | None = None,
 ) -> Accepted:
     """Verify a chain token by token.
 
-    A token with q = 0 cannot have been drawn: it and what follows count as not drafted.
+    A token with q = 0 cannot have been sampled: it and what follows count as not drafted.
 
     Args:
-        probs: ``[B, S + 1, V]`` or a ``Law``, the target's law after each node.
-        q: ``[B, S, V]``, the law that the child of each node was drawn from, S >= 1.
+        probs: ``[B, S + 1, V]`` or a ``FilteredLogits``, the target's distribution after each node.
+        q: ``[B, S, V]``, the distribution that the child of each node was sampled from, S >= 1.
         tokens: int64 ``[B, S + 1]``, the root and the drafts.
-        coins: ``[B, S]`` in [0, 1), one per draft.
-        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+        uniforms: ``[B, S]`` in [0, 1), one per draft.
+        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
     """
     steps = q.shape[1]
     if uses_triton(tokens, backend):
-        # A tree without branches; the root has no coin.
+        # A tree without branches; the root has no uniform.
         parents = torch.arange(-1, steps, device=tokens.device).clamp(min=0).expand_as(tokens)
-        padded = torch.cat((coins[:, :1], coins), 1)
-        return accept_rejection_tree(probs, q, tokens, parents, padded, bonus_coins, steps, backend=backend)
+        padded = torch.cat((uniforms[:, :1], uniforms), 1)
+        return accept_rejection_tree(
+            probs, q, tokens, parents, padded, bonus_uniforms, steps, backend=backend
+        )
     probs = probabilities(probs)
     drafts = tokens[:, 1:, None]
     p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
-    keeps = (coins.double() * q_x < p_x) & (q_x > 0)
+    keeps = (uniforms.double() * q_x < p_x) & (q_x > 0)
     num_accepted = keeps.to(torch.int64).cumprod(1).sum(1)
     p_end, q_end = node_rows(probs, num_accepted), node_rows(q, num_accepted.clamp(max=steps - 1))
-    # After the last draft, and where nothing can have been drawn, there is no q to subtract.
+    # After the last draft, and where nothing can have been sampled, there is no q to subtract.
     is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
     left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
     return chain_accepted(
-        tokens, num_accepted, sample(weights_or(left, p_end), bonus_coins, backend="reference")
+        tokens, num_accepted, sample(weights_or(left, p_end), bonus_uniforms, backend="reference")
     )
 
 
 def accept_rejection_tree(
-    probs: torch.Tensor | Law,
+    probs: torch.Tensor | FilteredLogits,
     q: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
     steps: int,
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Verify a tree whose siblings were drawn without replacement and lie in the window in that order.
+    """Verify a tree whose siblings were sampled without replacement and lie in the window in that order.
 
     One pass over the window: as parents come before children, the children of an accepted node are still
-    ahead when it is accepted. A child that q cannot have drawn (q = 0: padding, a repeated sibling, or fill
-    when q had no token left) is passed over as if it were not in the tree. Siblings drawn *with* replacement
-    are therefore verified exactly too: leaving repetitions out, they are a draw without replacement.
+    ahead when it is accepted. A child that q cannot have sampled (q = 0: padding, a repeated sibling, or fill
+    when q had no token left) is passed over as if it were not in the tree. Siblings sampled *with*
+    replacement are therefore verified exactly too: leaving repetitions out, they are a draw without
+    replacement.
 
     Args:
-        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
-        q: ``[B, Q, V]``, Q <= N, the law that the children of each of the first Q nodes were drawn from;
-            nodes from Q on have no children.
+        probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
+        q: ``[B, Q, V]``, Q <= N, the distribution that the children of each of the first Q nodes were sampled
+            from; nodes from Q on have no children.
         tokens, parents: int64 ``[B, N]``, the window; a token of -1 is an unused node.
-        coins: ``[B, N]`` in [0, 1), one per node; the root's is not used.
-        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+        uniforms: ``[B, N]`` in [0, 1), one per node; the root's is not used.
+        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
         steps: S, depth of the window.
     """
     if uses_triton(tokens, backend):
         from eagle_kit.kernels.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), coins.contiguous(), bonus_coins.contiguous()
-        return Accepted(*triton.accept_by_trial(*law_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0))
+        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
+        return Accepted(
+            *triton.accept_stochastic(*distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
+        )
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
     path, num_accepted = node.expand(-1, steps + 1), node
-    p, law = probs[:, 0].double(), q[:, 0].double()
+    p, distribution = probs[:, 0].double(), q[:, 0].double()
     for j in range(1, tokens.shape[1]):
         token = tokens[:, j : j + 1]
         at = token.clamp(min=0)
-        p_x, q_x = p.gather(1, at), law.gather(1, at)
+        p_x, q_x = p.gather(1, at), distribution.gather(1, at)
         tried = (parents[:, j : j + 1] == node) & (token >= 0) & (q_x > 0)
-        kept = tried & (coins[:, j : j + 1].double() * q_x < p_x)
+        kept = tried & (uniforms[:, j : j + 1].double() * q_x < p_x)
         refused = tried & ~kept
-        left = (p - law).relu()
+        left = (p - distribution).relu()
         p = torch.where(kept, probs[:, j], torch.where(refused, _normalised(weights_or(left, p)), p))
-        law = torch.where(refused, _normalised(law.scatter(1, at, 0.0)), law)
+        distribution = torch.where(refused, _normalised(distribution.scatter(1, at, 0.0)), distribution)
         if j < q.shape[1]:
-            law = torch.where(kept, q[:, j], law)
+            distribution = torch.where(kept, q[:, j], distribution)
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
-    return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_coins, backend="reference"))
+    return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_uniforms, backend="reference"))
 
 
-def weights_or(weights: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
-    """``weights [B, V]``, but ``law [B, V]`` where they are all zero: two laws that differ by rounding only
-    leave nothing, on a path whose probability is of that size."""
-    return torch.where(weights.amax(-1, keepdim=True) > 0, weights, law)
+def weights_or(weights: torch.Tensor, distribution: torch.Tensor) -> torch.Tensor:
+    """``weights [B, V]``, but ``distribution [B, V]`` where they are all zero: two distributions that differ
+    by rounding only leave nothing, on a path whose probability is of that size."""
+    return torch.where(weights.amax(-1, keepdim=True) > 0, weights, distribution)
 
 
 def node_rows(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

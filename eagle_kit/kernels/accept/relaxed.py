@@ -1,4 +1,5 @@
-"""LOSSY verification by thresholds, as SGLang offers it: more drafts are kept than the target's law allows.
+"""LOSSY verification by thresholds, as SGLang offers it: more drafts are kept than the target's distribution
+allows.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -8,44 +9,47 @@ import torch
 from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.accept.rejection import node_rows, step_to, tree_accepted, weights_or
 from eagle_kit.kernels.backend import Backend, uses_triton
-from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
+from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 
 LEAST_THRESHOLD = 1e-9
 """What a threshold of 0 divides by, SGLang's cap."""
 
 
 def accept_relaxed(
-    probs: torch.Tensor | Law,
+    probs: torch.Tensor | FilteredLogits,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
     steps: int,
     threshold_single: float,
     threshold_acc: float,
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Keep a child whose probability, or whose share of the coin, is large enough. LOSSY below thresholds
-    of 1: the text no longer follows the target's law, it leans towards what the draft proposes.
+    """Keep a child whose probability, or whose share of the uniform random number, is large enough. LOSSY
+    below thresholds of 1: the text no longer follows the target's distribution, it leans towards what the
+    draft proposes.
 
-    At a node with law p and coin u, children are tried in window order; x is kept when p(x) >=
+    At a node with distribution p and uniform u, children are tried in window order; x is kept when p(x) >=
     ``threshold_single``, or when u < (the sum of p over x and the siblings tried before it) /
-    ``threshold_acc``. When none is kept, the token is drawn from p without them, with a coin of its own.
+    ``threshold_acc``. When none is kept, the token is sampled from p without them, with a uniform random
+    number of its own.
 
     With both thresholds 1 this is lossless: x is kept with probability p(x) exactly, and the rest is drawn
-    from the rest. It then spends two coins where ``accept_target_only`` spends one, so it emits the same law
-    but not the same text.
+    from the rest. It then spends two uniforms where ``accept_target_only`` spends one, so it emits the same
+    distribution but not the same text.
 
-    SGLang compares ``u <=``; here it is ``<`` and p(x) > 0 is required besides, so that neither a coin of 0
-    nor a threshold of 0 emits a token that a filter or a grammar forbade. A repeated sibling is never kept,
-    its probability was spent. Source: SGLang, ``speculative_sampling.cuh``, read in 2026.
+    SGLang compares ``u <=``; here it is ``<`` and p(x) > 0 is required besides, so that neither a uniform
+    random number of 0 nor a threshold of 0 emits a token that a filter or a grammar forbade. A repeated
+    sibling is never kept, its probability was spent. Source: SGLang, ``speculative_sampling.cuh``, read in
+    2026.
 
     Args:
-        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tokens, parents: int64 ``[B, N]``, the window of a deterministic draft; -1 is an unused node.
-        coins: ``[B, S + 1]`` in [0, 1), one per depth.
-        bonus_coins: ``[B]`` in [0, 1), for the token that ends the run.
+        uniforms: ``[B, S + 1]`` in [0, 1), one per depth.
+        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
         steps: S, depth of the window.
         threshold_single, threshold_acc: 0..1.
 
@@ -59,8 +63,10 @@ def accept_relaxed(
     if uses_triton(tokens, backend):
         from eagle_kit.kernels.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), coins.contiguous(), bonus_coins.contiguous()
-        out = triton.accept_by_trial(*law_parts(probs), None, *window, steps, threshold_single, least_acc)
+        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
+        out = triton.accept_stochastic(
+            *distribution_parts(probs), None, *window, steps, threshold_single, least_acc
+        )
         return Accepted(*out)
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
@@ -73,13 +79,13 @@ def accept_relaxed(
         p_x = p.gather(1, at)
         tried = (parents[:, j : j + 1] == node) & (token >= 0)
         mass = tried_mass + p_x
-        coin = coins.gather(1, num_accepted)
-        enough = (coin < mass / least_acc) | (p_x >= threshold_single)
+        uniform = uniforms.gather(1, num_accepted)
+        enough = (uniform < mass / least_acc) | (p_x >= threshold_single)
         kept = tried & enough & (p_x > 0)
         refused = tried & ~kept
         p = torch.where(kept, probs[:, j], torch.where(refused, p.scatter(1, at, 0.0), p))
         tried_mass = torch.where(kept, 0.0, torch.where(refused, mass, tried_mass))
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
     left = weights_or(p, node_rows(probs, node[:, 0]).double())
-    bonus = sample(left, bonus_coins, backend="reference")
+    bonus = sample(left, bonus_uniforms, backend="reference")
     return tree_accepted(tokens, path, num_accepted[:, 0], bonus)

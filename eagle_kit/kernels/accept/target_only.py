@@ -1,8 +1,9 @@
 """Verification of deterministic drafts: the target's own draw decides, the draft is followed while it agrees.
 
-Lossless for any tree that does not depend on the coins: the tree only decides how many of the target's draws
-are already known. As a draw depends on its position's coin and on nothing else, text with speculation equals
-text without, token for token. A temperature of zero is the law of one token, and this is the greedy walk.
+Lossless for any tree that does not depend on the uniform random numbers: the tree only decides how many of
+the target's draws are already known. As a draw depends on its position's uniform random number and on nothing
+else, text with speculation equals text without, token for token. A temperature of zero is a one-hot
+distribution, and this is the greedy walk.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -11,34 +12,34 @@ import torch
 
 from eagle_kit.kernels.accept.reference import Accepted, accept_greedy
 from eagle_kit.kernels.backend import Backend, uses_triton
-from eagle_kit.kernels.sampling import Law, law_parts, probabilities, sample
+from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 
 
 def accept_target_only(
-    probs: torch.Tensor | Law,
+    probs: torch.Tensor | FilteredLogits,
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
-    coins: torch.Tensor,
+    uniforms: torch.Tensor,
     steps: int,
     *,
     backend: Backend | None = None,
 ) -> Accepted:
     """Draw the target's token at every node and walk to the child that equals it.
 
-    Nodes of one depth share a coin; only one of them is on the path. A node's children are tried by what they
-    are, so their order and repeated siblings change nothing.
+    Nodes of one depth share a uniform random number; only one of them is on the path. A node's children are
+    tried by what they are, so their order and repeated siblings change nothing.
 
     Args:
-        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tokens, parents, depths: int64 ``[B, N]``, the window.
-        coins: ``[B, S + 1]`` in [0, 1), of the tokens that follow nodes of depth 0..S.
+        uniforms: ``[B, S + 1]`` in [0, 1), of the tokens that follow nodes of depth 0..S.
         steps: S, depth of the window.
     """
     if uses_triton(tokens, backend):
         from eagle_kit.kernels.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), coins.contiguous()
-        return Accepted(*triton.accept_target_only(*law_parts(probs), *window, steps))
-    drawn = sample(probabilities(probs), coins.gather(1, depths), backend="reference")
-    return accept_greedy(drawn, tokens, parents, steps, backend="reference")
+        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous()
+        return Accepted(*triton.accept_target_only(*distribution_parts(probs), *window, steps))
+    sampled = sample(probabilities(probs), uniforms.gather(1, depths), backend="reference")
+    return accept_greedy(sampled, tokens, parents, steps, backend="reference")

@@ -11,15 +11,15 @@ of tokens x_1 .. x_r, what is left of p and q is a recursion over each token alo
 
 with the sums P and Q over the vocabulary. The program keeps those 3 r numbers instead of rows and computes
 u_r anew where it is needed; one pass over p and q a refusal gives P_r, Q_r and the sums of the chunks that
-the token is drawn from. Bytes: (e + 4) V a refusal, e those of a logit. A chain is a tree without branches.
+the token is sampled from. Bytes: (e + 4) V a refusal, e those of a logit. A chain is a tree without branches.
 
 Block verification (arXiv 2403.10444) needs the sums of relu(w_i p - q) at every node: one launch over all
 chunks of all nodes, which are those of the residual row as well, then one walk. Bytes: (e + 4) V S.
 
 Relaxed verification (LOSSY) drops refused tokens: one pass over p where any was refused before the bonus.
 
-p comes as probabilities or as a ``Law``, whose p is rounded to fp32 as by ``law_probs``, q as probabilities.
-Tokens behind the accepted ones are all the bonus token, so the next root is ``tokens[:, -1]``.
+p comes as probabilities or as a ``FilteredLogits``, whose p is rounded to fp32 as by ``filtered_probs``, q as
+probabilities. Tokens behind the accepted ones are all the bonus token, so the next root is ``tokens[:, -1]``.
 
 Legend: B requests, N window nodes, Q of them with a row of q, S steps, V vocabulary, C chunks of a row.
 """
@@ -57,8 +57,8 @@ def _window(tokens, parents, b, nodes, NPAD: tl.constexpr):
 
 
 @triton.jit
-def _follow(rows, stats, last, sums, values, ids, coins, tokens, parents, path, emitted, num_accepted, nodes,
-            vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted,
+            nodes, vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
             CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
@@ -71,8 +71,10 @@ def _follow(rows, stats, last, sums, values, ids, coins, tokens, parents, path, 
             if GREEDY:
                 token = row_argmax(values, ids, m, chunks, CPAD).to(tl.int64)
             else:
-                coin = tl.load(coins + out + step)
-                token = draw(rows, m, coin, vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD).to(tl.int64)
+                uniform = tl.load(uniforms + out + step)
+                token = draw(rows, m, uniform, vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD).to(
+                    tl.int64
+                )
         tl.store(path + out + step, node.to(tl.int64))
         tl.store(emitted + out + step, token)
         child = tl.min(tl.where((up == node) & (drafted == token), j, NPAD), 0)
@@ -84,7 +86,7 @@ def _follow(rows, stats, last, sums, values, ids, coins, tokens, parents, path, 
 
 @triton.jit
 def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
-    """What ``number`` refusals leave of the laws p and q at tokens ``y``, not normalised."""
+    """What ``number`` refusals leave of the distributions p and q at tokens ``y``, not normalised."""
     for r in range(number):
         token = tl.load(refused + at + r)
         if RELAXED:
@@ -96,7 +98,7 @@ def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
 
 
 @triton.jit
-def _laws(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number,
+def _residuals(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number,
           RELAXED: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
     """p after node ``m`` and q for its children, of which ``q_size`` tokens are known, at tokens ``y`` as
     ``number`` refusals leave them, fp64."""
@@ -116,7 +118,7 @@ def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refu
     total, rest = tl.zeros([GROUPS], tl.float64), tl.zeros([GROUPS], tl.float64)
     for c in range(chunks):
         y = c * CHUNK + group[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
-        p, below = _laws(
+        p, below = _residuals(
             rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
             DENSE,
         )  # fmt: skip
@@ -128,8 +130,8 @@ def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refu
 
 
 @triton.jit
-def _walk(rows, stats, last, sums, q, tokens, parents, coins, bonus_coins, refused, scales, parts, path,
-          emitted, num_accepted, nodes, q_nodes, coin_stride, vocab, chunks, steps, SINGLE: tl.constexpr,
+def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms, refused, scales, parts, path,
+          emitted, num_accepted, nodes, q_nodes, uniform_stride, vocab, chunks, steps, SINGLE: tl.constexpr,
           ACC: tl.constexpr, RELAXED: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
           CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -147,20 +149,20 @@ def _walk(rows, stats, last, sums, q, tokens, parents, coins, bonus_coins, refus
         x = tl.load(tokens + at + child)
         m, q_row, q_size = at + node, b * q_nodes + node, tl.where(node < q_nodes, vocab, 0)
         scale = row_scale(sums, m, chunks, DENSE, CPAD)
-        p_x, q_x = _laws(
+        p_x, q_x = _residuals(
             rows, stats, last, q, x, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
             DENSE,
         )  # fmt: skip
         p_x, q_x = p_x / p_total, q_x / q_total
         if RELAXED:
-            coin = tl.load(coins + b * coin_stride + count)
+            uniform = tl.load(uniforms + b * uniform_stride + count)
             mass += p_x
-            kept = ((coin < mass / ACC) | (p_x >= SINGLE)) & (p_x > 0)
+            kept = ((uniform < mass / ACC) | (p_x >= SINGLE)) & (p_x > 0)
             refuses = kept == 0
         else:
-            coin = tl.load(coins + b * coin_stride + child)
-            kept = (q_x > 0) & (coin * q_x < p_x)
-            refuses = (q_x > 0) & (coin * q_x >= p_x)
+            uniform = tl.load(uniforms + b * uniform_stride + child)
+            kept = (q_x > 0) & (uniform * q_x < p_x)
+            refuses = (q_x > 0) & (uniform * q_x >= p_x)
         if refuses:
             # Barriers stand between what other warps read of the last refusals, this one, and its readers.
             tl.debug_barrier()
@@ -173,7 +175,7 @@ def _walk(rows, stats, last, sums, q, tokens, parents, coins, bonus_coins, refus
                 number += 1
                 total, rest = one * 0.0, one * 0.0
                 for attempt in range(2):
-                    # Laws that differ by rounding only may leave nothing: p then stays.
+                    # Distributions that differ by rounding only may leave nothing: p then stays.
                     if total <= 0:
                         tl.debug_barrier()
                         tl.store(scales + 2 * (at + number) - 1, tl.where(attempt == 0, 1.0 / q_total, 0.0))
@@ -203,9 +205,9 @@ def _walk(rows, stats, last, sums, q, tokens, parents, coins, bonus_coins, refus
         tl.debug_barrier()
         fine = tl.load(parts + c[:, None] * GROUPS + group[None, :], (c < chunks)[:, None], 0.0)
         weight = tl.sum(fine, 1)
-    chunk, before, aim = pick_chunk(weight, tl.load(bonus_coins + b), CPAD)
+    chunk, before, aim = pick_chunk(weight, tl.load(bonus_uniforms + b), CPAD)
     y = chunk * CHUNK + tl.arange(0, CHUNK)
-    p, _ = _laws(
+    p, _ = _residuals(
         rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED, DENSE
     )
     token = pick_token(p, y, before, aim, vocab)
@@ -254,8 +256,8 @@ def _excess(rows, stats, last, sums, q, tokens, excess, steps, vocab, chunks, DE
 
 
 @triton.jit
-def _block(rows, stats, last, sums, q, tokens, coins, bonus_coins, excess, path, emitted, num_accepted, steps,
-           vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted,
+           steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
            SPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
@@ -267,15 +269,15 @@ def _block(rows, stats, last, sums, q, tokens, coins, bonus_coins, excess, path,
     share = tl.where(slack > 0, total / tl.where(slack > 0, slack, 1.0), 1.0)
     share = tl.where(k < steps, share, found)
     is_draft = (k > 0) & (k <= steps)
-    coin = tl.load(coins + b * steps + k - 1, is_draft, 1.0)
-    count = tl.max(tl.where(is_draft & (coin < share), k, 0), 0)
+    uniform = tl.load(uniforms + b * steps + k - 1, is_draft, 1.0)
+    count = tl.max(tl.where(is_draft & (uniform < share), k, 0), 0)
     weight = tl.sum(tl.where(k == count, found, 0.0), 0)
     has_left = (count < steps) & (tl.sum(tl.where(k == count, total, 0.0), 0) > 0)
     m = b * (steps + 1) + count
     scale = row_scale(sums, m, chunks, DENSE, CPAD)
     left = tl.sum(tl.where((k == count)[:, None], parts, 0.0), 0)
     left = tl.where(has_left, left, row_sums(sums, m, chunks, CPAD) * scale)
-    chunk, before, aim = pick_chunk(left, tl.load(bonus_coins + b), CPAD)
+    chunk, before, aim = pick_chunk(left, tl.load(bonus_uniforms + b), CPAD)
     y = chunk * CHUNK + tl.arange(0, CHUNK)
     p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
     below = tl.load(q + (b * steps + count) * vocab + y, y < tl.where(has_left, vocab, 0), 0.0).to(tl.float64)
@@ -352,7 +354,7 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def _rows(
     probs: torch.Tensor, stats: torch.Tensor | None, last: torch.Tensor | None, sums: torch.Tensor | None
 ) -> tuple[Rows, bool]:
-    """What kernels read of a law, and whether it is one of probabilities."""
+    """What kernels read of a distribution, and whether it comes as probabilities."""
     if stats is None or last is None or sums is None:
         return (probs, probs, probs, chunk_sums(probs)), True
     return (probs, stats, last, sums), False
@@ -366,24 +368,24 @@ def accept_target_only(
     sums: torch.Tensor | None,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    coins: torch.Tensor,
+    uniforms: torch.Tensor,
     steps: int,
 ) -> Outcome:
-    """Probabilities ``[B, N, V]`` or the parts of a ``Law``; ``coins`` fp64 ``[B, S + 1]``; all contiguous.
-    One launch for a law, two for probabilities."""
+    """Probabilities ``[B, N, V]`` or the parts of a ``FilteredLogits``; ``uniforms`` fp64 ``[B, S + 1]``; all
+    contiguous. One launch for filtered logits, two for probabilities."""
     out = _outcome(tokens, steps)
     if tokens.numel():
         rows, dense = _rows(probs, stats, last, sums)
         (b, nodes), vocab = tokens.shape, probs.shape[-1]
         _follow[(b,)](
-            *rows, probs, probs, coins, tokens, parents, *out, nodes, vocab, num_chunks(vocab), steps,
+            *rows, probs, probs, uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab), steps,
             GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
         )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("eagle_kit::accept_by_trial", mutates_args=())
-def accept_by_trial(
+@torch.library.custom_op("eagle_kit::accept_stochastic", mutates_args=())
+def accept_stochastic(
     probs: torch.Tensor,
     stats: torch.Tensor | None,
     last: torch.Tensor | None,
@@ -391,14 +393,14 @@ def accept_by_trial(
     q: torch.Tensor | None,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
     steps: int,
     threshold_single: float,
     threshold_acc: float,
 ) -> Outcome:
-    """Rejection with ``q [B, Q, V]`` and ``coins`` fp64 ``[B, N]``, or without q by thresholds with
-    ``coins [B, S + 1]``; the rest as for ``accept_target_only``, launches too."""
+    """Rejection with ``q [B, Q, V]`` and ``uniforms`` fp64 ``[B, N]``, or without q by thresholds with
+    ``uniforms [B, S + 1]``; the rest as for ``accept_target_only``, launches too."""
     out = _outcome(tokens, steps)
     if tokens.numel():
         rows, dense = _rows(probs, stats, last, sums)
@@ -410,8 +412,9 @@ def accept_by_trial(
         groups = options["CHUNK"] // _LANE.value
         parts = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
         _walk[(b,)](
-            *rows, probs if q is None else q, tokens, parents, coins, bonus_coins, refused, scales, parts,
-            *out, nodes, 0 if q is None else q.shape[1], coins.shape[1], vocab, num_chunks(vocab), steps,
+            *rows, probs if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
+            parts, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab, num_chunks(vocab),
+            steps,
             SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
             **options,
         )  # fmt: skip
@@ -426,11 +429,11 @@ def accept_block(
     sums: torch.Tensor | None,
     q: torch.Tensor,
     tokens: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
 ) -> Outcome:
-    """``q [B, S, V]``, ``tokens [B, S + 1]``, ``coins`` fp64 ``[B, S]``; the rest as for
-    ``accept_target_only``. Two launches for a law, three for probabilities."""
+    """``q [B, S, V]``, ``tokens [B, S + 1]``, ``uniforms`` fp64 ``[B, S]``; the rest as for
+    ``accept_target_only``. Two launches for filtered logits, three for probabilities."""
     b, steps, vocab = q.shape
     out = _outcome(tokens, steps)
     if tokens.numel():
@@ -439,7 +442,9 @@ def accept_block(
         excess = torch.empty(b, steps, chunks, dtype=torch.float64, device=q.device)
         options = {**sizes(vocab), "DENSE": dense, "SPAD": triton.next_power_of_2(steps + 1)}
         _excess[(b * steps, chunks)](*rows, q, tokens, excess, steps, vocab, chunks, **options)
-        _block[(b,)](*rows, q, tokens, coins, bonus_coins, excess, *out, steps, vocab, chunks, **options)
+        _block[(b,)](
+            *rows, q, tokens, uniforms, bonus_uniforms, excess, *out, steps, vocab, chunks, **options
+        )
     return out
 
 
@@ -450,26 +455,26 @@ def _(logits, tokens, parents, steps):
 
 
 @accept_target_only.register_fake
-def _(probs, stats, last, sums, tokens, parents, coins, steps):
+def _(probs, stats, last, sums, tokens, parents, uniforms, steps):
     return _outcome(tokens, steps)
 
 
-@accept_by_trial.register_fake
-def _(probs, stats, last, sums, q, tokens, parents, coins, bonus_coins, steps, single, acc):
+@accept_stochastic.register_fake
+def _(probs, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
     return _outcome(tokens, steps)
 
 
 @accept_block.register_fake
-def _(probs, stats, last, sums, q, tokens, coins, bonus_coins):
+def _(probs, stats, last, sums, q, tokens, uniforms, bonus_uniforms):
     return _outcome(tokens, q.shape[1])
 
 
 def variants() -> list[Variant]:
-    """Llama 3's vocabulary: laws over bf16 logits, probabilities for drafts of other engines."""
+    """Llama 3's vocabulary: distributions over bf16 logits, probabilities for drafts of other engines."""
     found = []
-    integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "coin_stride")
+    integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
     longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
-    doubles = ("sums", "coins", "bonus_coins", "scales", "parts", "excess")
+    doubles = ("sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
     types = {
         **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
         "stats": "*fp32", "last": "*i32", "q": "*fp32", "values": "*fp32", "ids": "*i32",

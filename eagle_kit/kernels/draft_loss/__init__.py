@@ -34,7 +34,7 @@ def linear_draft_loss(
     Args:
         h: ``[M, H]``.
         weight: ``[Vd, H]``; frozen, it costs no gradient.
-        probs: fp32 ``[P, Vd]``, teacher laws, renormalised over the draft vocabulary.
+        probs: fp32 ``[P, Vd]``, teacher distributions, renormalised over the draft vocabulary.
         index: int64 ``[M]``, the teacher row of each row.
         row_weights: fp32 ``[M]``.
         loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, whose gradient is

@@ -1,7 +1,8 @@
-"""What a draft can learn from a target's law besides cross-entropy, fused with its output layer.
+"""What a draft can learn from a target's distribution besides cross-entropy, fused with its output layer.
 
-For a row with logits z over the draft vocabulary D, q = softmax(z), the target's law renormalised over D, p,
-and the share m of the target's probability that D has, so that the target says v in D with probability m p_v:
+For a row with logits z over the draft vocabulary D, q = softmax(z), the target's distribution renormalised
+over D, p, and the share m of the target's probability that D has, so that the target says v in D with
+probability m p_v:
 
     reverse-kl   sum_v q_v log(q_v / p_v)                          dz_v = q_v (log(q_v / p_v) - loss)
     tv           1 - a,  a = sum_v min(m p_v, q_v)                 dz_v = q_v (s - [q_v < m p_v])
@@ -11,12 +12,12 @@ and the share m of the target's probability that D has, so that the target says 
 with s = sum_v q_v [q_v < m p_v], and w taken as a constant. (da / dz_v = sum_u [q_u < m p_u] dq_u / dz_v and
 dq_u / dz_v = q_u ([u = v] - q_v).)
 
-**Which p.** a is the probability that a token drawn from q is accepted (Leviathan et al., arXiv 2211.17192),
-and 1 - a is the total variation between q, zero outside D, and the target's law over *all* tokens. What the
-target says outside D can never be accepted, so there p keeps its own scale, m p, as in section 4.4 of LK
-losses: renormalised, a row whose target is mostly outside D would count as if everything could be won, and q
-would be called too small where it is right. A logarithm of a ratio needs the renormalised p: KL to a law that
-q cannot reach is infinite.
+**Which p.** a is the probability that a token sampled from q is accepted (Leviathan et al., arXiv
+2211.17192), and 1 - a is the total variation between q, zero outside D, and the target's distribution over
+*all* tokens. What the target says outside D can never be accepted, so there p keeps its own scale, m p, as in
+section 4.4 of LK losses: renormalised, a row whose target is mostly outside D would count as if everything
+could be won, and q would be called too small where it is right. A logarithm of a ratio needs the renormalised
+p: KL to a distribution that q cannot reach is infinite.
 
 Sources: total variation for drafts, DistillSpec (arXiv 2310.08461); lk-alpha and lk-hybrid, LK losses (arXiv
 2602.23881), where w follows the mean of a over a step's batch; here, as in the speculators project, the row's
@@ -101,7 +102,7 @@ def _lk_hybrid(eta: float) -> RowLoss:
 
 
 def entropy(p: torch.Tensor) -> torch.Tensor:
-    """Entropies in nats of laws ``[rows, Vd]``."""
+    """Entropies in nats of distributions ``[rows, Vd]``."""
     return torch.special.entr(p).sum(-1)
 
 

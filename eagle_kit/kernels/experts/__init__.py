@@ -16,7 +16,7 @@ import torch
 
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
-from eagle_kit.kernels.recording import hold, is_recording, library
+from eagle_kit.kernels.recording import is_recording, keep_alive, library
 
 __all__ = ["PackedExperts", "experts", "pack_experts"]
 
@@ -86,7 +86,7 @@ def experts(
     """
     if packed is not None and takes_packed(x):
         if is_recording():  # of the operation, not of who goes where this time
-            hold(packed)
+            keep_alive(packed)
             return torch.ops.eagle_kit_cpu.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
         return _by_packed_expert(x, ids, weights, packed)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):

@@ -13,7 +13,7 @@ from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.swiglu import swiglu
 
 
-def beside_itself(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """:func:`linear` of rows ``[n, K]``, a lone one beside a copy of itself: it would be summed in another
     order than one among others."""
     return linear(x, weight) if len(x) > 1 else linear(x.expand(2, -1).contiguous(), weight)[:1]
@@ -25,7 +25,7 @@ def by_expert(
     weights: torch.Tensor,
     gate_up: Sequence[Any] | torch.Tensor,
     down: Sequence[Any] | torch.Tensor,
-    multiply: Callable[[torch.Tensor, Any], torch.Tensor] = beside_itself,
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor] = batch_invariant_linear,
 ) -> torch.Tensor:
     """One expert after another over its rows; who goes where is read on the host. Differentiable.
 

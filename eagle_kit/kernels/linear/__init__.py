@@ -75,12 +75,12 @@ class Linear(nn.Linear):
     inference."""
 
     _packed: onednn.Packed | None = None
-    _is_joined = False
+    _is_merged = False
 
     def pack(self) -> None:
-        """Keep a copy of the weight in oneDNN's layout for few rows, unless :func:`pack_joined` has one; the
+        """Keep a copy of the weight in oneDNN's layout for few rows, unless :func:`pack_merged` has one; the
         module must not be trained afterwards."""
-        if can_pack(self.weight) and not self._is_joined:
+        if can_pack(self.weight) and not self._is_merged:
             self._packed = onednn.pack(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-class Joined(NamedTuple):
+class MergedLinear(NamedTuple):
     """Layers that read the same rows, packed as one matmul: ``sizes`` of their outputs."""
 
     weight: onednn.Packed
@@ -103,17 +103,17 @@ class Joined(NamedTuple):
         return onednn.packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
 
 
-def pack_joined(*layers: Linear) -> Joined | None:
+def pack_merged(*layers: Linear) -> MergedLinear | None:
     """Pack layers of the same inputs together, in place of each by itself; None where that cannot be."""
     biases = [layer.bias for layer in layers]
     has_bias = biases[0] is not None
     if not all(can_pack(layer.weight) and (layer.bias is not None) == has_bias for layer in layers):
         return None
     for layer in layers:
-        layer._is_joined = True
+        layer._is_merged = True
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = torch.cat([bias.detach() for bias in biases]) if has_bias else None
-    return Joined(onednn.pack(weight), bias, [layer.out_features for layer in layers])
+    return MergedLinear(onednn.pack(weight), bias, [layer.out_features for layer in layers])
 
 
 def pack_weights(module: nn.Module) -> None:

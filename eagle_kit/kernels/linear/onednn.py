@@ -32,11 +32,11 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class Packed(NamedTuple):
-    """A weight in oneDNN's ``blocked`` layout, an opaque tensor; whether one row of x ``needs_company`` to be
+    """A weight in oneDNN's ``blocked`` layout, an opaque tensor; whether one row of x ``needs_padding`` to be
     summed up in the order of two, as it does where K is split."""
 
     blocked: torch.Tensor
-    needs_company: bool
+    needs_padding: bool
 
 
 def pack(weight: torch.Tensor) -> Packed:
@@ -52,7 +52,7 @@ def pack(weight: torch.Tensor) -> Packed:
 
 def packed_matmul(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [T, K]`` -> ``[T, N]``, no gradient; a row's result does not depend on T."""
-    if weight.needs_company and len(x) == 1:
+    if weight.needs_padding and len(x) == 1:
         return matmul(x.expand(2, -1), weight.blocked, bias)[:1]
     return matmul(x, weight.blocked, bias)
 

@@ -1,43 +1,44 @@
-"""From the target's logits to the law that is sampled, and the coins it is sampled with."""
+"""From the target's logits to the distribution that is sampled, and the uniform random numbers it is sampled
+with."""
 
-from eagle_kit.kernels.sampling.coins import (
-    DRAFT_COINS,
-    TARGET_COINS,
-    VERIFY_COINS,
-    sample,
-    sample_distinct,
-    uniforms,
-    window_uniforms,
-)
-from eagle_kit.kernels.sampling.law import (
-    Law,
+from eagle_kit.kernels.sampling.distribution import (
+    FilteredLogits,
     SamplingBatch,
     adjust_logits,
     counts_after,
-    law_parts,
+    distribution_parts,
     make_sampling_batch,
     probabilities,
-    target_law,
+    target_distribution,
     target_probs,
     token_logprobs,
 )
+from eagle_kit.kernels.sampling.uniform import (
+    DRAFT_UNIFORMS,
+    TARGET_UNIFORMS,
+    VERIFY_UNIFORMS,
+    position_uniforms,
+    sample,
+    sample_distinct,
+    window_uniforms,
+)
 
 __all__ = [
-    "DRAFT_COINS",
-    "TARGET_COINS",
-    "VERIFY_COINS",
-    "Law",
+    "DRAFT_UNIFORMS",
+    "TARGET_UNIFORMS",
+    "VERIFY_UNIFORMS",
+    "FilteredLogits",
     "SamplingBatch",
     "adjust_logits",
     "counts_after",
-    "law_parts",
+    "distribution_parts",
     "make_sampling_batch",
+    "position_uniforms",
     "probabilities",
     "sample",
     "sample_distinct",
-    "target_law",
+    "target_distribution",
     "target_probs",
     "token_logprobs",
-    "uniforms",
     "window_uniforms",
 ]

@@ -1,13 +1,13 @@
-"""The law of a token out of logits, without a sort and without a row of probabilities.
+"""The distribution of a token out of logits, without a sort and without a row of probabilities.
 
-A filtered law needs four numbers a row besides the logits x: the best logit, the temperature, and where the
-kept tokens end. With d = (best - x) / temperature, top-k, top-p and min-p each keep a beginning of the order
-(d, token id), so together they keep what is not behind one pair (``bound``, ``last``):
+A filtered distribution needs four numbers a row besides the logits x: the best logit, the temperature, and
+where the kept tokens end. With d = (best - x) / temperature, top-k, top-p and min-p each keep a beginning of
+the order (d, token id), so together they keep what is not behind one pair (``bound``, ``last``):
 
     weight(i) = exp(-d_i)  if d_i < bound or (d_i = bound and i <= last), else 0;    p(i) = weight(i) / total.
 
 The weights are summed by chunks of a row, in fp64. A draw finds the first chunk whose running sum exceeds
-coin * total and then the first token within it: the inverse CDF in the order of ids, as in ``coins.py``.
+uniform * total and then the first token within it: the inverse CDF in the order of ids, as in ``uniform.py``.
 
 The bound of top-k and top-p is a radix search over the 31 bits of d >= 0, four a launch: every program adds
 up what each of 16 digits weighs in its chunk, and begins by merging the digits of the round before. There are
@@ -164,7 +164,7 @@ def _settle(logits, values, temperature, bounds, lasts, partial, lows, bases, ne
 
 
 @triton.jit
-def row_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
+def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
     """What tokens ``i`` of row ``m`` weigh, fp32: dense rows hold it. From ``vocab`` on it is nothing."""
     x = tl.load(rows + m * vocab + i, i < vocab, 0.0 if DENSE else float("-inf")).to(tl.float32)
     if DENSE:
@@ -228,17 +228,18 @@ def row_scale(sums, m, chunks, DENSE: tl.constexpr, CPAD: tl.constexpr):
 
 @triton.jit
 def row_probs(rows, i, m, vocab, stats, last, scale, DENSE: tl.constexpr):
-    """Of tokens ``i`` of row ``m``, fp32; wherever a law is read, they are the same to the bit."""
-    weight = row_weights(rows, i, m, vocab, stats, last, DENSE)
+    """Of tokens ``i`` of row ``m``, fp32; wherever a distribution is read, they are the same to the bit."""
+    weight = logit_weights(rows, i, m, vocab, stats, last, DENSE)
     return (weight.to(tl.float64) * scale).to(tl.float32)
 
 
 @triton.jit
-def pick_chunk(sums, coin, CPAD: tl.constexpr):
-    """The chunk in which the running sum exceeds ``coin`` times the total, the sum before it, and the aim."""
+def pick_chunk(sums, uniform, CPAD: tl.constexpr):
+    """The chunk in which the running sum exceeds ``uniform`` times the total, the sum before it, and the
+    aim."""
     c = tl.arange(0, CPAD)
     upto = tl.cumsum(sums, 0)
-    aim = coin * tl.sum(sums, 0)
+    aim = uniform * tl.sum(sums, 0)
     first = tl.min(tl.where((sums > 0) & (upto > aim), c, CPAD), 0)
     chunk = tl.where(first < CPAD, first, tl.max(tl.where(sums > 0, c, 0), 0))
     return chunk, tl.sum(tl.where(c < chunk, sums, 0.0), 0), aim
@@ -253,20 +254,20 @@ def pick_token(weight, i, before, aim, vocab):
 
 
 @triton.jit
-def draw(rows, m, coin, vocab, chunks, stats, last, sums, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+def draw(rows, m, uniform, vocab, chunks, stats, last, sums, DENSE: tl.constexpr, CHUNK: tl.constexpr,
          CPAD: tl.constexpr):  # fmt: skip
-    """The token of row ``m`` for ``coin``."""
-    chunk, before, aim = pick_chunk(row_sums(sums, m, chunks, CPAD), coin, CPAD)
+    """The token of row ``m`` for ``uniform``."""
+    chunk, before, aim = pick_chunk(row_sums(sums, m, chunks, CPAD), uniform, CPAD)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    weight = row_weights(rows, i, m, vocab, stats, last, DENSE).to(tl.float64)
+    weight = logit_weights(rows, i, m, vocab, stats, last, DENSE).to(tl.float64)
     return pick_token(weight, i, before, aim, vocab)
 
 
 @triton.jit
-def _draw(rows, coins, stats, last, sums, out, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+def _draw(rows, uniforms, stats, last, sums, out, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr,
           CPAD: tl.constexpr):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
-    token = draw(rows, m, tl.load(coins + m), vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD)
+    token = draw(rows, m, tl.load(uniforms + m), vocab, chunks, stats, last, sums, DENSE, CHUNK, CPAD)
     tl.store(out + m, token.to(tl.int64))
 
 
@@ -279,27 +280,27 @@ def _probs(rows, stats, last, sums, out, vocab, chunks, CHUNK: tl.constexpr, CPA
 
 
 @triton.jit
-def _draw_distinct(rows, coins, sums, out, vocab, chunks, count, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+def _draw_distinct(rows, uniforms, sums, out, vocab, chunks, count, CHUNK: tl.constexpr, CPAD: tl.constexpr,
                    KPAD: tl.constexpr):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     k, c = tl.arange(0, KPAD), tl.arange(0, CPAD)
-    drawn = tl.full([KPAD], -1, tl.int32)
+    sampled = tl.full([KPAD], -1, tl.int32)
     left = row_sums(sums, m, chunks, CPAD)
     for n in range(count):
-        # The lowest id that is not drawn yet; it is one of the first KPAD.
-        is_drawn = tl.max((drawn[:, None] == k[None, :]).to(tl.int32), 0)
-        token = tl.min(tl.where(is_drawn == 0, k, KPAD), 0)
+        # The lowest id that is not sampled yet; it is one of the first KPAD.
+        is_sampled = tl.max((sampled[:, None] == k[None, :]).to(tl.int32), 0)
+        token = tl.min(tl.where(is_sampled == 0, k, KPAD), 0)
         if tl.sum(left, 0) > 0:
-            chunk, before, aim = pick_chunk(left, tl.load(coins + m * count + n), CPAD)
+            chunk, before, aim = pick_chunk(left, tl.load(uniforms + m * count + n), CPAD)
             i = chunk * CHUNK + tl.arange(0, CHUNK)
             weight = tl.load(rows + m * vocab + i, i < vocab, 0.0).to(tl.float64)
             for earlier in range(n):
-                weight = tl.where(i == tl.sum(tl.where(k == earlier, drawn, 0), 0), 0.0, weight)
+                weight = tl.where(i == tl.sum(tl.where(k == earlier, sampled, 0), 0), 0.0, weight)
             token = pick_token(weight, i, before, aim, vocab)
             rest = tl.sum(tl.where(i == token, 0.0, weight), 0)
             left = tl.where(c == chunk, rest, left)
-        drawn = tl.where(k == n, token, drawn)
-    tl.store(out + m * count + k, drawn.to(tl.int64), k < count)
+        sampled = tl.where(k == n, token, sampled)
+    tl.store(out + m * count + k, sampled.to(tl.int64), k < count)
 
 
 @triton.jit
@@ -310,7 +311,7 @@ def _mix(x):
 
 
 @triton.jit
-def _coins(seeds, positions, out, count, size, row_stride, column_stride, STREAM: tl.constexpr,
+def _uniforms(seeds, positions, out, count, size, row_stride, column_stride, STREAM: tl.constexpr,
            OF_CYCLE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b, j = i // count, i % count
@@ -395,22 +396,23 @@ def _filter(
     return bounds, lasts
 
 
-@torch.library.custom_op("eagle_kit::filtered_law", mutates_args=())
-def filtered_law(
+@torch.library.custom_op("eagle_kit::filter_logits", mutates_args=())
+def filter_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
     floors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``logits [B, N, V]`` contiguous, of any float type -> ``stats``, ``last`` and ``sums`` of ``Law``.
+    """``logits [B, N, V]`` contiguous, of any float type -> ``stats``, ``last`` and ``sums`` of
+    ``FilteredLogits``.
 
     Args:
         temperature, top_k, top_p: ``[B]``, as in ``SamplingBatch``.
         floors: fp32 ``[B]``, the distance up to which min-p keeps tokens, infinity for all.
     """
     b, n, vocab = logits.shape
-    stats, last, sums = _empty_law(logits)
+    stats, last, sums = _empty_filter_stats(logits)
     if b * n == 0:
         return stats, last, sums
     values, ids = best_of_chunks(logits)
@@ -429,16 +431,16 @@ def filtered_law(
     return stats, last, sums
 
 
-def _empty_law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_filter_stats(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     b, n, vocab = logits.shape
     stats = torch.empty(b, n, 3, dtype=torch.float32, device=logits.device)
     last = torch.empty(b, n, dtype=torch.int32, device=logits.device)
     return stats, last, torch.empty(b, n, num_chunks(vocab), dtype=torch.float64, device=logits.device)
 
 
-@filtered_law.register_fake
+@filter_logits.register_fake
 def _(logits, temperature, top_k, top_p, floors):
-    return _empty_law(logits)
+    return _empty_filter_stats(logits)
 
 
 def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
@@ -456,36 +458,36 @@ def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("eagle_kit::sample", mutates_args=())
 def sample(
-    coins: torch.Tensor,
+    uniforms: torch.Tensor,
     rows: torch.Tensor,
     stats: torch.Tensor | None,
     last: torch.Tensor | None,
     sums: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``coins`` fp64 ``[...]``, ``rows [..., V]``, both contiguous: probabilities, or the logits of a ``Law``
-    with the rest of it -> tokens int64 ``[...]``. Two launches for probabilities, one
-    for a law."""
+    """``uniforms`` fp64 ``[...]``, ``rows [..., V]``, both contiguous: probabilities, or the logits of a
+    ``FilteredLogits`` with the rest of it -> tokens int64 ``[...]``. Two launches for probabilities, one for
+    a distribution."""
     vocab = rows.shape[-1]
-    out = torch.empty(coins.shape, dtype=torch.int64, device=rows.device)
+    out = torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
     if out.numel():
         totals = chunk_sums(rows) if sums is None else sums
         _draw[(out.numel(),)](
-            rows, coins, rows if stats is None else stats, rows if last is None else last, totals, out, vocab,
-            num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
+            rows, uniforms, rows if stats is None else stats, rows if last is None else last, totals, out,
+            vocab, num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
         )  # fmt: skip
     return out
 
 
 @sample.register_fake
-def _(coins, rows, stats, last, sums):
-    return torch.empty(coins.shape, dtype=torch.int64, device=rows.device)
+def _(uniforms, rows, stats, last, sums):
+    return torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
 
 
-@torch.library.custom_op("eagle_kit::law_probs", mutates_args=())
-def law_probs(
+@torch.library.custom_op("eagle_kit::filtered_probs", mutates_args=())
+def filtered_probs(
     logits: torch.Tensor, stats: torch.Tensor, last: torch.Tensor, sums: torch.Tensor
 ) -> torch.Tensor:
-    """The probabilities of a ``Law``, fp32 ``[B, N, V]``."""
+    """The probabilities of a ``FilteredLogits``, fp32 ``[B, N, V]``."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         rows, vocab, chunks = last.numel(), logits.shape[-1], sums.shape[-1]
@@ -493,58 +495,60 @@ def law_probs(
     return out
 
 
-@law_probs.register_fake
+@filtered_probs.register_fake
 def _(logits, stats, last, sums):
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
 @torch.library.custom_op("eagle_kit::sample_distinct", mutates_args=())
-def sample_distinct(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """``probs [B, V]``, ``coins`` fp64 ``[B, K]``, both contiguous -> tokens int64 ``[B, K]``; 2 launches."""
-    out = torch.empty(coins.shape, dtype=torch.int64, device=probs.device)
+def sample_distinct(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """``probs [B, V]``, ``uniforms`` fp64 ``[B, K]``, both contiguous -> tokens int64 ``[B, K]``; 2
+    launches."""
+    out = torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
     if out.numel():
-        (b, count), vocab = coins.shape, probs.shape[-1]
+        (b, count), vocab = uniforms.shape, probs.shape[-1]
         _draw_distinct[(b,)](
-            probs, coins, chunk_sums(probs), out, vocab, num_chunks(vocab), count,
+            probs, uniforms, chunk_sums(probs), out, vocab, num_chunks(vocab), count,
             KPAD=triton.next_power_of_2(count), **sizes(vocab),
         )  # fmt: skip
     return out
 
 
 @sample_distinct.register_fake
-def _(probs, coins):
-    return torch.empty(coins.shape, dtype=torch.int64, device=probs.device)
+def _(probs, uniforms):
+    return torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
 
 
-@torch.library.custom_op("eagle_kit::coins", mutates_args=())
-def coins(
+@torch.library.custom_op("eagle_kit::uniforms", mutates_args=())
+def uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int, of_cycle: bool
 ) -> torch.Tensor:
-    """Coins fp64 ``[B, count]`` of ``seeds [B]`` contiguous and ``positions [B, count]``, or ``of_cycle`` of
-    the roots' ``positions [B, 1]``. Integers modulo 2^64, converted exactly: the reference's to the bit."""
+    """Uniform random numbers fp64 ``[B, count]`` of ``seeds [B]`` contiguous and ``positions [B, count]``, or
+    ``of_cycle`` of the roots' ``positions [B, 1]``. Integers modulo 2^64, converted exactly: the reference's
+    to the bit."""
     out = torch.empty(seeds.shape[0], count, dtype=torch.float64, device=seeds.device)
     if size := out.numel():
-        _coins[(triton.cdiv(size, 256),)](
+        _uniforms[(triton.cdiv(size, 256),)](
             seeds, positions, out, count, size, positions.stride(0), positions.stride(1), STREAM=stream,
             OF_CYCLE=of_cycle, BLOCK=256, num_warps=2,
         )  # fmt: skip
     return out
 
 
-@coins.register_fake
+@uniforms.register_fake
 def _(seeds, positions, count, stream, of_cycle):
     return torch.empty(seeds.shape[0], count, dtype=torch.float64, device=seeds.device)
 
 
 def variants() -> list[Variant]:
-    """The vocabularies of Llama 3 in bf16 and of a bent law in fp32."""
+    """The vocabularies of Llama 3 in bf16 and of penalised logits in fp32."""
     found = []
     integers = dict.fromkeys(("nodes", "vocab", "chunks", "rows", "round", "shift"), "i32")
     types = {
         **integers, "logits": "*bf16", "values": "*fp32", "ids": "*i32", "temperature": "*fp32",
         "bounds": "*fp32", "lasts": "*i32", "floors": "*fp32", "stats": "*fp32", "last": "*i32",
         "sums": "*fp64", "partial": "*fp32", "lows": "*i32", "bases": "*fp64", "needs": "*fp64",
-        "new_bounds": "*fp32", "new_lasts": "*i32", "coins": "*fp64", "out": "*i64", "count": "i32",
+        "new_bounds": "*fp32", "new_lasts": "*i32", "uniforms": "*fp64", "out": "*i64", "count": "i32",
         "seeds": "*i64", "positions": "*i64", "size": "i32", "row_stride": "i64", "column_stride": "i64",
     }  # fmt: skip
 
@@ -555,7 +559,7 @@ def variants() -> list[Variant]:
         found.append(Variant(f"sampling {name}", kernel, names, constants, aligned=aligned, num_warps=warps))
 
     chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
-    law = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
+    filtered_row = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
     add("best bf16", _best, {"CHUNK": chunk})
     for name, kind, count, top_p, limit in (
         ("top-k bf16", "bf16", True, False, False),
@@ -566,10 +570,15 @@ def variants() -> list[Variant]:
         add(f"search {name}", _search, {**options, "COUNT": count, "LANES": 512}, 4, **wanted)
         add(f"settle {name}", _settle, options, 16, **wanted)
     for name, filtered in (("", False), (" filtered", True)):
-        add(f"sums bf16{name}", _sums, {**law, "HAS_LIMIT": filtered, "HAS_FLOOR": filtered}, rows="*bf16")
-    add("draw bf16", _draw, law, rows="*bf16")
-    add("draw fp32 dense", _draw, {**law, "DENSE": True}, rows="*fp32")
+        add(
+            f"sums bf16{name}",
+            _sums,
+            {**filtered_row, "HAS_LIMIT": filtered, "HAS_FLOOR": filtered},
+            rows="*bf16",
+        )
+    add("draw bf16", _draw, filtered_row, rows="*bf16")
+    add("draw fp32 dense", _draw, {**filtered_row, "DENSE": True}, rows="*fp32")
     add("probs fp32", _probs, {"CHUNK": chunk, "CPAD": chunks}, rows="*fp32", out="*fp32")
     add("draw distinct", _draw_distinct, {"CHUNK": chunk, "CPAD": chunks, "KPAD": 8}, rows="*fp32")
-    add("coins", _coins, {"STREAM": 2, "OF_CYCLE": True, "BLOCK": 256}, 2)
+    add("uniforms", _uniforms, {"STREAM": 2, "OF_CYCLE": True, "BLOCK": 256}, 2)
     return found

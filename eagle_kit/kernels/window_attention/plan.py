@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.recording import choose_by
+from eagle_kit.kernels.recording import guarded_choice
 
 COLUMNS = 64
 """Numbers of columns on a CPU are multiples of this."""
@@ -82,7 +82,7 @@ class WindowPlan:
         """The layout in groups of requests of like length, so that a short one does not pay for the longest,
         and its columns do not depend on its company. Reads the lengths on the host."""
         room = -(-self.num_keys // COLUMNS) * COLUMNS  # windows of few and of many nodes have the same sizes
-        sizes = choose_by(self.prefix_lens, lambda lengths: tuple(_bucket(n + room) for n in lengths))
+        sizes = guarded_choice(self.prefix_lens, lambda lengths: tuple(_bucket(n + room) for n in lengths))
         rows, mask = replace(self, num_columns=max(sizes)).layout
         if min(sizes) == max(sizes):
             return [Columns(None, rows, mask)]

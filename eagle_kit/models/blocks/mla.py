@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
+from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.models.blocks.layers import Attend, RMSNorm
 from eagle_kit.models.config_parts import MLAConfig
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
     """MLA around an :class:`~.layers.Attend`, which gets expanded keys and values, or a
     :class:`LatentAttend`."""
 
-    _packed: Joined | None = None
+    _packed: MergedLinear | None = None
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
     def pack(self) -> None:
         """As :meth:`Linear.pack`: what reads the input is one matmul."""
         first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
-        self._packed = pack_joined(first, self.kv_a_proj_with_mqa)
+        self._packed = pack_merged(first, self.kv_a_proj_with_mqa)
 
     def queries_and_rows(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
-from eagle_kit.kernels.linear import Joined, Linear, pack_joined, takes_packed
+from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.models.blocks.layers import MLP
 from eagle_kit.models.config_parts import MoEConfig
 
@@ -87,7 +87,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts, and shared ones that see every token."""
 
-    _packed: Joined | None = None
+    _packed: MergedLinear | None = None
 
     def __init__(self, hidden_size: int, config: MoEConfig, *, bias: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class MoE(nn.Module):
     def pack(self) -> None:
         """As :meth:`Linear.pack`: the gate and the first layer of the shared experts read the same rows."""
         if self.shared_experts is not None:
-            self._packed = pack_joined(self.gate, self.shared_experts.gate_up_proj)
+            self._packed = pack_merged(self.gate, self.shared_experts.gate_up_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""

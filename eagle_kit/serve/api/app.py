@@ -12,7 +12,7 @@ from eagle_kit.serve.api.routes_generate import add_generation_routes
 from eagle_kit.serve.api.routes_operate import add_operation_routes
 from eagle_kit.serve.api.routes_tokens import add_token_routes
 from eagle_kit.serve.api.service import Service
-from eagle_kit.serve.api.settings import Settings
+from eagle_kit.serve.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,7 +34,7 @@ def check_packages() -> None:
             )
 
 
-def create_app(llm: "LLM", engine: "Engine", settings: Settings) -> "FastAPI":
+def create_app(llm: "LLM", engine: "Engine", settings: ServerSettings) -> "FastAPI":
     """An application that serves one model.
 
     The engine's thread runs from the application's start to its end; ``app.state.service`` is what the routes

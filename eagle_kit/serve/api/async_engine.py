@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, Reply
+from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -31,14 +31,14 @@ Health = Literal["ok", "draining", "unhealthy"]
 class _Arrival(NamedTuple):
     """A request on its way into the engine, and who waits to hear that it was taken."""
 
-    reply: Reply
+    reply: ReplyStream
     taken: "asyncio.Future[None]"
 
 
 class _Progress:
     """How much of a live request its reader was given; the engine's thread owns it."""
 
-    def __init__(self, reply: Reply, now: float) -> None:
+    def __init__(self, reply: ReplyStream, now: float) -> None:
         self.reply = reply
         self.num_tokens = self.num_logprobs = self.num_chars = 0
         self.last_news_at = now
@@ -69,14 +69,14 @@ class AsyncEngine:
         self._compiling = asyncio.Lock()
         self._num_compiling = 0
         self._num_reserved = 0
-        self._live: set[Reply] = set()
+        self._live: set[ReplyStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended = asyncio.Event()
         self.draining = asyncio.Event()
         self._wake = threading.Condition()
-        self._inbox: list[_Arrival | Reply] = []
-        self._todo: deque[_Arrival | Reply] = deque()
+        self._inbox: list[_Arrival | ReplyStream] = []
+        self._todo: deque[_Arrival | ReplyStream] = deque()
         self._closed = False
         self._progress: dict[int, _Progress] = {}
 
@@ -97,7 +97,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[Reply]:
+    async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
         """Take requests, all of them or none.
 
         Args:
@@ -116,7 +116,7 @@ class AsyncEngine:
                 if request.params.grammar is not None and request.match is None:
                     await self._prepare(request)
         self.check_room(num_needed)
-        arrivals = [_Arrival(Reply(request, self._abort), loop.create_future()) for request in requests]
+        arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
         replies = [arrival.reply for arrival in arrivals]
         for reply in replies:
             reply.company = replies
@@ -234,7 +234,7 @@ class AsyncEngine:
             self._abort(reply)
             self._finish(reply, Overloaded("The server is shutting down."))
 
-    def _post(self, items: Sequence["_Arrival | Reply"]) -> None:
+    def _post(self, items: Sequence["_Arrival | ReplyStream"]) -> None:
         with self._wake:
             if not self._closed:
                 self._inbox += items
@@ -243,18 +243,18 @@ class AsyncEngine:
         # The thread has ended or ends without looking into the inbox again.
         self._fail_on_loop(items)
 
-    def _abort(self, reply: Reply) -> None:
+    def _abort(self, reply: ReplyStream) -> None:
         self._post([reply])
 
-    def _fail_on_loop(self, items: Sequence["_Arrival | Reply"]) -> None:
+    def _fail_on_loop(self, items: Sequence["_Arrival | ReplyStream"]) -> None:
         error = EngineFailed("The engine does not run any more.")
         for item in items:
-            if isinstance(item, Reply):
+            if isinstance(item, ReplyStream):
                 self._finish(item, error)
             else:
                 self._taken(item, error)
 
-    def _finish(self, reply: Reply, news: "Delta | Exception") -> None:
+    def _finish(self, reply: ReplyStream, news: "Delta | Exception") -> None:
         reply.put(news)
         self._live.discard(reply)
         if not self._live:
@@ -269,7 +269,7 @@ class AsyncEngine:
             else:
                 arrival.taken.set_exception(error)
 
-    def _deliver(self, news: "Sequence[tuple[Reply, Delta | Exception]]") -> None:
+    def _deliver(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
         for reply, item in news:
             if isinstance(item, Exception) or item.finish_reason is not None:
                 self._finish(reply, item)
@@ -301,7 +301,7 @@ class AsyncEngine:
                 return False
         while self._todo:
             item = self._todo.popleft()
-            if isinstance(item, Reply):
+            if isinstance(item, ReplyStream):
                 self._abort_now(item)
             else:
                 self._admit(item)
@@ -324,7 +324,7 @@ class AsyncEngine:
         self._progress[request.number] = _Progress(arrival.reply, time.perf_counter())
         self._call(self._taken, arrival, None)
 
-    def _abort_now(self, reply: Reply) -> None:
+    def _abort_now(self, reply: ReplyStream) -> None:
         progress = self._progress.get(reply.request.number)
         if progress is None or progress.reply is not reply:
             return  # it has finished, or was never admitted
@@ -334,7 +334,7 @@ class AsyncEngine:
 
     def _publish(self, requests: "Sequence[Request]") -> None:
         """Send what is new of these requests, in one call to the loop."""
-        news: list[tuple[Reply, Delta | Exception]] = []
+        news: list[tuple[ReplyStream, Delta | Exception]] = []
         now = time.perf_counter()
         for request in requests:
             progress = self._progress.get(request.number)
@@ -375,7 +375,9 @@ class AsyncEngine:
             self._todo.clear()
             self._inbox.clear()
         failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
-        news: list[tuple[Reply, Delta | Exception]] = [(p.reply, failed) for p in self._progress.values()]
+        news: list[tuple[ReplyStream, Delta | Exception]] = [
+            (p.reply, failed) for p in self._progress.values()
+        ]
         self._progress.clear()
         self._call(self._deliver, news)
         self._call(self._fail_on_loop, items)

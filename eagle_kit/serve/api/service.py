@@ -19,8 +19,8 @@ from eagle_kit.serve.api.params import sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
-from eagle_kit.serve.api.settings import Settings
-from eagle_kit.serve.reply import Delta, Reply
+from eagle_kit.serve.api.settings import ServerSettings
+from eagle_kit.serve.reply import Delta, ReplyStream
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -49,7 +49,7 @@ class Generation:
 
     id: str
     prompts: Sequence[Sequence[int]]
-    replies: Sequence[Reply]
+    replies: Sequence[ReplyStream]
     created: int
 
     async def collect(self) -> list[Delta]:
@@ -87,7 +87,7 @@ class Service:
         settings: see there.
     """
 
-    def __init__(self, llm: "LLM", engine: "Engine", settings: Settings) -> None:
+    def __init__(self, llm: "LLM", engine: "Engine", settings: ServerSettings) -> None:
         self.llm, self.settings = llm, settings
         self.metrics = Metrics(engine, settings.model_name)
         self.engine = AsyncEngine(
@@ -97,7 +97,7 @@ class Service:
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
         self.started_at = int(time.time())
-        self._live: dict[str, list[Reply]] = {}
+        self._live: dict[str, list[ReplyStream]] = {}
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
 
@@ -182,7 +182,7 @@ class Service:
             for params in sampling_params(body, len(prompt), llm.max_context, llm.config.vocab_size)
         ]
 
-    def _leave(self, request_id: str, replies: Sequence[Reply]) -> None:
+    def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:
         for reply in replies:
             reply.close()
         staying = [reply for reply in self._live.get(request_id, ()) if reply not in replies]

@@ -6,7 +6,7 @@ from eagle_kit.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Limits and names of one server.
 
     Attributes:

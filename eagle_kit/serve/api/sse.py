@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from eagle_kit.serve.api.errors import as_api_error
-from eagle_kit.serve.reply import Delta, Reply
+from eagle_kit.serve.reply import Delta, ReplyStream
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
@@ -34,7 +34,7 @@ async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield DONE
 
 
-async def merge(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delta]]:
+async def merge(replies: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Delta]]:
     """(index, delta) of several replies as they come, until all have finished."""
     if len(replies) == 1:
         async for delta in replies[0]:

@@ -31,14 +31,14 @@ NUM_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """What a command line names: ``target`` as ``resolve_target`` takes it, and perhaps a draft's folder."""
 
     target: str
     draft: Path | None
 
 
-def find_model(draft_or_target: str, target: str | None, default_target: str) -> Model:
+def find_model(draft_or_target: str, target: str | None, default_target: str) -> ServedModel:
     """Tell a draft from a target: a folder with a draft's config is a draft and names its own target.
 
     Args:
@@ -50,12 +50,12 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
 
     folder = Path(draft_or_target).expanduser()
     if target is not None:
-        return Model(target, folder)
+        return ServedModel(target, folder)
     if not (folder / "config.json").is_file() or algorithm_of(folder) == "STANDALONE":
-        return Model(draft_or_target, None)
+        return ServedModel(draft_or_target, None)
     own = _read(folder / "config.json").get("eagle_kit") or {}
     named = own.get("target") or _read(folder / "eagle_kit.json").get("target")
-    return Model(str(named or default_target), folder)
+    return ServedModel(str(named or default_target), folder)
 
 
 def _read(path: Path) -> dict[str, Any]:

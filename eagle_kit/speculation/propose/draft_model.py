@@ -30,7 +30,8 @@ class Readout(NamedTuple):
 class DraftModel(Protocol):
     """A model that proposes tokens. ``first_slot`` is the first slot of its store that it fills: 1 where an
     entry is made of a feature and the token after it (EAGLE), 0 for a whole model; ``cache`` is what it keeps
-    of a token. ``num_modules`` is 1, or as many as it has for the steps of a draft (:class:`MTPDraft`)."""
+    of a token. ``num_modules`` is 1, or as many as it has for the steps of a draft (:class:`MTPDraftModel`).
+    """
 
     capture: tuple[int, ...]
     first_slot: int
@@ -64,7 +65,7 @@ class DraftModel(Protocol):
         ...
 
 
-class HeadDraft:
+class HeadDraftModel:
     """A head that reads the target's states (see :class:`DraftModel`)."""
 
     first_slot = 1
@@ -101,11 +102,11 @@ class HeadDraft:
         return self.head.to_target(draft_ids)
 
 
-class Eagle3Draft(HeadDraft):
+class Eagle3DraftModel(HeadDraftModel):
     """An EAGLE-3 head."""
 
 
-class TiedDraft(HeadDraft):
+class TiedDraftModel(HeadDraftModel):
     """A head with the target's output layer.
 
     Args:
@@ -127,23 +128,23 @@ class TiedDraft(HeadDraft):
         return self.output.to_target(draft_ids)
 
 
-class MTPDraft(TiedDraft):
+class MTPDraftModel(TiedDraftModel):
     """MTP modules: one for all steps of a draft, or one for each."""
 
 
-class Eagle1Draft(TiedDraft):
+class Eagle1DraftModel(TiedDraftModel):
     """An EAGLE-1 head."""
 
     def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         super().__init__(head.bind(target.lm_head), target, token_map)
 
 
-class StandaloneDraft:
+class StandaloneDraftModel:
     """A whole small model of the target's vocabulary (see :class:`DraftModel`). It reads no target states,
     and its entries begin with the first token.
 
     Args:
-        token_map: as of :class:`TiedDraft`.
+        token_map: as of :class:`TiedDraftModel`.
     """
 
     first_slot, feature_size, num_modules = 0, 0, 1

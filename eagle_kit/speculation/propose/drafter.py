@@ -39,8 +39,8 @@ class DraftState(NamedTuple):
     features: torch.Tensor
 
 
-class Draft(NamedTuple):
-    """A window to verify, and the law its tokens come from."""
+class DraftOutput(NamedTuple):
+    """A window to verify, and the distribution its tokens come from."""
 
     tree: Tree
     proposal: Proposal
@@ -81,7 +81,7 @@ class Drafter:
     lookback = 0
     """How many prompt tokens before those that the stores lack must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
-    """Kinds of verification that fit the law of these drafts, the default first."""
+    """Kinds of verification that fit the distribution of these drafts, the default first."""
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -106,15 +106,16 @@ class Drafter:
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
-    ) -> Draft:
+    ) -> DraftOutput:
         """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes.
 
         Args:
-            sampling: the laws of the requests; this drafter proposes the same whatever they are.
+            sampling: the sampling parameters of the requests; this drafter proposes the same whatever they
+                are.
         """
         state = state._replace(tokens=state.tokens[:, : shape.topk], scores=state.scores[:, : shape.topk])
         grow = self._grow_chain if shape.topk == 1 else self._grow_tree
-        return Draft(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
+        return DraftOutput(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
 
     def _grow_tree(
         self,
@@ -156,7 +157,7 @@ class Drafter:
             drafted.append(tokens)
         return chain_build(roots, torch.cat(drafted, 1))
 
-    def extend(
+    def draft_extend(
         self,
         out: TargetOutput,
         accepted: Accepted,

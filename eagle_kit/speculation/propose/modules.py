@@ -1,4 +1,4 @@
-"""Drafting with several MTP modules, one for each step (multi-layer EAGLE): chains, made while extending.
+"""Drafting with several MTP modules, one for each step (multi-layer EAGLE): chains, made during draft-extend.
 
 Legend: B requests, S steps of the shape, D modules, M window rows, H hidden, L tokens in the target's pool.
 
@@ -25,14 +25,14 @@ from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.latents import open_store
 from eagle_kit.kv.store import PagedStore, Segment
 from eagle_kit.models.targets.llama import TargetOutput
-from eagle_kit.speculation.propose.draft_model import HeadDraft
-from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput
 from eagle_kit.speculation.verify.proposal import Deterministic
 
 
 class ModulesState(NamedTuple):
-    """What extending leaves: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the root's
-    slot, ``carries [B, D, H]``."""
+    """What draft-extend leaves: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the
+    root's slot, ``carries [B, D, H]``."""
 
     tokens: torch.Tensor
     carries: torch.Tensor
@@ -41,11 +41,11 @@ class ModulesState(NamedTuple):
 class ModulesDrafter(Drafter):
     """Several modules with a store each. Mutates only the stores."""
 
-    model: HeadDraft
+    model: HeadDraftModel
 
     def __init__(
         self,
-        model: HeadDraft,
+        model: HeadDraftModel,
         *,
         vocab_size: int,
         num_pages: int,
@@ -88,12 +88,12 @@ class ModulesDrafter(Drafter):
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
-    ) -> Draft:
-        """The chain that extending has drafted; ``shape`` must be one of at most D steps."""
+    ) -> DraftOutput:
+        """The chain that draft-extend has made; ``shape`` must be one of at most D steps."""
         assert shape.topk == 1 and shape.steps <= self.model.num_modules
-        return Draft(chain_build(roots, state.tokens[:, : shape.steps]), Deterministic())
+        return DraftOutput(chain_build(roots, state.tokens[:, : shape.steps]), Deterministic())
 
-    def extend(  # type: ignore[override]
+    def draft_extend(  # type: ignore[override]
         self,
         out: TargetOutput,
         accepted: Accepted,

@@ -1,4 +1,4 @@
-"""Drafts that are drawn: a chain of tokens from the draft's own law q, which goes along to the verifier.
+"""Sampled drafts: a chain of tokens from the draft's own distribution q, which goes along to the verifier.
 
 A deterministic top-1 chain keeps its first token with probability p(argmax q), a drawn one with
 sum min(p, q): the warmer the request, the more the second is worth.
@@ -11,11 +11,16 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.sampling import DRAFT_COINS, SamplingBatch, sample, target_probs, window_uniforms
+from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kernels.window_attention import chain_bits
-from eagle_kit.speculation.propose.drafter import Draft, Drafter, DraftState
-from eagle_kit.speculation.verify.proposal import Block, Deterministic, Rejection, SampledChain
+from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput, DraftState
+from eagle_kit.speculation.verify.proposal import (
+    BlockVerification,
+    Deterministic,
+    RejectionSampling,
+    SampledChain,
+)
 
 
 class SampledDraftState(NamedTuple):
@@ -26,10 +31,10 @@ class SampledDraftState(NamedTuple):
 
 
 class SampledDrafter(Drafter):
-    """Chains drawn from the draft at each request's temperature and filters. Requests that do not sample get
-    the most likely tokens, which is what their law draws."""
+    """Chains sampled from the draft at each request's temperature and filters. Requests that do not sample
+    get the most likely tokens, which is what their distribution draws."""
 
-    verifiers: tuple[type, ...] = (Block, Rejection)
+    verifiers: tuple[type, ...] = (BlockVerification, RejectionSampling)
 
     def empty_state(self, count: int, topk: int) -> SampledDraftState:  # type: ignore[override]
         """A state of ``count`` requests that have not been prefilled."""
@@ -47,33 +52,37 @@ class SampledDrafter(Drafter):
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
-    ) -> Draft:
+    ) -> DraftOutput:
         """Draw a chain behind ``roots [B]``; greedy for all of them without ``sampling``."""
         assert isinstance(state, SampledDraftState) and shape.topk == 1
         logits, features = state
-        coins = None
+        uniforms = None
         if sampling is not None:
-            coins = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_COINS)
+            uniforms = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_UNIFORMS)
         drafted: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         for step in range(shape.steps):
             if step:
                 bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
                 attend = self.kv.window_attend(page_table, seq_lens + 1, bits, step, num_columns)
                 out = self.model.step(features, drafted[-1], seq_lens + step, attend)
                 logits, features = self.model.logits(out).float(), self._fed_back(out)
-            if sampling is None or coins is None:
+            if sampling is None or uniforms is None:
                 drafted.append(self.model.to_target(logits.argmax(-1)))
                 continue
-            laws.append(self._law(logits, sampling))
-            drafted.append(sample(laws[-1], coins[:, step]))
+            distributions.append(self._distribution(logits, sampling))
+            drafted.append(sample(distributions[-1], uniforms[:, step]))
         tree = chain_build(roots, torch.stack(drafted, 1))
-        return Draft(tree, SampledChain(torch.stack(laws, 1)) if laws else Deterministic())
+        return DraftOutput(
+            tree, SampledChain(torch.stack(distributions, 1)) if distributions else Deterministic()
+        )
 
-    def _law(self, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """The draft's law over the target's vocabulary, fp32 ``[B, V]``, by the request's own filters.
+    def _distribution(self, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+        """The draft's distribution over the target's vocabulary, fp32 ``[B, V]``, by the request's own
+        filters.
 
-        Penalties and bias are left to the target: q may be any law, and theirs change along the path.
+        Penalties and bias are left to the target: q may be any distribution, and theirs change along the
+            path.
         """
         everything = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         ids = self.model.to_target(torch.arange(logits.shape[1], device=logits.device))

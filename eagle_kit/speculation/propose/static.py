@@ -1,6 +1,6 @@
 """Drafts of a topology that is fixed beforehand, EAGLE-1's tree (arXiv 2401.15077): node r of a parent is its
-r-th candidate. As the topology does not depend on the drafted values, siblings may also be drawn from the
-draft's own law, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
+r-th candidate. As the topology does not depend on the drafted values, siblings may also be sampled from the
+draft's own distribution, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
 
 Legend: B requests, N window nodes, S depth, M nodes that are forwarded, V / Vd target / draft vocabulary.
 """
@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.sampling import DRAFT_COINS, SamplingBatch, sample_distinct, window_uniforms
+from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_distinct, window_uniforms
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.speculation.propose.drafter import Draft, Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput
 from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
-from eagle_kit.speculation.verify.proposal import Deterministic, Rejection, Relaxed, SampledTree, TargetOnly
+from eagle_kit.speculation.verify.proposal import (
+    Deterministic,
+    RejectionSampling,
+    Relaxed,
+    SampledTree,
+    TargetOnly,
+)
 
 EAGLE1_CHOICES = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 """EAGLE-1's published tree: a node is its ranks from the root on."""
@@ -90,12 +96,12 @@ class _Level(NamedTuple):
 
 
 class StaticDrafter(SampledDrafter):
-    """Fills a fixed topology: with the most likely candidates, or, ``draws`` set, with drawn ones for
+    """Fills a fixed topology: with the most likely candidates, or, ``samples`` set, with sampled ones for
     requests that sample. All indices are on the device from the start, so that a graph can hold it."""
 
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     topology = Topology.parse(EAGLE1_CHOICES)
-    draws = False
+    samples = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -139,29 +145,29 @@ class StaticDrafter(SampledDrafter):
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
-    ) -> Draft:
+    ) -> DraftOutput:
         """Fill the topology behind ``roots [B]``; ``shape`` must be the topology's."""
         b, count = roots.shape[0], len(self.topology.parents)
-        drawn = sampling if self.draws else None
+        sampled = sampling if self.samples else None
         tokens = roots[:, None].expand(b, count).clone()
-        laws = coins = None
-        if drawn is not None:
-            laws = torch.zeros(b, count, self.vocab_size, device=roots.device)
-            coins = window_uniforms(drawn.seeds, seq_lens, count, DRAFT_COINS)
+        distributions = uniforms = None
+        if sampled is not None:
+            distributions = torch.zeros(b, count, self.vocab_size, device=roots.device)
+            uniforms = window_uniforms(sampled.seeds, seq_lens, count, DRAFT_UNIFORMS)
         logits, features = state.logits[:, None], state.features[:, None]
         for level in self._levels:
             if level.depth:
                 logits, features = self._forward(tokens, features, level, seq_lens, page_table, num_columns)
             for at, node, below, ranks, num_candidates in level.families:
-                if laws is not None and coins is not None and drawn is not None:
-                    laws[:, node] = self._law(logits[:, at], drawn)
-                    chosen = sample_distinct(laws[:, node], coins.index_select(1, below))
+                if distributions is not None and uniforms is not None and sampled is not None:
+                    distributions[:, node] = self._distribution(logits[:, at], sampled)
+                    chosen = sample_distinct(distributions[:, node], uniforms.index_select(1, below))
                 else:
                     ids = logits[:, at].topk(num_candidates, -1).indices
                     chosen = self.model.to_target(ids).index_select(1, ranks)
                 tokens.index_copy_(1, below, chosen)
         tree = Tree(tokens, *(part.expand(b, count) for part in (self._parents, self._depths, self._bits)))
-        return Draft(tree, Deterministic() if laws is None else SampledTree(laws))
+        return DraftOutput(tree, Deterministic() if distributions is None else SampledTree(distributions))
 
     def _forward(
         self,
@@ -183,15 +189,15 @@ class StaticDrafter(SampledDrafter):
         return self.model.logits(out).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
 
 
-class DrawnStaticDrafter(StaticDrafter):
-    """A fixed topology whose siblings are drawn."""
+class SampledStaticDrafter(StaticDrafter):
+    """A fixed topology whose siblings are sampled."""
 
-    verifiers: tuple[type, ...] = (Rejection,)
-    draws = True
+    verifiers: tuple[type, ...] = (RejectionSampling,)
+    samples = True
 
 
-def drafter_class(tree: str, *, drawn: bool) -> type[Drafter]:
-    """The drafter for ``"dynamic"`` or ``"static"`` trees, of likely or of drawn tokens."""
+def drafter_class(tree: str, *, sampled: bool) -> type[Drafter]:
+    """The drafter for ``"dynamic"`` or ``"static"`` trees, of most likely or of sampled tokens."""
     if tree == "static":
-        return DrawnStaticDrafter if drawn else StaticDrafter
-    return SampledDrafter if drawn else Drafter
+        return SampledStaticDrafter if sampled else StaticDrafter
+    return SampledDrafter if sampled else Drafter

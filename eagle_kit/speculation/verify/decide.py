@@ -1,8 +1,8 @@
 """The target's next token after every node of a window.
 
-A node's token is drawn with the coin of its position, so all nodes of one depth share a coin; only one of
-them is on the path. A deterministic draft is then followed as far as it agrees: whatever was drafted, the
-text is the one that plain decoding draws with the same seed.
+A node's token is sampled with the uniform random number of its position, so all nodes of one depth share a
+uniform random number; only one of them is on the path. A deterministic draft is then followed as far as it
+agrees: whatever was drafted, the text is the one that plain decoding draws with the same seed.
 
 Legend: B requests, N window nodes, V vocabulary.
 """
@@ -11,13 +11,13 @@ import torch
 
 from eagle_kit.kernels.accept import Accepted, accept_most_likely
 from eagle_kit.kernels.sampling import (
-    TARGET_COINS,
-    Law,
+    TARGET_UNIFORMS,
+    FilteredLogits,
     SamplingBatch,
     adjust_logits,
+    position_uniforms,
     sample,
-    target_law,
-    uniforms,
+    target_distribution,
 )
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.speculation.verify.proposal import Deterministic, Proposal, Verifier, accept
@@ -41,8 +41,8 @@ def choose(
     if sampling is None:
         return _masked(logits, allowed).argmax(-1)
     positions = seq_lens[:, None] + 1 + tree.depths
-    coins = uniforms(sampling.seeds, positions, TARGET_COINS)
-    return sample(law_of(logits, tree, sampling, allowed), coins)
+    uniforms = position_uniforms(sampling.seeds, positions, TARGET_UNIFORMS)
+    return sample(distribution_of(logits, tree, sampling, allowed), uniforms)
 
 
 def decide(
@@ -59,17 +59,17 @@ def decide(
     if sampling is None:
         assert isinstance(proposal, Deterministic), "a draft of greedy requests has nothing to draw"
         return accept_most_likely(_masked(logits, allowed), tree.tokens, tree.parents, steps)
-    law = law_of(logits, tree, sampling, allowed)
-    return accept(law, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
+    distribution = distribution_of(logits, tree, sampling, allowed)
+    return accept(distribution, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
 
 
-def law_of(
+def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
-) -> torch.Tensor | Law:
-    """The law after every node: penalties and bias, the grammar, then the filters."""
+) -> torch.Tensor | FilteredLogits:
+    """The distribution after every node: penalties and bias, the grammar, then the filters."""
     if any(part is not None for part in (sampling.repetition, sampling.counts, sampling.bias)):
         logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
-    return target_law(_masked(logits, allowed), sampling)
+    return target_distribution(_masked(logits, allowed), sampling)
 
 
 def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Two laws of drafts, and the verifiers that are sound for each.
+"""Two kinds of drafts, and the verifiers that are sound for each.
 
-A deterministic draft is a function of the text: what it proposes was not drawn, so it has no q, and dividing
-by a softmax in its place would emit another law than the target's. A sampled draft was drawn from q and
-brings q along. The types keep them apart: ``accept`` refuses a verifier that does not fit.
+A deterministic draft is a function of the text: what it proposes was not sampled, so it has no q, and
+dividing by a softmax in its place would emit another distribution than the target's. A sampled draft was
+sampled from q and brings q along. The types keep them apart: ``accept`` refuses a verifier that does not fit.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -17,7 +17,13 @@ from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_re
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
 from eagle_kit.kernels.accept.target_only import accept_target_only
 from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.sampling import TARGET_COINS, VERIFY_COINS, Law, uniforms, window_uniforms
+from eagle_kit.kernels.sampling import (
+    TARGET_UNIFORMS,
+    VERIFY_UNIFORMS,
+    FilteredLogits,
+    position_uniforms,
+    window_uniforms,
+)
 from eagle_kit.kernels.tree_build import Tree
 
 
@@ -28,16 +34,17 @@ class Deterministic:
 
 @dataclass(frozen=True, eq=False)
 class SampledChain:
-    """A chain whose every draft was drawn; ``q [B, S, V]`` the law that the child of each node came from."""
+    """A chain whose every draft was sampled; ``q [B, S, V]`` the distribution that the child of each node
+    came from."""
 
     q: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTree:
-    """A tree of a topology fixed beforehand, whose siblings were drawn without replacement and lie in the
-    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the law that the children of each
-    of the first Q nodes came from, nodes from Q on have none."""
+    """A tree of a topology fixed beforehand, whose siblings were sampled without replacement and lie in the
+    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the distribution that the children
+    of each of the first Q nodes came from, nodes from Q on have none."""
 
     q: torch.Tensor
 
@@ -51,13 +58,13 @@ class TargetOnly:
 
 
 @dataclass(frozen=True)
-class Rejection:
-    """Keep drawn tokens with probability min(1, p / q); lossless."""
+class RejectionSampling:
+    """Keep sampled tokens with probability min(1, p / q); lossless."""
 
 
 @dataclass(frozen=True)
-class Block:
-    """Weigh prefixes of a drawn chain (arXiv 2403.10444); lossless, keeps no fewer than rejection."""
+class BlockVerification:
+    """Weigh prefixes of a sampled chain (arXiv 2403.10444); lossless, keeps no fewer than rejection."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +75,18 @@ class Relaxed:
     threshold_acc: float
 
 
-Verifier = TargetOnly | Rejection | Block | Relaxed
+Verifier = TargetOnly | RejectionSampling | BlockVerification | Relaxed
 
 
 def default_verifier(proposal: Proposal) -> Verifier:
-    """The lossless verifier for a law of drafts; block verification is the better one for chains."""
+    """The lossless verifier for a kind of draft; block verification is the better one for chains."""
     if isinstance(proposal, Deterministic):
         return TargetOnly()
-    return Block() if isinstance(proposal, SampledChain) else Rejection()
+    return BlockVerification() if isinstance(proposal, SampledChain) else RejectionSampling()
 
 
 def accept(
-    probs: torch.Tensor | Law,
+    probs: torch.Tensor | FilteredLogits,
     tree: Tree,
     proposal: Proposal,
     verifier: Verifier,
@@ -89,47 +96,47 @@ def accept(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Verify a window with coins that depend on each request's seed and position only.
+    """Verify a window with uniform random numbers that depend on each request's seed and position only.
 
-    Target-only coins belong to the position of the decided token, so that text does not depend on the draft.
-    All others belong to the cycle (the position of its root, which grows from cycle to cycle), so that
-    nothing drawn for a thrown-away draft is used again.
+    Target-only uniform random numbers belong to the position of the decided token, so that text does not
+    depend on the draft. All others belong to the cycle (the position of its root, which grows from cycle to
+    cycle), so that nothing sampled for a thrown-away draft is used again.
 
     Args:
-        probs: ``[B, N, V]`` or a ``Law``, the target's law after each node.
+        probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tree: the window.
         seeds, root_positions: int64 ``[B]``.
         steps: S, depth of the window.
 
     Raises:
-        TypeError: when the verifier is not sound for the law of the draft.
+        TypeError: when the verifier is not sound for the distribution of the draft.
     """
     n = tree.tokens.shape[1]
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
         places = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
-        coins = uniforms(seeds, places, TARGET_COINS, backend=backend)
+        uniforms = position_uniforms(seeds, places, TARGET_UNIFORMS, backend=backend)
         window = tree.tokens, tree.parents, tree.depths
-        return accept_target_only(probs, *window, coins, steps, backend=backend)
-    coins = window_uniforms(seeds, root_positions, n + 1, VERIFY_COINS, backend=backend)
-    nodes, bonus = coins[:, :n], coins[:, n]
+        return accept_target_only(probs, *window, uniforms, steps, backend=backend)
+    uniforms = window_uniforms(seeds, root_positions, n + 1, VERIFY_UNIFORMS, backend=backend)
+    nodes, bonus = uniforms[:, :n], uniforms[:, n]
     match proposal, verifier:
         case Deterministic(), Relaxed(single, acc):
-            # A coin per depth; there are no more depths than nodes.
+            # A uniform random number per depth; there are no more depths than nodes.
             return accept_relaxed(
                 probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc, backend=backend
             )
-        case SampledChain(q), Rejection():
+        case SampledChain(q), RejectionSampling():
             return accept_rejection_chain(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
-        case SampledChain(q), Block():
+        case SampledChain(q), BlockVerification():
             return accept_block(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
-        case SampledTree(q), Rejection():
+        case SampledTree(q), RejectionSampling():
             return accept_rejection_tree(
                 probs, q, tree.tokens, tree.parents, nodes, bonus, steps, backend=backend
             )
     raise TypeError(
-        f"{type(verifier).__name__} verification is not sound for {type(proposal).__name__} drafts. Use "
-        "TargetOnly or Relaxed for Deterministic, Rejection or Block for SampledChain, Rejection for "
-        "SampledTree."
+        f"{type(verifier).__name__} is not sound for {type(proposal).__name__} drafts. Use "
+        "TargetOnly or Relaxed for Deterministic, RejectionSampling or BlockVerification for SampledChain, "
+        "RejectionSampling for SampledTree."
     )
 
 
@@ -143,5 +150,5 @@ def check_distinct_siblings(tokens: torch.Tensor, parents: torch.Tensor) -> None
             if other != node and row[node] >= 0:
                 raise ValueError(
                     f"Request {b}: nodes {other} and {node}, children of node {above[node]}, are both token "
-                    f"{row[node]}. Siblings must be drawn without replacement."
+                    f"{row[node]}. Siblings must be sampled without replacement."
                 )

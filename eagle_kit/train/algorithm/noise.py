@@ -2,7 +2,7 @@
 
 EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. What a packed row gets
 depends on the seed, the optimiser step and the row's number alone: not on the process that has it, on the
-rows beside it, on the device, or on what was drawn before. So a run resumes to the bit.
+rows beside it, on the device, or on what was sampled before. So a run resumes to the bit.
 
 Legend: T packed tokens of a forward, L captured layers, H hidden of the target.
 """

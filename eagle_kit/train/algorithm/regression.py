@@ -1,7 +1,7 @@
 """The loss of EAGLE-1 (arXiv 2401.15077, section 4.2) and of HASS (arXiv 2408.15766, section 3.1).
 
-For a row with the head's output f, the target's state g at the position it predicts, and the target's law p
-at g:
+For a row with the head's output f, the target's state g at the position it predicts, and the target's
+distribution p at g:
 
     loss = w_f mean_h smoothL1(f_h - g_h) - w_t sum_v p_v log q_v - w_k sum over the K best v of p_v log q_v
 
@@ -34,7 +34,7 @@ def regression_loss(
         states: ``[M, H]``, the head's output.
         weight: the target's output layer ``[V, H]``, frozen.
         hidden: ``[P, H]``, the target's final-normed states.
-        probs: fp32 ``[P, V]``, its laws; may be overwritten.
+        probs: fp32 ``[P, V]``, its distributions; may be overwritten.
         index: int64 ``[M]``, the teacher position of each row.
         row_weights: fp32 ``[M]``.
     """
@@ -47,7 +47,7 @@ def regression_loss(
 
 
 def _weigh(probs: torch.Tensor, config: RegressionConfig) -> torch.Tensor:
-    """Turn laws into normalised teachers, in place -> what each weighs, fp32 ``[P]``."""
+    """Turn distributions into normalised teachers, in place -> what each weighs, fp32 ``[P]``."""
     mass = torch.full_like(probs[:, 0], config.token_weight)
     if config.topk_weight:
         best, tokens = probs.topk(min(config.topk, probs.shape[1]), -1)

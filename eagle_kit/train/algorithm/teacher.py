@@ -1,4 +1,5 @@
-"""What the target says, made once per packed row: its states, its choices, its law over the draft vocabulary.
+"""What the target says, made once per packed row: its states, its choices, its distribution over the draft
+vocabulary.
 
 Legend: T packed tokens, H target hidden, V / Vd target / draft vocabulary, P positions.
 """

@@ -396,8 +396,8 @@ def _block_loss(
     weight_grad: torch.Tensor | None,
 ) -> SoftCrossEntropy:
     """What ``objective`` says of a block's rows: ``states [M, H]`` learn from the positions ``index [M]`` of
-    the target's ``hidden [P, H]`` and its laws ``probs [P, Vd]``. The gradient of the head's output layer, if
-    it learns, is added to ``weight_grad``."""
+    the target's ``hidden [P, H]`` and its distributions ``probs [P, Vd]``. The gradient of the head's output
+    layer, if it learns, is added to ``weight_grad``."""
     weight = head.output.weight
     if objective.regression is not None:
         return regression_loss(states, weight, hidden, probs, index, row_weights, objective.regression)

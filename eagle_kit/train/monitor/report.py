@@ -19,7 +19,7 @@ from eagle_kit.train.plan.estimate import Estimate, Workload, make_estimate, mea
 from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.folder import RunFolder, versions
 from eagle_kit.train.run.progress import format_seconds
-from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.state import TrainState
 from eagle_kit.train.run.step import Stepper
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def describe(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> str:
+def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture) -> str:
     """Target, data, vocabulary and one conversation with its supervised tokens marked."""
-    data = ingredients.data
+    data = components.data
     share = data.num_supervised_tokens / max(1, data.num_tokens)
     skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
     lines = [f"note    {note}" for note in data.notes]
     if config.data.preview:
-        lines.append(f"sample  {preview(data.chat(0), ingredients.tokenizer)}")
+        lines.append(f"sample  {preview(data.chat(0), components.tokenizer)}")
     return "\n".join(
         (
             *lines,
@@ -75,13 +75,13 @@ def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_
 def estimate_run(
     config: TrainConfig,
     accelerator: "Accelerator",
-    ingredients: Ingredients,
+    components: TrainingComponents,
     stepper: Stepper,
     steps: range,
 ) -> Estimate:
     """Memory, disk and time of the optimiser steps that follow those of ``steps`` finished ones; probes the
     matmul rate, so all processes call it."""
-    data, training = ingredients.data, config.training
+    data, training = components.data, config.training
     tokens = stepper.rows_per_forward * data.num_tokens / len(data)
     work = Workload(
         tokens=round(tokens),
@@ -91,7 +91,7 @@ def estimate_run(
     )
     return make_estimate(
         config,
-        ingredients.target.config,
+        components.target.config,
         stepper.head.config,
         work=work,
         forwards_per_step=stepper.forwards_per_step,
@@ -124,13 +124,13 @@ def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
 def metadata(
     config: TrainConfig,
     accelerator: "Accelerator",
-    ingredients: Ingredients,
+    components: TrainingComponents,
     state: TrainState,
     command: str,
     accept_length: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """What goes into a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
-    data, device = ingredients.data, accelerator.device
+    data, device = components.data, accelerator.device
     kind = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -67,7 +67,7 @@ def write_report(run: str | Path, folder: str | Path | None = None) -> Path:
     return target / "report.html"
 
 
-def compare(
+def compare_runs(
     groups: Mapping[str, Sequence[str | Path]], folder: str | Path, shape: str | None = None
 ) -> Comparison:
     """Draw runs into one picture and put their figures into one table.

@@ -35,7 +35,7 @@ UNKNOWN_TOKENS = 100e6
 
 
 @dataclass(frozen=True)
-class Strategy:
+class PlacementStrategy:
     """How the models lie on the GPUs.
 
     Attributes:
@@ -50,12 +50,12 @@ class Strategy:
 
 
 STRATEGIES = (
-    Strategy("fits"),
-    Strategy("head sharded", shards_head=True),
-    Strategy("target sharded", "sharded"),
-    Strategy("both sharded", "sharded", shards_head=True),
-    Strategy("from a store", "stored"),
-    Strategy("from a store, head sharded", "stored", shards_head=True),
+    PlacementStrategy("fits"),
+    PlacementStrategy("head sharded", shards_head=True),
+    PlacementStrategy("target sharded", "sharded"),
+    PlacementStrategy("both sharded", "sharded", shards_head=True),
+    PlacementStrategy("from a store", "stored"),
+    PlacementStrategy("from a store, head sharded", "stored", shards_head=True),
 )
 """In the order in which they are tried: the first that fits is taken."""
 
@@ -73,7 +73,7 @@ class Placement:
     """
 
     num_gpus: int
-    strategy: Strategy
+    strategy: PlacementStrategy
     memory: dict[str, float]
     peak: float
     fits: bool
@@ -161,10 +161,10 @@ class Planner:
         seconds = self._capture_seconds(work, "whole" if num_gpus == 1 else "sharded", num_gpus)
         return num_gpus * work.tokens / seconds * 86400
 
-    def _strategies(self, num_gpus: int) -> list[Strategy]:
+    def _strategies(self, num_gpus: int) -> list[PlacementStrategy]:
         return [s for s in STRATEGIES if num_gpus > 1 or not (s.shards_head or s.target == "sharded")]
 
-    def _placement(self, num_gpus: int, strategy: Strategy) -> Placement:
+    def _placement(self, num_gpus: int, strategy: PlacementStrategy) -> Placement:
         memory = self._memory(num_gpus, strategy)
         judging = memory.get("judge", 0.0)
         training = memory["states and activations"] + memory["teacher and logits"]
@@ -174,7 +174,7 @@ class Planner:
         fits = peak <= USABLE * self.gpu.memory
         return Placement(num_gpus, strategy, memory, peak, fits, seconds, tokens / seconds * 86400)
 
-    def _memory(self, num_gpus: int, strategy: Strategy) -> dict[str, float]:
+    def _memory(self, num_gpus: int, strategy: PlacementStrategy) -> dict[str, float]:
         """Bytes of each GPU. A sharded head keeps its matrices in the dtype of matmuls and one gradient whole
         while it works; otherwise the gradients are also copied to be summed."""
         shares = self.shares(num_gpus)
@@ -255,7 +255,7 @@ class Planner:
         gathered = whole * (num_gpus - 1) / num_gpus if kind == "sharded" else 0.0
         return max(seconds, gathered / self.gpu.link)
 
-    def _seconds_per_step(self, num_gpus: int, strategy: Strategy) -> float:
+    def _seconds_per_step(self, num_gpus: int, strategy: PlacementStrategy) -> float:
         shares = self.shares(num_gpus)
         assert shares is not None
         forwards, rows = shares

@@ -115,23 +115,23 @@ class Trainer:
         self, config: TrainConfig, options: RunOptions, folder: RunFolder, accelerator: "Accelerator"
     ) -> None:
         self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
-        self.ingredients = gather(config, accelerator)
-        data = self.ingredients.data
-        context = self.ingredients.target.config.max_position_embeddings
+        self.components = gather(config, accelerator)
+        data = self.components.data
+        context = self.components.target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
         self.state = TrainState()
         self.head, optimizer_state = self._make_head()
         if config.head.start_from is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
-        store = state_store(config, self.ingredients, self.head.config)
+        store = state_store(config, self.components, self.head.config)
         if optimizer_state is not None:
             self._check_states("computed" if store is None or store.is_exact else store.format)
         sharding = sharding_asked_for(os.environ)
         if isinstance(self.head, TiedHead):
-            self.head.bind(output_layer(self.ingredients.target, accelerator.device))
-        place_target(self.ingredients.target, config, accelerator)
-        self.stepper = Stepper(config, accelerator, self.ingredients, self.head, schedule, store, sharding)
+            self.head.bind(output_layer(self.components.target, accelerator.device))
+        place_target(self.components.target, config, accelerator)
+        self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
         if optimizer_state is not None:
             last = folder.checkpoints()[-1][1]
             restore_optimizer(last, self.stepper.strategy, optimizer_state)
@@ -142,16 +142,16 @@ class Trainer:
 
     def run(self) -> Ending:
         """Estimate, then step until the end or a stop; returns which. A dry run is done with the estimate."""
-        heldout = len(self.ingredients.data.heldout_prompts)
-        context = self.ingredients.target.config.max_position_embeddings
-        self._print(describe(self.config, self.ingredients, self.head.config))
+        heldout = len(self.components.data.heldout_prompts)
+        context = self.components.target.config.max_position_embeddings
+        self._print(describe(self.config, self.components, self.head.config))
         self._print(describe_judge(self.config, heldout, len(self.prompts), context))
         if self.options.resume:
             lacks = "" if self.folder.checkpoints() else " has no checkpoint yet:"
             self._print(f"resume  {self.folder.path}{lacks} from step {self.state.step} of {self.stop_at}")
         steps = range(self.state.step, self.stop_at)
         self._print(
-            estimate_run(self.config, self.accelerator, self.ingredients, self.stepper, steps).report()
+            estimate_run(self.config, self.accelerator, self.components, self.stepper, steps).report()
         )
         if self.options.dry_run:
             return Ending.DONE
@@ -260,7 +260,7 @@ class Trainer:
         """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
         assert self.judge is not None
         started = time.perf_counter()
-        whole, target = self.stepper.strategy.whole_head(), self.ingredients.target
+        whole, target = self.stepper.strategy.whole_head(), self.components.target
         mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
         figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
         decoded = figures["accept_length"]
@@ -314,7 +314,7 @@ class Trainer:
 
     def _make_head(self) -> tuple[DraftHead, dict[str, Any] | None]:
         """A new head, or the one of the last checkpoint with its optimiser state."""
-        config, found, device = self.config, self.ingredients, self.accelerator.device
+        config, found, device = self.config, self.components, self.accelerator.device
         checkpoints = self.folder.checkpoints() if self.options.resume else []
         if checkpoints:
             about = read_metadata(checkpoints[-1][1]).get("data")
@@ -351,10 +351,10 @@ class Trainer:
             return None
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
-        return Judge(self.ingredients.target, self.prompts[rank::count], settings, cache)
+        return Judge(self.components.target, self.prompts[rank::count], settings, cache)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
-        about = metadata(self.config, self.accelerator, self.ingredients, self.state, self.command, decoded)
+        about = metadata(self.config, self.accelerator, self.components, self.state, self.command, decoded)
         store = self.stepper.store
         about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
         if store is not None:

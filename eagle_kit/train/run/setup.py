@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Ingredients:
+class TrainingComponents:
     """What training needs besides the head.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ingredients:
     data: PreparedData
 
 
-def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> Ingredients:
+def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> TrainingComponents:
     """Resolve and load the target, prepare the data. The main process goes first and fills the caches."""
     with accelerator.local_main_process_first():
         folder = resolve_target(config.target)
@@ -61,10 +61,12 @@ def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> In
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     device = loading_device(config.training.target_placement, accelerator)
     target = load_target(folder, dtype=dtype, device=str(device), with_layers=config.runs_target)
-    return Ingredients(target, folder, tokenizer, data)
+    return TrainingComponents(target, folder, tokenizer, data)
 
 
-def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture) -> StateStore | None:
+def state_store(
+    config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture
+) -> StateStore | None:
     """The captured states that the config asks for: those of ``data.store``, or the cache's, or none.
 
     Raises:
@@ -72,7 +74,7 @@ def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchit
             whole, or damaged.
     """
     training = config.training
-    manifest = states_manifest(config, ingredients, draft)
+    manifest = states_manifest(config, components, draft)
     if config.data.store is not None:
         return _given_store(config, manifest)
     if training.cache_hidden_states == "off":
@@ -83,29 +85,29 @@ def state_store(config: TrainConfig, ingredients: Ingredients, draft: HeadArchit
             )
         return None
     folder = cache_root(config.data) / "states" / state_manifest.key(manifest)
-    return StateStore(folder, manifest, ingredients.data.folder)
+    return StateStore(folder, manifest, components.data.folder)
 
 
 def states_manifest(
-    config: TrainConfig, ingredients: Ingredients, draft: HeadArchitecture, **made: Any
+    config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture, **made: Any
 ) -> dict[str, Any]:
     """The manifest of states of this run's rows. ``made``: who made them, when and how."""
-    data, settings = ingredients.data, config.data
+    data, settings = components.data, config.data
     return {
         "version": state_manifest.VERSION,
         "target": {
             "name": config.target,
-            "revision": target_revision(ingredients.folder),
-            "weights": target_fingerprint(ingredients.folder),
+            "revision": target_revision(components.folder),
+            "weights": target_fingerprint(components.folder),
         },
-        "tokenizer": tokenizer_hash(ingredients.tokenizer),
-        "template": template_hash(ingredients.tokenizer),
+        "tokenizer": tokenizer_hash(components.tokenizer),
+        "template": template_hash(components.tokenizer),
         "layer_ids": list(draft.aux_layer_ids),
         "layer_ids_are": "inputs of layers",
         "last_hidden_state": "after the final norm",
         "precision": config.training.precision,
         "format": config.training.state_format,
-        "hidden_size": ingredients.target.config.hidden_size,
+        "hidden_size": components.target.config.hidden_size,
         "data": {
             "fingerprint": data.fingerprint,
             "source": settings.source,

@@ -27,7 +27,7 @@ from eagle_kit.train.run.features import FeatureSource
 from eagle_kit.train.run.module import TTTModule, autocast
 from eagle_kit.train.run.order import DataOrder
 from eagle_kit.train.run.schedule import Schedule, ttt_length_at
-from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.state import TrainState
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Stepper:
         self,
         config: TrainConfig,
         accelerator: "Accelerator",
-        ingredients: Ingredients,
+        components: TrainingComponents,
         head: DraftHead,
         schedule: Schedule,
         store: StateStore | None = None,
@@ -116,7 +116,7 @@ class Stepper:
         training = config.training
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.seed, self._expected_step = config.seed, -1
-        self.target, self.data, self.head = ingredients.target, ingredients.data, head
+        self.target, self.data, self.head = components.target, components.data, head
         shares = training.target_placement == "fsdp"  # its layers are gathered by all processes or by none
         everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
         self.features = FeatureSource(self.target, head.capture, store, everyone)

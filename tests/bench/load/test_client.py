@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from eagle_kit.bench.load.client import Client, Settings
+from eagle_kit.bench.load.client import Client, ClientSettings
 from eagle_kit.bench.load.endpoint import CONTINUOUS_USAGE, SPECULATION, USAGE, explore
 from eagle_kit.bench.load.reply import Recorder
 from eagle_kit.bench.load.workload import LoadRequest
@@ -18,7 +18,7 @@ REQUEST = LoadRequest(0, {"messages": [{"role": "user", "content": "hi"}]}, 6)
 def send(server, request=REQUEST, *, clock=None, **settings):
     async def run():
         async with Client(
-            Settings(server.url, "tiny", **settings), clock or itertools.count().__next__
+            ClientSettings(server.url, "tiny", **settings), clock or itertools.count().__next__
         ) as client:
             return await client.send(request, Recorder(0, 0.0, client.clock()))
 
@@ -91,7 +91,7 @@ def test_text_with_unicode_line_ends_is_one_event(server):
 
 def test_connections_are_used_again(server):
     async def run():
-        async with Client(Settings(server.url, "tiny")) as client:
+        async with Client(ClientSettings(server.url, "tiny")) as client:
             for _ in range(3):
                 assert (await client.send(REQUEST, Recorder(0, 0.0, 0.0))).outcome == "ok"
             return len(client._http._transport._pool.connections)
@@ -100,7 +100,7 @@ def test_connections_are_used_again(server):
 
 
 def found(server, model="", **settings):
-    return asyncio.run(explore(Settings(server.url, model, **settings)))
+    return asyncio.run(explore(ClientSettings(server.url, model, **settings)))
 
 
 def test_an_endpoint_is_found_with_its_model_and_every_extension(server):
@@ -153,13 +153,13 @@ def test_the_key_is_sent_and_its_refusal_told(server):
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1"])
 def test_an_endpoint_where_nobody_answers_is_a_users_mistake(url):
     with pytest.raises(UserError, match=r"Nobody answers at .*Start the server"):
-        asyncio.run(explore(Settings(url)))
+        asyncio.run(explore(ClientSettings(url)))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(UserError, match="is not a URL"):
-        Settings(url)
+        ClientSettings(url)
 
 
 @pytest.mark.parametrize("status", [500, 404, 400])

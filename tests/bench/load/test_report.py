@@ -5,12 +5,12 @@ import json
 import pytest
 
 from eagle_kit.bench.load.acceptance import Snapshot, from_metrics, from_responses, parse_metrics
-from eagle_kit.bench.load.client import Settings
+from eagle_kit.bench.load.client import ClientSettings
 from eagle_kit.bench.load.endpoint import Endpoint
 from eagle_kit.bench.load.plot import plot
-from eagle_kit.bench.load.reply import Reply, TextEvent
+from eagle_kit.bench.load.reply import RequestResult, TextEvent
 from eagle_kit.bench.load.report import (
-    compare,
+    compare_measurements,
     output_over_time,
     peak_concurrency,
     reply_rows,
@@ -35,13 +35,13 @@ vllm:spec_decode_num_draft_tokens_total 1.2e2
 def reply(number, sent, events, ended, tokens, outcome="ok", **more):
     """Events are (second, tokens so far)."""
     seen = tuple(TextEvent(at, 1, so_far) for at, so_far in events)
-    return Reply(
+    return RequestResult(
         number, outcome, more.pop("reason", None), sent, sent, ended, seen, usage_tokens=tokens, **more
     )
 
 
 def measurement(*phases, server="script"):
-    endpoint = Endpoint(Settings("http://a:1", "tiny"), server)
+    endpoint = Endpoint(ClientSettings("http://a:1", "tiny"), server)
     return Measurement(endpoint, sum(len(phase.replies) for phase in phases), list(phases))
 
 
@@ -121,7 +121,7 @@ def test_a_run_without_any_reply_is_reported(measured):
 def test_missing_usage_guessed_tokens_lateness_and_failed_warm_up_are_warned_of():
     silent = reply(0, 1.0, [(1.5, None), (2.0, None)], 2.0, None, finish_reason="stop")
     guessed = reply(1, 1.0, [(1.5, None), (2.0, None)], 2.0, 9, finish_reason="stop")
-    late = Reply(2, "ok", None, 1.0, 1.7, 2.0, finish_reason="stop", usage_tokens=1)
+    late = RequestResult(2, "ok", None, 1.0, 1.7, 2.0, finish_reason="stop", usage_tokens=1)
     measured = measurement(Phase(1.0, (silent, guessed, late)))
     measured.warmup = (reply(0, 0, [], 1, None, "failed", reason="HTTP 503: full"),)
     s = summarize(measured)
@@ -139,7 +139,7 @@ def test_comparison_gives_ratios_and_equal_texts(measured):
         for i, t in enumerate("xz")
     )
     other = measurement(Phase(10.0, twice))
-    c = compare(measured, other)
+    c = compare_measurements(measured, other)
     assert (c["replies_of_both"], c["replies_identical"]) == (2, 1)
     assert c["first_over_second"]["output_throughput"] == pytest.approx(2.0 / (8 / 3))
     assert c["first_over_second"]["ttft_ms.mean"] == pytest.approx(0.75)
@@ -154,9 +154,9 @@ def test_a_comparison_of_a_warm_cache_with_a_cold_one_is_warned_of():
         told = {"prompt_tokens": 100, "cached_tokens": count, "finish_reason": "stop"}
         return measurement(Phase(0.0, (reply(0, 0.0, [(1.0, 1)], 2.0, 2, **told),)))
 
-    (warning,) = compare(cached(96), cached(15))["warnings"]
+    (warning,) = compare_measurements(cached(96), cached(15))["warnings"]
     assert "96 %" in warning and "15 %" in warning
-    assert compare(cached(17), cached(15))["warnings"] == []
+    assert compare_measurements(cached(17), cached(15))["warnings"] == []
 
 
 def test_the_text_shows_failures_and_latencies(measured):

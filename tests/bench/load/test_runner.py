@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from eagle_kit.bench.load.client import Client, Settings
+from eagle_kit.bench.load.client import Client, ClientSettings
 from eagle_kit.bench.load.endpoint import explore
-from eagle_kit.bench.load.runner import Plan, measure, send_all
+from eagle_kit.bench.load.runner import LoadPlan, measure, send_all
 from eagle_kit.bench.load.workload import arrival_times, make_requests
 from eagle_kit.core.errors import UserError
 from tests.serve.load.scripted_server import Script, scripted_server, text, three_token_chunks
@@ -20,7 +20,7 @@ def requests(count, due=None):
 
 def run(servers, plan):
     async def both():
-        endpoints = [await explore(Settings(server.url)) for server in servers]
+        endpoints = [await explore(ClientSettings(server.url)) for server in servers]
         for server in servers:
             server.bodies.clear()
         return await measure(endpoints, plan, progress=False)
@@ -40,7 +40,7 @@ def slow(body):
 def test_a_closed_loop_keeps_its_number_under_way(server, concurrency):
     server.respond = slow
     server.most_at_once = 0
-    (measured,), interrupted = run([server], Plan(requests(7), concurrency=concurrency))
+    (measured,), interrupted = run([server], LoadPlan(requests(7), concurrency=concurrency))
     assert server.most_at_once == concurrency and not interrupted
     assert [reply.number for reply in measured.replies] == list(range(7))
     assert {reply.outcome for reply in measured.replies} == {"ok"}
@@ -49,13 +49,13 @@ def test_a_closed_loop_keeps_its_number_under_way(server, concurrency):
 
 def test_an_open_loop_sends_all_at_once(server):
     server.respond = lambda body: three_token_chunks(body, delay=0.0 if body["max_tokens"] == 1 else 0.2)
-    run([server], Plan(requests(5)))
+    run([server], LoadPlan(requests(5)))
     assert server.most_at_once == 5
 
 
 def test_an_open_loop_sends_when_requests_are_due_and_not_before(server):
     due = arrival_times(6, rate=30.0, seed=1)
-    (measured,), _ = run([server], Plan(requests(6, due)))
+    (measured,), _ = run([server], LoadPlan(requests(6, due)))
     planned = [reply.planned_at for reply in measured.replies]
     assert [at - planned[0] for at in planned] == pytest.approx(due, abs=1e-6)
     assert planned[0] >= measured.phases[0].started_at
@@ -66,14 +66,14 @@ def test_an_open_loop_sends_when_requests_are_due_and_not_before(server):
 def test_failures_are_counted_among_good_replies_and_none_is_sent_again(server):
     failing = Script(status=500, body={"error": {"message": "bad luck"}})
     server.respond = lambda body: failing if body["messages"][0]["content"] == "prompt 2" else slow(body)
-    (measured,), _ = run([server], Plan(requests(5), concurrency=2))
+    (measured,), _ = run([server], LoadPlan(requests(5), concurrency=2))
     assert [reply.outcome for reply in measured.replies] == ["ok", "ok", "failed", "ok", "ok"]
     assert sorted(asked(server)) == list(range(5))
 
 
 def test_warm_up_comes_first_and_is_kept_apart(server):
     everything = requests(5)
-    (measured,), _ = run([server], Plan(everything[:3], everything[3:]))
+    (measured,), _ = run([server], LoadPlan(everything[:3], everything[3:]))
     assert set(asked(server)[:2]) == {3, 4} and len(measured.warmup) == 2
     assert [reply.number for reply in measured.replies] == [0, 1, 2]
 
@@ -87,7 +87,7 @@ def test_two_endpoints_take_turns_over_the_same_requests(server):
                 if body["max_tokens"] > 1
                 else slow(body)
             )
-        (first, second), _ = run([server, other], Plan(requests(5), concurrency=1, rounds=2))
+        (first, second), _ = run([server, other], LoadPlan(requests(5), concurrency=1, rounds=2))
     assert order == [
         *(("a", n) for n in (0, 1, 2)), *(("b", n) for n in (0, 1, 2)),
         *(("b", n) for n in (3, 4)), *(("a", n) for n in (3, 4)),
@@ -96,14 +96,14 @@ def test_two_endpoints_take_turns_over_the_same_requests(server):
 
 
 def test_rounds_begin_their_own_time():
-    plan = Plan(requests(4, [0.0, 1.0, 5.0, 6.5]), rounds=2)
+    plan = LoadPlan(requests(4, [0.0, 1.0, 5.0, 6.5]), rounds=2)
     assert [[request.due_s for request in plan.part(n)] for n in range(2)] == [[0.0, 1.0], [0.0, 1.5]]
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 0}, {"rounds": 4}, {"concurrency": 0}])
 def test_impossible_plans_are_refused(wrong):
     with pytest.raises(UserError):
-        Plan(requests(3), **wrong)
+        LoadPlan(requests(3), **wrong)
 
 
 @pytest.mark.parametrize("concurrency", [2, None])
@@ -116,7 +116,7 @@ def test_a_stop_gives_up_what_runs_sends_no_more_and_reports_all_that_was_sent(s
     async def stopped():
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.4, stop.set)
-        async with Client(Settings(server.url, "tiny")) as client:
+        async with Client(ClientSettings(server.url, "tiny")) as client:
             return await send_all(client, requests(5, due), concurrency, stop)
 
     started = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_defect_of_ours_is_not_hidden(server):
         raise ZeroDivisionError
 
     async def send():
-        async with Client(Settings(server.url, "tiny")) as client:
+        async with Client(ClientSettings(server.url, "tiny")) as client:
             await send_all(client, requests(3), None, asyncio.Event(), broken)
 
     with pytest.raises(ZeroDivisionError):

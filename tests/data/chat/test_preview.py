@@ -6,7 +6,7 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.data.chat.preview import DIM, GREEN, RESET, preview
-from eagle_kit.data.chat.records import Conversation, Message
+from eagle_kit.data.chat.records import Conversation, ConversationMessage
 from eagle_kit.data.chat.template import TokenizedChat, tokenize_chat
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -19,10 +19,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def chat(tokenizer: Any) -> TokenizedChat:
     turns = (
-        Message("user", "Hi"),
-        Message("assistant", "Yes"),
-        Message("user", "So"),
-        Message("assistant", "No"),
+        ConversationMessage("user", "Hi"),
+        ConversationMessage("assistant", "Yes"),
+        ConversationMessage("user", "So"),
+        ConversationMessage("assistant", "No"),
     )
     return tokenize_chat(tokenizer, Conversation("x", turns, "x"), 1000)
 

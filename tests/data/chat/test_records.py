@@ -11,7 +11,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat import records
 from eagle_kit.data.chat.records import (
     Conversation,
-    Message,
+    ConversationMessage,
     SkipLog,
     Unusable,
     read_conversations,
@@ -21,7 +21,7 @@ from eagle_kit.data.chat.records import (
 SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
 MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
 COMPLETION = {"prompt": "q", "completion": "r"}
-TURNS = (Message("user", "q"), Message("assistant", "r"))
+TURNS = (ConversationMessage("user", "q"), ConversationMessage("assistant", "r"))
 
 
 def read(path: Path | str, **options: Any) -> tuple[list[Conversation], SkipLog]:

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.records import Conversation, Message, Unusable
+from eagle_kit.data.chat.records import Conversation, ConversationMessage, Unusable
 from eagle_kit.data.chat.template import TokenizedChat, end_tokens, prompt_token_ids, tokenize_chat
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -55,7 +55,9 @@ def tokenizer(folder: Path) -> Any:
 
 
 def conversation(*turns: tuple[str, str], complete: bool = True) -> Conversation:
-    return Conversation("x", tuple(Message(role, content) for role, content in turns), "test#1", complete)
+    return Conversation(
+        "x", tuple(ConversationMessage(role, content) for role, content in turns), "test#1", complete
+    )
 
 
 THREE_TURNS = conversation(

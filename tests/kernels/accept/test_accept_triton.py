@@ -1,4 +1,5 @@
-"""The verifiers' Triton kernels against walks in plain Python, exact small laws, and the reference."""
+"""The verifiers' Triton kernels against walks in plain Python, exact small distributions, and the
+reference."""
 
 from fractions import Fraction
 
@@ -16,19 +17,19 @@ from eagle_kit.kernels.accept import (
     accept_relaxed,
     accept_target_only,
 )
-from eagle_kit.kernels.sampling import make_sampling_batch, probabilities, target_law, target_probs
+from eagle_kit.kernels.sampling import make_sampling_batch, probabilities, target_distribution, target_probs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.speculation.verify.proposal import (
-    Block,
+    BlockVerification,
     Deterministic,
-    Rejection,
+    RejectionSampling,
     Relaxed,
     SampledChain,
     SampledTree,
     TargetOnly,
     accept,
 )
-from tests.kernels import test_accept_laws as enumerated
+from tests.kernels import test_accept_distributions as enumerated
 
 S = 4
 PARENTS = [0, 0, 0, 0, 1, 1, 4, 6]
@@ -55,7 +56,7 @@ def assert_same(ours, theirs, is_triton=True):
         assert torch.equal(ours[1][:, -1:], theirs.tokens.gather(1, theirs.num_accepted[:, None]))
 
 
-def laws(generator, *shape, vocab, zeros=0.0):
+def distributions(generator, *shape, vocab, zeros=0.0):
     weights = torch.randn(*shape, vocab, generator=generator).mul(2).exp()
     weights *= torch.rand(*shape, vocab, generator=generator) >= zeros
     weights[..., vocab // 2] += 0.01
@@ -115,22 +116,22 @@ def test_the_walk_ends_with_the_steps_and_the_root_is_no_child(triton_device):
 def drawn_from(q, parents, generator):
     """Tokens ``[B, N]`` of a tree whose children come from ``q [B, N, V]`` of their parents."""
     below = q[:, parents[1:]]
-    drawn = torch.multinomial(below.flatten(0, 1), 1, generator=generator).view(below.shape[:2])
-    return torch.cat((torch.zeros_like(drawn[:, :1]), drawn), 1)
+    sampled = torch.multinomial(below.flatten(0, 1), 1, generator=generator).view(below.shape[:2])
+    return torch.cat((torch.zeros_like(sampled[:, :1]), sampled), 1)
 
 
-def all_verifiers(probs, q, tokens, coins, bonus, backend):
-    """Of windows of 8 nodes; ``coins [B, 8]``."""
+def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
+    """Of windows of 8 nodes; ``uniforms [B, 8]``."""
     b, device = len(tokens), tokens.device
     parents, depths = (torch.tensor(x, device=device).expand(b, 8) for x in (PARENTS, DEPTHS))
     chain, q_chain = (probs[:, : S + 1], tokens[:, : S + 1]), q[:, :S]
     tree, half = (tokens, parents), {"backend": backend}
     return {
-        "tree": accept_rejection_tree(probs, q[:, :7], *tree, coins, bonus, S, **half),
-        "chain": accept_rejection_chain(chain[0], q_chain, chain[1], coins[:, 1 : S + 1], bonus, **half),
-        "block": accept_block(chain[0], q_chain, chain[1], coins[:, 1 : S + 1], bonus, **half),
-        "target": accept_target_only(probs, *tree, depths, coins[:, : S + 1], S, **half),
-        "relaxed": accept_relaxed(probs, *tree, coins[:, : S + 1], bonus, S, 0.4, 0.7, **half),
+        "tree": accept_rejection_tree(probs, q[:, :7], *tree, uniforms, bonus, S, **half),
+        "chain": accept_rejection_chain(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half),
+        "block": accept_block(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half),
+        "target": accept_target_only(probs, *tree, depths, uniforms[:, : S + 1], S, **half),
+        "relaxed": accept_relaxed(probs, *tree, uniforms[:, : S + 1], bonus, S, 0.4, 0.7, **half),
     }
 
 
@@ -138,14 +139,17 @@ def all_verifiers(probs, q, tokens, coins, bonus, backend):
 def test_every_verifier_equals_the_reference(triton_device, b, vocab):
     """Small vocabularies refuse several siblings in a row, repeat siblings and have tokens of q = 0."""
     generator = torch.Generator().manual_seed(vocab)
-    probs, q = laws(generator, b, 8, vocab=vocab, zeros=0.3), laws(generator, b, 8, vocab=vocab, zeros=0.3)
+    probs, q = (
+        distributions(generator, b, 8, vocab=vocab, zeros=0.3),
+        distributions(generator, b, 8, vocab=vocab, zeros=0.3),
+    )
     q[1::2] = 0.3 * q[1::2] + 0.7 * probs[1::2]
     tokens = drawn_from(q, PARENTS, generator)
     tokens[0, 5] = -1
     tokens[1, 3] = tokens[1, 1]
-    coins = torch.rand(b, 8, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(b, 8, generator=generator, dtype=torch.float64)
     bonus = torch.rand(b, generator=generator, dtype=torch.float64)
-    inputs = probs, q, tokens, coins, bonus
+    inputs = probs, q, tokens, uniforms, bonus
     chain = tokens[:, : S + 1]
     chain[:, 1:] = drawn_from(q[:, : S + 1], [0, 0, 1, 2, 3], generator)[:, 1:]
     theirs = all_verifiers(*inputs, "reference")
@@ -156,14 +160,14 @@ def test_every_verifier_equals_the_reference(triton_device, b, vocab):
         assert (theirs["tree"].num_accepted < S).any()
 
 
-@pytest.mark.parametrize("coin", [0.0, JUST_BELOW_ONE])
-def test_a_token_of_probability_zero_is_never_emitted(triton_device, coin):
+@pytest.mark.parametrize("uniform", [0.0, JUST_BELOW_ONE])
+def test_a_token_of_probability_zero_is_never_emitted(triton_device, uniform):
     generator = torch.Generator().manual_seed(1)
-    probs = laws(generator, 3, 8, vocab=300, zeros=0.7)
+    probs = distributions(generator, 3, 8, vocab=300, zeros=0.7)
     q = probs + 1e-7 * torch.rand(3, 8, 300, generator=generator)
     tokens = drawn_from(q, PARENTS, generator)
-    coins = torch.full((3, 8), coin, dtype=torch.float64)
-    inputs = [x.to(triton_device) for x in (probs, q, tokens, coins, coins[:, 0])]
+    uniforms = torch.full((3, 8), uniform, dtype=torch.float64)
+    inputs = [x.to(triton_device) for x in (probs, q, tokens, uniforms, uniforms[:, 0])]
     for name, accepted in all_verifiers(*inputs, "triton").items():
         path, emitted, count = (x.cpu() for x in accepted)
         for b in range(3):
@@ -172,19 +176,19 @@ def test_a_token_of_probability_zero_is_never_emitted(triton_device, coin):
 
 
 def draft_of(verifier, q, generator):
-    """A window ``[B, 8]`` drawn from ``q [B, 8, V]`` that suits ``verifier``, its proposal, its depth."""
-    if isinstance(verifier, Block):
+    """A window ``[B, 8]`` sampled from ``q [B, 8, V]`` that suits ``verifier``, its proposal, its depth."""
+    if isinstance(verifier, BlockVerification):
         parents, depths = [0, 0, 1, 2, 3, 4, 5, 6], list(range(8))
         proposal = SampledChain(q[:, :7])
     else:
         parents, depths = PARENTS, DEPTHS
-        proposal = SampledTree(q) if isinstance(verifier, Rejection) else Deterministic()
+        proposal = SampledTree(q) if isinstance(verifier, RejectionSampling) else Deterministic()
     tokens = drawn_from(q, parents, generator)
     shared = (torch.tensor(x).expand_as(tokens) for x in (parents, depths))
     return Tree(tokens, *shared, torch.ones_like(tokens)), proposal, max(depths)
 
 
-def test_a_law_is_verified_as_its_probabilities_are(triton_device):
+def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
     """From logits to accepted tokens, of requests with other filters, by every verifier."""
     generator = torch.Generator().manual_seed(7)
     params = [
@@ -197,11 +201,11 @@ def test_a_law_is_verified_as_its_probabilities_are(triton_device):
         return make_sampling_batch(params, [[]] * 3, [3, 4, 5], 300, torch.device(device))
 
     logits = torch.randn(3, 8, 300, generator=generator) * 3
-    law = target_law(logits.to(triton_device), batch_on(triton_device), backend="triton")
+    distribution = target_distribution(logits.to(triton_device), batch_on(triton_device), backend="triton")
     probs = target_probs(logits, batch_on("cpu"))
     q = target_probs(logits + torch.randn(logits.shape, generator=generator) / 3, batch_on("cpu"))
     roots = torch.tensor([11, 0, 131071])
-    for verifier in (TargetOnly(), Rejection(), Block(), Relaxed(0.4, 0.8)):
+    for verifier in (TargetOnly(), RejectionSampling(), BlockVerification(), Relaxed(0.4, 0.8)):
         tree, proposal, steps = draft_of(verifier, q, generator)
         seeds = batch_on("cpu").seeds
         theirs = accept(probs, tree, proposal, verifier, seeds, roots, steps, backend="reference")
@@ -211,80 +215,82 @@ def test_a_law_is_verified_as_its_probabilities_are(triton_device):
         if not isinstance(proposal, Deterministic):
             proposal = type(proposal)(proposal.q.to(triton_device))
         for backend in ("triton", "reference"):
-            ours = accept(law, tree, proposal, verifier, *there, steps, backend=backend)
+            ours = accept(distribution, tree, proposal, verifier, *there, steps, backend=backend)
             assert_same(ours, theirs, backend == "triton")
 
 
-def test_equal_laws_keep_every_draft(triton_device):
-    """p from a law and q from ``probabilities`` are the same to the bit."""
+def test_equal_distributions_keep_every_draft(triton_device):
+    """p from a distribution and q from ``probabilities`` are the same to the bit."""
     generator = torch.Generator().manual_seed(2)
     params = [SamplingParams(temperature=0.7)] * 2
     batch = make_sampling_batch(params, [[]] * 2, [0, 1], 300, torch.device(triton_device))
-    law = target_law(
+    distribution = target_distribution(
         torch.randn(2, S + 1, 300, generator=generator).to(triton_device), batch, backend="triton"
     )
-    probs = probabilities(law)
+    probs = probabilities(distribution)
     q = probs[:, :S]
     tokens = drawn_from(probs.cpu(), [0, 0, 1, 2, 3], generator).to(triton_device)
-    coins = torch.full((2, S), JUST_BELOW_ONE, dtype=torch.float64, device=triton_device)
+    uniforms = torch.full((2, S), JUST_BELOW_ONE, dtype=torch.float64, device=triton_device)
     for verifier in (accept_rejection_chain, accept_block):
-        for target in (law, probs):
-            accepted = verifier(target, q, tokens, coins, coins[:, 0], backend="triton")
+        for target in (distribution, probs):
+            accepted = verifier(target, q, tokens, uniforms, uniforms[:, 0], backend="triton")
             assert accepted.num_accepted.tolist() == [S] * 2
             assert torch.equal(accepted.tokens[:, :S], tokens[:, 1:])
 
 
-def test_laws_that_differ_by_rounding_leave_the_target_s(triton_device):
-    """Nothing is left of p - q, and the draft has p = 0: the bonus is drawn from p."""
+def test_distributions_that_differ_by_rounding_leave_the_target_s(triton_device):
+    """Nothing is left of p - q, and the draft has p = 0: the bonus is sampled from p."""
     p = torch.tensor([[[0.25, 0.75, 0.0]] * 2], device=triton_device)
     q = torch.tensor([[[0.25, 0.75, 1e-9]]], device=triton_device)
     tokens = torch.tensor([[0, 2]], device=triton_device)
-    for coin, bonus in ((0.1, 0), (0.9, 1)):
-        coins = torch.full((1, 1), coin, dtype=torch.float64, device=triton_device)
+    for uniform, bonus in ((0.1, 0), (0.9, 1)):
+        uniforms = torch.full((1, 1), uniform, dtype=torch.float64, device=triton_device)
         for verifier in (accept_rejection_chain, accept_block):
-            out = verifier(p, q, tokens, coins, coins[:, 0], backend="triton")
+            out = verifier(p, q, tokens, uniforms, uniforms[:, 0], backend="triton")
             assert out.num_accepted.tolist() == [0] and out.tokens.tolist() == [[bonus, bonus]]
 
 
 def emitted_first(accepted, weights, vocab):
-    law = [Fraction(0)] * vocab
+    distribution = [Fraction(0)] * vocab
     for token, weight in zip(accepted.tokens[:, 0].tolist(), weights, strict=True):
-        law[token] += weight
-    return law
+        distribution[token] += weight
+    return distribution
 
 
 @pytest.mark.parametrize("verifier", [accept_rejection_chain, accept_block])
-def test_a_chain_emits_exactly_the_law_of_the_target(triton_device, verifier):
-    """Every threshold is a multiple of 1/4, so coins in the middle of quarters integrate without an error."""
+def test_a_chain_emits_exactly_the_distribution_of_the_target(triton_device, verifier):
+    """Every threshold is a multiple of 1/4, so uniform random numbers in the middle of quarters integrate
+    without an error."""
     p, q = torch.tensor([0.25, 0.75, 0.0]), torch.tensor([0.5, 0.25, 0.25])
     tokens = torch.tensor([[0, x] for x in range(3) for _ in range(4)], device=triton_device)
     weights = [Fraction(float(q[x])) / 4 for x in range(3) for _ in range(4)]
-    coins = ((torch.arange(12, dtype=torch.float64) % 4 + 0.5) / 4).to(triton_device)
-    laws = (x.to(triton_device).expand(12, n, 3) for x, n in ((p, 2), (q, 1)))
-    out = verifier(*laws, tokens, coins[:, None], coins.flip(0), backend="triton")
+    uniforms = ((torch.arange(12, dtype=torch.float64) % 4 + 0.5) / 4).to(triton_device)
+    distributions = (x.to(triton_device).expand(12, n, 3) for x, n in ((p, 2), (q, 1)))
+    out = verifier(*distributions, tokens, uniforms[:, None], uniforms.flip(0), backend="triton")
     assert emitted_first(out, weights, 3) == [Fraction(1, 4), Fraction(3, 4), 0]
     assert sum(w * n for w, n in zip(weights, out.num_accepted.tolist(), strict=True)) == Fraction(1, 2)
 
 
-def test_siblings_emit_exactly_the_law_of_the_target(triton_device):
-    """Two siblings drawn without replacement: all six orders, with coins in the middle of halves."""
+def test_siblings_emit_exactly_the_distribution_of_the_target(triton_device):
+    """Two siblings sampled without replacement: all six orders, with uniform random numbers in the middle of
+    halves."""
     p, q = [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]
     orders = [(a, b) for a in range(3) for b in range(3) if a != b]
     tokens = torch.tensor([[0, a, b] for a, b in orders for _ in range(2)], device=triton_device)
     weights = [
         Fraction(q[a]) * Fraction(q[b]) / (1 - Fraction(q[a])) / 2 for a, b in orders for _ in range(2)
     ]
-    coins = ((torch.arange(12, dtype=torch.float64) % 2 + 0.5) / 2).to(triton_device)
+    uniforms = ((torch.arange(12, dtype=torch.float64) % 2 + 0.5) / 2).to(triton_device)
     p, q = (torch.tensor(x, device=triton_device).expand(12, n, 3) for x, n in ((p, 3), (q, 1)))
-    window = tokens, torch.zeros_like(tokens), coins[:, None].expand(12, 3), coins
+    window = tokens, torch.zeros_like(tokens), uniforms[:, None].expand(12, 3), uniforms
     out = accept_rejection_tree(p, q, *window, 1, backend="triton")
     assert emitted_first(out, weights, 3) == [Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]
 
 
 @pytest.mark.parametrize("kind", ["chain", "block", "tree", "target", "relaxed"])
 def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
-    """All of them on a GPU, with the law they emit; under the interpreter a few, held to the reference, whose
-    law is enumerated in ``test_accept_laws``."""
+    """All of them on a GPU, with the distribution they emit; under the interpreter a few, held to the
+    reference, whose distribution is enumerated in ``test_accept_distributions``."""
     on_gpu, shape = triton_device == "cuda", enumerated.TREE
     points = 2048 if on_gpu else 1
     if kind in ("chain", "block"):
@@ -294,12 +300,14 @@ def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
     else:
         windows = enumerated.fixed_tree([0, 1, 2, 3]), torch.ones(1, dtype=torch.float64)
         points = 32768 if on_gpu else 12
-    tokens, weights, coins = enumerated.cross(*windows, enumerated.sobol(points, 6))
+    tokens, weights, uniforms = enumerated.cross(*windows, enumerated.sobol(points, 6))
     if not on_gpu:
         few = torch.arange(0, len(tokens), max(1, len(tokens) // 14))
-        tokens, weights, coins = tokens[few], weights[few], coins[few]
-        # one coin for each window would be the same for all
-        coins = (coins + torch.rand(len(few), 6, generator=torch.Generator().manual_seed(3))).remainder(1.0)
+        tokens, weights, uniforms = tokens[few], weights[few], uniforms[few]
+        # one uniform random number for each window would be the same for all
+        uniforms = (uniforms + torch.rand(len(few), 6, generator=torch.Generator().manual_seed(3))).remainder(
+            1.0
+        )
     probs, q = (enumerated.rows(x, tokens, shape) for x in (enumerated.P, enumerated.Q))
     parents = torch.tensor(shape).expand_as(tokens)
     depths = torch.tensor([0, 1, 1, 2, 2]).expand(len(tokens), 5)
@@ -311,13 +319,13 @@ def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
         p, n, draft, half = (*on(probs, tokens, q), {"backend": backend})
         if kind in ("chain", "block"):
             verifier = accept_rejection_chain if kind == "chain" else accept_block
-            return verifier(p, draft[:, :2], n, *on(coins[:, :2], coins[:, 5]), **half)
+            return verifier(p, draft[:, :2], n, *on(uniforms[:, :2], uniforms[:, 5]), **half)
         if kind == "tree":
-            window = on(parents, coins[:, :5], coins[:, 5])
+            window = on(parents, uniforms[:, :5], uniforms[:, 5])
             return accept_rejection_tree(p, draft[:, :2], n, *window, 2, **half)
         if kind == "target":
-            return accept_target_only(p, n, *on(parents, depths, coins[:, :3]), 2, **half)
-        return accept_relaxed(p, n, *on(parents, coins[:, :3], coins[:, 5]), 2, 1.0, 1.0, **half)
+            return accept_target_only(p, n, *on(parents, depths, uniforms[:, :3]), 2, **half)
+        return accept_relaxed(p, n, *on(parents, uniforms[:, :3], uniforms[:, 5]), 2, 1.0, 1.0, **half)
 
     ours, theirs = verify(triton_device, "triton"), verify("cpu", "reference")
     if on_gpu:
@@ -329,13 +337,13 @@ def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
 
 def test_no_request_gives_no_token(triton_device):
     window = [torch.zeros(0, 3, dtype=torch.int64, device=triton_device)] * 2
-    probs, coins = torch.ones(0, 3, 9, device=triton_device), torch.ones(0, 3, dtype=torch.float64)
-    coins = coins.to(triton_device)
+    probs, uniforms = torch.ones(0, 3, 9, device=triton_device), torch.ones(0, 3, dtype=torch.float64)
+    uniforms = uniforms.to(triton_device)
     for out in (
         accept_most_likely(probs, *window, 2, backend="triton"),
-        accept_target_only(probs, *window, window[0], coins, 2, backend="triton"),
-        accept_rejection_tree(probs, probs, *window, coins, coins[:, 0], 2, backend="triton"),
-        accept_block(probs, probs[:, :2], window[0], coins[:, :2], coins[:, 0], backend="triton"),
+        accept_target_only(probs, *window, window[0], uniforms, 2, backend="triton"),
+        accept_rejection_tree(probs, probs, *window, uniforms, uniforms[:, 0], 2, backend="triton"),
+        accept_block(probs, probs[:, :2], window[0], uniforms[:, :2], uniforms[:, 0], backend="triton"),
     ):
         assert out.tokens.shape == out.path.shape == (0, 3) and out.num_accepted.shape == (0,)
 
@@ -344,8 +352,8 @@ def test_fake_tensors_pass():
     pytest.importorskip("triton")
     with FakeTensorMode():
         probs, tokens = torch.ones(3, 8, 300), torch.zeros(3, 8, dtype=torch.int64)
-        coins = torch.ones(3, 8, dtype=torch.float64)
-        for accepted in all_verifiers(probs, probs, tokens, coins, coins[:, 0], "triton").values():
+        uniforms = torch.ones(3, 8, dtype=torch.float64)
+        for accepted in all_verifiers(probs, probs, tokens, uniforms, uniforms[:, 0], "triton").values():
             assert accepted.tokens.shape == accepted.path.shape == (3, S + 1)
             assert accepted.num_accepted.shape == (3,) and accepted.tokens.dtype == torch.int64
         assert accept_most_likely(probs.bfloat16(), tokens, tokens, 2, backend="triton").path.shape == (3, 3)

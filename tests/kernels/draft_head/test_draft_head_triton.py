@@ -32,9 +32,9 @@ def expected_logits(x, weight):
 def assert_right(x, weight, topk, ids, scores, atol=2e-5):
     """The scores are those of the ids, and the ids are the best but for what rounding may swap."""
     logits = expected_logits(x, weight)
-    laws = logits - logits.logsumexp(-1, keepdim=True)
-    torch.testing.assert_close(scores.double(), laws.gather(1, ids), rtol=1e-5, atol=atol)
-    best = laws.sort(dim=-1, descending=True).values[:, :topk]
+    distributions = logits - logits.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(scores.double(), distributions.gather(1, ids), rtol=1e-5, atol=atol)
+    best = distributions.sort(dim=-1, descending=True).values[:, :topk]
     torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=atol)
     assert all(len(set(row)) == topk for row in ids.tolist())
 
@@ -108,8 +108,8 @@ def test_extreme_logits(triton_device, scale):
     ids, scores = draft_topk(x, weight, 4, backend="triton")
     logits = expected_logits(x, weight)
     assert torch.equal(ids, logits.topk(4).indices)
-    laws = (logits - logits.logsumexp(-1, keepdim=True)).gather(1, ids)
-    torch.testing.assert_close(scores.double(), laws, rtol=1e-5, atol=1e-5 * max(1.0, scale))
+    distributions = (logits - logits.logsumexp(-1, keepdim=True)).gather(1, ids)
+    torch.testing.assert_close(scores.double(), distributions, rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def test_ids_go_through_the_map(triton_device):

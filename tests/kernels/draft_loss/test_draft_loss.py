@@ -12,8 +12,8 @@ LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
 
 
 def formula(loss: str, z: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """The loss of every row in the words of its paper: ``z [M, Vd]``, the target's law ``full [M, V]`` over
-    all tokens, of which the draft can say the first Vd."""
+    """The loss of every row in the words of its paper: ``z [M, Vd]``, the target's distribution ``full [M,
+    V]`` over all tokens, of which the draft can say the first Vd."""
     q = F.pad(z.softmax(-1), (0, full.shape[-1] - z.shape[-1]))
     p = full[:, : z.shape[-1]] / full[:, : z.shape[-1]].sum(-1, keepdim=True)
     accepted = torch.minimum(full, q).sum(-1)
@@ -128,8 +128,8 @@ def test_gradient_descent_raises_the_acceptance_rate(loss):
     _, _, full, _, _ = inputs(3)
     probs, mass = teacher(full)
     z = torch.zeros(POSITIONS, VD, requires_grad=True)
-    law = probs * mass[:, None]
-    before = torch.minimum(z.softmax(-1), law).sum(-1).mean()
+    distribution = probs * mass[:, None]
+    before = torch.minimum(z.softmax(-1), distribution).sum(-1).mean()
     optimizer = torch.optim.Adam([z], lr=0.1)
     for _ in range(60):
         optimizer.zero_grad()
@@ -138,7 +138,7 @@ def test_gradient_descent_raises_the_acceptance_rate(loss):
         )
         out.loss.backward()
         optimizer.step()
-    after = torch.minimum(z.softmax(-1), law).sum(-1).mean()
+    after = torch.minimum(z.softmax(-1), distribution).sum(-1).mean()
     assert after > before + 0.5 * (mass.mean() - before)
 
 

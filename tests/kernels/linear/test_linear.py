@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from eagle_kit.kernels.linear import Linear, linear, onednn, pack_joined, pack_weights, packed_parts
+from eagle_kit.kernels.linear import Linear, linear, onednn, pack_merged, pack_weights, packed_parts
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
 
@@ -46,7 +46,7 @@ def test_a_lone_row_gets_company_only_where_it_is_summed_otherwise(size, outputs
     packed = onednn.pack(weight)
     x = torch.randn(64, size, generator=torch.Generator().manual_seed(2))
     alone = torch.cat([onednn.matmul(row, packed.blocked) for row in x.split(1)])
-    assert packed.needs_company != torch.equal(alone, onednn.matmul(x, packed.blocked))
+    assert packed.needs_padding != torch.equal(alone, onednn.matmul(x, packed.blocked))
 
 
 @needs_onednn
@@ -58,7 +58,7 @@ def test_joined_layers_are_what_each_is_and_are_packed_once(rows, bias):
     block.a, block.b = Linear(96, 40, bias=bias), Linear(96, 9, bias=bias)
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(0))
     want = [torch.nn.functional.linear(x, layer.weight, layer.bias) for layer in (block.a, block.b)]
-    joined = pack_joined(block.a, block.b)
+    joined = pack_merged(block.a, block.b)
     pack_weights(block)
     assert not packed_parts(block)
     for got, part in zip(joined.outputs(x), want, strict=True):
@@ -68,7 +68,7 @@ def test_joined_layers_are_what_each_is_and_are_packed_once(rows, bias):
 @needs_onednn
 def test_layers_of_which_one_has_a_bias_are_not_joined():
     layers = Linear(8, 4, bias=False), Linear(8, 4, bias=True)
-    assert pack_joined(*layers) is None
+    assert pack_merged(*layers) is None
     layers[0].pack()
     assert layers[0]._packed is not None
 

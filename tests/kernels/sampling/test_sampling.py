@@ -1,4 +1,5 @@
-"""Coins that depend on nothing but seed and position; laws held to transformers' processors."""
+"""Uniform random numbers that depend on nothing but seed and position; distributions held to transformers'
+processors."""
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from eagle_kit.kernels.sampling import (
     adjust_logits,
     counts_after,
     make_sampling_batch,
+    position_uniforms,
     sample,
     target_probs,
     token_logprobs,
-    uniforms,
 )
 from eagle_kit.kernels.window_attention import ancestor_bits
 
@@ -34,9 +35,9 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_coins_are_uniform_and_streams_independent():
+def test_random_numbers_are_uniform_and_streams_independent():
     seeds, positions = torch.arange(300), torch.arange(200).expand(300, 200)
-    first, second = (uniforms(seeds, positions, stream).flatten() for stream in (0, 1))
+    first, second = (position_uniforms(seeds, positions, stream).flatten() for stream in (0, 1))
     cells = (first * 16).long() * 16 + (second * 16).long()
     counts = torch.bincount(cells, minlength=256).double()
     assert chi_square(counts, torch.full_like(counts, 60_000 / 256)) < 255 + 4 * (2 * 255) ** 0.5
@@ -47,34 +48,36 @@ def test_coins_are_uniform_and_streams_independent():
         assert chi_square(counts, counts.sum() / 256 * torch.ones(256)) < 255 + 4 * (2 * 255) ** 0.5
 
 
-def test_coins_do_not_depend_on_the_batch_and_stay_below_one():
+def test_uniforms_do_not_depend_on_the_batch_and_stay_below_one():
     seeds = torch.tensor([5, -(2**63), 2**63 - 1])
     positions = torch.arange(4000).expand(3, 4000)
-    coins = uniforms(seeds, positions, 0)
+    uniforms = position_uniforms(seeds, positions, 0)
     for i in range(3):
-        assert torch.equal(uniforms(seeds[i : i + 1], positions[:1, 7:9], 0), coins[i : i + 1, 7:9])
-    assert coins.min() >= 0 and coins.max() < 1 and len(coins.unique()) == coins.numel()
+        assert torch.equal(
+            position_uniforms(seeds[i : i + 1], positions[:1, 7:9], 0), uniforms[i : i + 1, 7:9]
+        )
+    assert uniforms.min() >= 0 and uniforms.max() < 1 and len(uniforms.unique()) == uniforms.numel()
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+def test_a_token_of_probability_zero_is_never_sampled():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]])
     just_below = 1 - 2.0**-53
-    coins = torch.tensor([0.0, 0.4999, 0.5, 0.7499, 0.75, just_below], dtype=torch.float64)
-    assert sample(probs.expand(6, 6), coins).tolist() == [1, 1, 3, 3, 4, 4]
+    uniforms = torch.tensor([0.0, 0.4999, 0.5, 0.7499, 0.75, just_below], dtype=torch.float64)
+    assert sample(probs.expand(6, 6), uniforms).tolist() == [1, 1, 3, 3, 4, 4]
     uneven = torch.rand(50, V, generator=torch.Generator().manual_seed(0))
     uneven[:, ::2] = 0
-    for coin in (0.0, just_below):
-        drawn = sample(uneven, torch.full((50,), coin, dtype=torch.float64))
-        assert (uneven.gather(1, drawn[:, None]) > 0).all()
+    for uniform in (0.0, just_below):
+        sampled = sample(uneven, torch.full((50,), uniform, dtype=torch.float64))
+        assert (uneven.gather(1, sampled[:, None]) > 0).all()
 
 
-def test_draws_follow_the_law():
+def test_samples_follow_the_distribution():
     probs = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.1])
-    coins = uniforms(torch.arange(40), torch.arange(1000).expand(40, 1000), 0).flatten()
-    drawn = torch.bincount(sample(probs.expand(40_000, 5), coins), minlength=5)
+    uniforms = position_uniforms(torch.arange(40), torch.arange(1000).expand(40, 1000), 0).flatten()
+    sampled = torch.bincount(sample(probs.expand(40_000, 5), uniforms), minlength=5)
     kept = probs > 0
-    assert drawn[1] == 0
-    assert chi_square(drawn[kept].double(), 40_000 * probs[kept].double()) < 3 + 4 * 6**0.5
+    assert sampled[1] == 0
+    assert chi_square(sampled[kept].double(), 40_000 * probs[kept].double()) < 3 + 4 * 6**0.5
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_filters_equal_those_of_transformers(params):
     torch.testing.assert_close(ours[1], logits[1].softmax(-1), rtol=1e-4, atol=1e-7)
 
 
-def test_greedy_is_the_law_of_one_token_and_a_tiny_temperature_does_not_overflow():
+def test_greedy_is_one_hot_and_a_tiny_temperature_does_not_overflow():
     logits = torch.tensor([[[1.0, 7.0, 7.0, -3.0]], [[30.0, -40.0, 29.0, 0.0]]])
     batch = make_sampling_batch(
         [SamplingParams(), SamplingParams(temperature=1e-38)], [[], []], [0, 1], 4, CPU
@@ -152,7 +155,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(3))
     tokens = torch.tensor([0, 3, 1270, 5, 5])
     chosen, ids, values = token_logprobs(logits, tokens, 4)
-    laws = torch.distributions.Categorical(logits=logits)
-    torch.testing.assert_close(chosen, laws.log_prob(tokens))
+    distributions = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(chosen, distributions.log_prob(tokens))
     assert torch.equal(ids, logits.topk(4).indices) and (values[:, 0] >= chosen).all()
     assert token_logprobs(logits, tokens, 0)[1].shape == (5, 0)

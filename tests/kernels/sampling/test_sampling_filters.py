@@ -1,4 +1,5 @@
-"""Filters without a sort, laws that do not depend on the batch, coins of a cycle, settings beyond fp32."""
+"""Filters without a sort, distributions that do not depend on the batch, uniform random numbers of a cycle,
+settings beyond fp32."""
 
 import pytest
 import torch
@@ -6,20 +7,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.kernels.sampling import (
-    DRAFT_COINS,
-    VERIFY_COINS,
+    DRAFT_UNIFORMS,
+    VERIFY_UNIFORMS,
     adjust_logits,
     make_sampling_batch,
+    position_uniforms,
     sample,
     sample_distinct,
     target_probs,
-    uniforms,
     window_uniforms,
 )
 from eagle_kit.kernels.sampling.nearest import nearest
 
 CPU = torch.device("cpu")
-LAWS = {
+SAMPLING_PARAMS = {
     "plain": SamplingParams(temperature=1.0),
     "greedy": SamplingParams(),
     "top-p": SamplingParams(temperature=0.8, top_p=0.9),
@@ -29,8 +30,8 @@ LAWS = {
 }
 
 
-def law_of(batch_params, logits, vocab):
-    """The law ``[B, N, V]`` of requests with the prompt (1, 2) after a window of roots 5."""
+def distribution_of(batch_params, logits, vocab):
+    """The distribution ``[B, N, V]`` of requests with the prompt (1, 2) after a window of roots 5."""
     b, n = logits.shape[:2]
     batch = make_sampling_batch(batch_params, [[1, 2]] * b, list(range(b)), vocab, CPU)
     window = torch.full((b, n), 5), torch.ones(b, n, dtype=torch.int64)
@@ -38,13 +39,13 @@ def law_of(batch_params, logits, vocab):
 
 
 @pytest.mark.parametrize("vocab", [1271, 49152])
-def test_company_in_the_batch_changes_no_bit_of_a_law(vocab):
-    logits = torch.randn(len(LAWS), 2, vocab, generator=torch.Generator().manual_seed(0)) * 3
-    together = law_of(list(LAWS.values()), logits, vocab)
-    for i, (name, params) in enumerate(LAWS.items()):
-        alone = law_of([params], logits[i : i + 1], vocab)
+def test_distributions_are_batch_invariant_to_the_bit(vocab):
+    logits = torch.randn(len(SAMPLING_PARAMS), 2, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    together = distribution_of(list(SAMPLING_PARAMS.values()), logits, vocab)
+    for i, (name, params) in enumerate(SAMPLING_PARAMS.items()):
+        alone = distribution_of([params], logits[i : i + 1], vocab)
         assert torch.equal(alone[0], together[i]), name
-        assert torch.equal(law_of([params], logits[i : i + 1, :1], vocab)[0], alone[0, :1]), name
+        assert torch.equal(distribution_of([params], logits[i : i + 1, :1], vocab)[0], alone[0, :1]), name
 
 
 def by_sorting(distance, weights, need):
@@ -92,10 +93,10 @@ def test_a_filter_keeps_lower_ids_among_equals():
         (SamplingParams(), 1),
     ):
         expected = [1 / kept] * kept + [0.0] * (8 - kept)
-        assert law_of([params], logits, 8)[0, 0].tolist() == pytest.approx(expected)
+        assert distribution_of([params], logits, 8)[0, 0].tolist() == pytest.approx(expected)
 
 
-def test_settings_beyond_fp32_leave_a_law():
+def test_params_beyond_fp32_leave_a_distribution():
     """All of them are valid parameters; none may give NaN, or a weight to a token the grammar forbids."""
     logits = torch.tensor([[[1.0, 0.0, -2.0, float("-inf"), 40.0, -40.0, 0.5, 0.25]]])
     for settings in (
@@ -109,44 +110,44 @@ def test_settings_beyond_fp32_leave_a_law():
         {"temperature": 1.0, "logit_bias": {0: 1e300, 1: -1e300}},
         {"temperature": 1.0, "min_p": 1.0},
     ):
-        law = law_of([SamplingParams(**settings)], logits, 8)[0, 0]
-        assert float(law.sum()) == pytest.approx(1.0) and law[3] == 0, settings
+        distribution = distribution_of([SamplingParams(**settings)], logits, 8)[0, 0]
+        assert float(distribution.sum()) == pytest.approx(1.0) and distribution[3] == 0, settings
 
 
-def test_a_row_that_is_no_law_still_gives_a_token():
+def test_a_row_that_is_no_distribution_still_gives_a_token():
     rows = torch.stack((torch.zeros(5), torch.full((5,), float("nan"))))
     assert all(0 <= token < 5 for token in sample(rows, torch.full((2,), 0.5, dtype=torch.float64)))
 
 
 def chi_square(first: torch.Tensor, second: torch.Tensor, cells: int) -> tuple[float, float]:
-    """Of independence and uniformity of pairs of coins, and the bound it should stay under."""
+    """Of independence and uniformity of pairs of uniforms, and the bound it should stay under."""
     index = (first * cells).long() * cells + (second * cells).long()
     counts = torch.bincount(index.flatten(), minlength=cells**2).double()
     expected, freedom = counts.sum() / cells**2, cells**2 - 1
     return float(((counts - expected) ** 2 / expected).sum()), freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_coins_of_a_cycle_are_independent_of_all_others():
+def test_uniforms_of_a_cycle_are_independent_of_all_others():
     seeds, roots = torch.arange(2000), torch.arange(2000) % 50
-    coins = window_uniforms(seeds, roots, 40, VERIFY_COINS)
-    assert coins.min() >= 0 and coins.max() < 1
+    uniforms = window_uniforms(seeds, roots, 40, VERIFY_UNIFORMS)
+    assert uniforms.min() >= 0 and uniforms.max() < 1
     places = torch.arange(40).expand(2000, 40)
     for other in (
-        window_uniforms(seeds, roots, 40, DRAFT_COINS),
-        window_uniforms(seeds, roots + 1, 40, VERIFY_COINS),
-        window_uniforms(seeds + 1, roots, 40, VERIFY_COINS),
-        uniforms(seeds, places, VERIFY_COINS),
-        uniforms(seeds, roots[:, None] + places, VERIFY_COINS),
-        coins.roll(1, 1),
+        window_uniforms(seeds, roots, 40, DRAFT_UNIFORMS),
+        window_uniforms(seeds, roots + 1, 40, VERIFY_UNIFORMS),
+        window_uniforms(seeds + 1, roots, 40, VERIFY_UNIFORMS),
+        position_uniforms(seeds, places, VERIFY_UNIFORMS),
+        position_uniforms(seeds, roots[:, None] + places, VERIFY_UNIFORMS),
+        uniforms.roll(1, 1),
     ):
-        value, bound = chi_square(coins, other, 16)
+        value, bound = chi_square(uniforms, other, 16)
         assert value < bound
-    alone = window_uniforms(seeds[7:8], roots[7:8], 3, VERIFY_COINS)
-    assert torch.equal(alone, coins[7:8, :3])
+    alone = window_uniforms(seeds[7:8], roots[7:8], 3, VERIFY_UNIFORMS)
+    assert torch.equal(alone, uniforms[7:8, :3])
 
 
 def hashed(seed: int, position: int, stream: int) -> float:
-    """The coin in whole numbers of any size, taken modulo 2^64."""
+    """The uniform random number in whole numbers of any size, taken modulo 2^64."""
 
     def mix(x):
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
@@ -158,26 +159,28 @@ def hashed(seed: int, position: int, stream: int) -> float:
     return (mix(key % 2**64) >> 11) * 2.0**-53
 
 
-def test_coins_are_the_same_wherever_whole_numbers_wrap_around():
+def test_uniforms_are_the_same_wherever_integers_overflow():
     for seed, position, stream in ((0, 0, 0), (-(2**63), 131071, 2), (2**63 - 1, 5, 1), (-1, 2**40, 0)):
-        coin = uniforms(torch.tensor([seed]), torch.tensor([[position]]), stream)
-        assert coin.item() == hashed(seed, position, stream)
+        uniform = position_uniforms(torch.tensor([seed]), torch.tensor([[position]]), stream)
+        assert uniform.item() == hashed(seed, position, stream)
 
 
-def test_distinct_draws_follow_the_law_without_what_was_drawn():
+def test_sampling_without_replacement_follows_the_renormalised_distribution():
     probs, b = torch.tensor([0.5, 0.0, 0.3, 0.2]), 40_000
-    coins = window_uniforms(torch.arange(b), torch.zeros(b, dtype=torch.int64), 2, DRAFT_COINS)
-    drawn = sample_distinct(probs.expand(b, 4), coins)
-    counts = torch.bincount(drawn[:, 0] * 4 + drawn[:, 1], minlength=16).view(4, 4).double()
-    law = probs[:, None] * probs / (1 - probs[:, None]) * (1 - torch.eye(4))
-    assert counts[law == 0].sum() == 0
-    expected = b * law[law > 0]
-    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < 5 + 4 * 10**0.5
+    uniforms = window_uniforms(torch.arange(b), torch.zeros(b, dtype=torch.int64), 2, DRAFT_UNIFORMS)
+    sampled = sample_distinct(probs.expand(b, 4), uniforms)
+    counts = torch.bincount(sampled[:, 0] * 4 + sampled[:, 1], minlength=16).view(4, 4).double()
+    distribution = probs[:, None] * probs / (1 - probs[:, None]) * (1 - torch.eye(4))
+    assert counts[distribution == 0].sum() == 0
+    expected = b * distribution[distribution > 0]
+    assert ((counts[distribution > 0] - expected) ** 2 / expected).sum() < 5 + 4 * 10**0.5
 
 
-def test_laws_and_coins_need_no_host():
+def test_distributions_and_uniforms_need_no_host():
     with FakeTensorMode():
         logits = torch.randn(3, 2, 1271)
-        law = law_of([LAWS["all"], LAWS["biased"], LAWS["greedy"]], logits, 1271)
-        coins = window_uniforms(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64), 2, 0)
-        assert sample(law, coins).shape == (3, 2)
+        distribution = distribution_of(
+            [SAMPLING_PARAMS["all"], SAMPLING_PARAMS["biased"], SAMPLING_PARAMS["greedy"]], logits, 1271
+        )
+        uniforms = window_uniforms(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64), 2, 0)
+        assert sample(distribution, uniforms).shape == (3, 2)

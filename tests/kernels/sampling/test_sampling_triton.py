@@ -1,4 +1,5 @@
-"""Laws, draws and coins of the Triton kernels against fp64 and sorting, and against the reference."""
+"""Distributions, draws and uniform random numbers of the Triton kernels against fp64 and sorting, and against
+the reference."""
 
 from itertools import pairwise
 
@@ -9,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import (
-    Law,
+    FilteredLogits,
     make_sampling_batch,
+    position_uniforms,
     probabilities,
     sample,
     sample_distinct,
-    target_law,
+    target_distribution,
     target_probs,
-    uniforms,
     window_uniforms,
 )
 
@@ -55,7 +56,7 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> tuple[set[int], se
     if params.temperature == 0:
         best = {int(logits.argmax())}
         return best, best
-    # One subtraction and one division in fp32 are part of what the law is.
+    # One subtraction and one division in fp32 are part of what the distribution is.
     distance = ((logits.max() - logits) / torch.tensor(params.temperature)).double()
     order = [i for _, i in sorted((d, i) for i, d in enumerate(distance.tolist()))][: params.top_k or None]
     weights = (-distance[order]).exp()
@@ -83,18 +84,18 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> tuple[set[int], se
         (1271, torch.bfloat16),
     ],
 )
-def test_laws_are_those_of_sorting(triton_device, vocab, dtype):
+def test_distributions_are_those_of_sorting(triton_device, vocab, dtype):
     """Half types have many equal logits, so that ties and their order decide."""
     generator = torch.Generator().manual_seed(vocab)
     x = torch.randn(len(FILTERS), 1, vocab, generator=generator) * 3
     x.masked_fill_(torch.rand(x.shape, generator=generator) < 0.2, float("-inf"))
     x[..., vocab // 2] = 2.0
     x = x.to(dtype)
-    law = target_law(
+    distribution = target_distribution(
         followed_by_nan(x.to(triton_device)), make_batch(FILTERS, vocab, triton_device), backend="triton"
     )
-    assert isinstance(law, Law)
-    probs = probabilities(law).cpu()
+    assert isinstance(distribution, FilteredLogits)
+    probs = probabilities(distribution).cpu()
     assert (target_probs(x.float(), make_batch(FILTERS, vocab, "cpu")) - probs).abs().max() < ROUNDING
     for row, found, params in zip(x[:, 0].float(), probs[:, 0], FILTERS, strict=True):
         sure, possible = filtered(row, params)
@@ -123,7 +124,7 @@ def test_equal_tokens_are_kept_by_their_ids_across_chunks(triton_device, setting
     assert probs[:kept].tolist() == pytest.approx([1 / kept] * kept, rel=1e-6)
 
 
-def test_settings_beyond_fp32_leave_a_law(triton_device):
+def test_params_beyond_fp32_leave_a_distribution(triton_device):
     logits = torch.tensor([1.0, 0.0, -2.0, float("-inf"), 40.0, -40.0, 0.5, 0.25], device=triton_device)
     settings = [
         {"temperature": 1e300},
@@ -144,7 +145,7 @@ def test_settings_beyond_fp32_leave_a_law(triton_device):
     assert torch.equal(ours > 0, theirs > 0) and (ours[..., 3] == 0).all()
 
 
-def test_company_in_the_batch_changes_no_bit_of_a_law(triton_device):
+def test_distributions_are_batch_invariant_to_the_bit(triton_device):
     x = (torch.randn(len(FILTERS), 1, 300, generator=torch.Generator().manual_seed(3)) * 3).to(triton_device)
     together = target_probs(x, make_batch(FILTERS, 300, triton_device), backend="triton")
     for i in (0, 2):
@@ -162,45 +163,54 @@ def spread(generator, rows, vocab, zeros=0.5):
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 1025])
-def test_draws_are_the_first_tokens_beyond_the_coin(triton_device, vocab):
+def test_samples_are_the_first_tokens_beyond_the_uniform(triton_device, vocab):
     generator = torch.Generator().manual_seed(vocab)
     probs = spread(generator, 12, vocab)
-    coins = torch.rand(12, generator=generator, dtype=torch.float64)
-    coins[:3] = torch.tensor([0.0, JUST_BELOW_ONE, 1.0])  # one is what a coin may round to
-    drawn = sample(followed_by_nan(probs.to(triton_device)), coins.to(triton_device), backend="triton").cpu()
-    for row, coin, token in zip(probs.double(), coins, drawn.tolist(), strict=True):
+    uniforms = torch.rand(12, generator=generator, dtype=torch.float64)
+    uniforms[:3] = torch.tensor(
+        [0.0, JUST_BELOW_ONE, 1.0]
+    )  # one is what a uniform random number may round to
+    sampled = sample(
+        followed_by_nan(probs.to(triton_device)), uniforms.to(triton_device), backend="triton"
+    ).cpu()
+    for row, uniform, token in zip(probs.double(), uniforms, sampled.tolist(), strict=True):
         upto = row.cumsum(0) / row.sum()
         assert row[token] > 0
-        assert upto[token] > coin - 1e-12 and upto[token] - row[token] / row.sum() <= coin + 1e-12
-    assert torch.equal(drawn, sample(probs, coins))
+        assert upto[token] > uniform - 1e-12 and upto[token] - row[token] / row.sum() <= uniform + 1e-12
+    assert torch.equal(sampled, sample(probs, uniforms))
 
 
-def test_a_law_is_drawn_from_as_its_probabilities_are(triton_device):
+def test_filtered_logits_are_sampled_as_their_probabilities_are(triton_device):
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(len(FILTERS), 1, 300, generator=generator) * 2
-    coins = torch.rand(len(FILTERS), 1, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(len(FILTERS), 1, generator=generator, dtype=torch.float64)
     batch = make_batch(FILTERS, 300, triton_device)
-    law = target_law(x.to(triton_device), batch, backend="triton")
-    drawn = sample(law, coins.to(triton_device), backend="triton").cpu()
-    assert torch.equal(drawn, sample(target_probs(x, make_batch(FILTERS, 300, "cpu")), coins))
-    assert torch.equal(drawn, sample(probabilities(law).cpu(), coins))
+    distribution = target_distribution(x.to(triton_device), batch, backend="triton")
+    sampled = sample(distribution, uniforms.to(triton_device), backend="triton").cpu()
+    assert torch.equal(sampled, sample(target_probs(x, make_batch(FILTERS, 300, "cpu")), uniforms))
+    assert torch.equal(sampled, sample(probabilities(distribution).cpu(), uniforms))
 
 
-def test_coins_on_a_grid_draw_every_token_as_often_as_its_law_says(triton_device):
+def test_uniforms_on_a_grid_sample_every_token_by_its_probability(triton_device):
     probs = torch.tensor([0.125, 0.0, 0.625, 0.25], device=triton_device)
-    coins = (torch.arange(32, dtype=torch.float64, device=triton_device) + 0.5) / 32
-    drawn = sample(probs.expand(32, 4), coins, backend="triton")
-    assert torch.bincount(drawn, minlength=4).tolist() == [4, 0, 20, 8]
+    uniforms = (torch.arange(32, dtype=torch.float64, device=triton_device) + 0.5) / 32
+    sampled = sample(probs.expand(32, 4), uniforms, backend="triton")
+    assert torch.bincount(sampled, minlength=4).tolist() == [4, 0, 20, 8]
 
 
-def test_rows_that_are_no_law_still_give_a_token(triton_device):
+def test_rows_that_are_no_distribution_still_give_a_token(triton_device):
     rows = torch.stack((torch.zeros(300), torch.full((300,), float("nan")))).to(triton_device)
-    coins = torch.full((2,), 0.5, dtype=torch.float64, device=triton_device)
-    assert all(0 <= token < 300 for token in sample(rows, coins, backend="triton").tolist())
+    uniforms = torch.full((2,), 0.5, dtype=torch.float64, device=triton_device)
+    assert all(0 <= token < 300 for token in sample(rows, uniforms, backend="triton").tolist())
     logits = torch.stack((torch.full((300,), float("-inf")), torch.full((300,), float("nan"))))[:, None]
     params = [SamplingParams(temperature=1.0, top_k=5, top_p=0.5)] * 2
-    law = target_law(logits.to(triton_device), make_batch(params, 300, triton_device), backend="triton")
-    assert all(0 <= token < 300 for token in sample(law, coins[:, None], backend="triton").flatten().tolist())
+    distribution = target_distribution(
+        logits.to(triton_device), make_batch(params, 300, triton_device), backend="triton"
+    )
+    assert all(
+        0 <= token < 300
+        for token in sample(distribution, uniforms[:, None], backend="triton").flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("vocab", [6, 600])
@@ -208,17 +218,17 @@ def test_distinct_draws_equal_the_reference(triton_device, vocab):
     generator = torch.Generator().manual_seed(vocab)
     probs = spread(generator, 6, vocab)
     probs[4] = 0
-    probs[4, vocab - 1] = 1.0  # fewer tokens than are drawn: the lowest ids follow
+    probs[4, vocab - 1] = 1.0  # fewer tokens than are sampled: the lowest ids follow
     probs[5] = 0
-    coins = torch.rand(6, 5, generator=generator, dtype=torch.float64)
-    coins[0], coins[1] = 0.0, JUST_BELOW_ONE
-    drawn = sample_distinct(probs.to(triton_device), coins.to(triton_device), backend="triton").cpu()
-    assert torch.equal(drawn, sample_distinct(probs, coins))
-    assert drawn[4].tolist() == [vocab - 1, 0, 1, 2, 3] and drawn[5].tolist() == [0, 1, 2, 3, 4]
+    uniforms = torch.rand(6, 5, generator=generator, dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, JUST_BELOW_ONE
+    sampled = sample_distinct(probs.to(triton_device), uniforms.to(triton_device), backend="triton").cpu()
+    assert torch.equal(sampled, sample_distinct(probs, uniforms))
+    assert sampled[4].tolist() == [vocab - 1, 0, 1, 2, 3] and sampled[5].tolist() == [0, 1, 2, 3, 4]
 
 
 def hashed(seed: int, position: int, stream: int) -> tuple[int, float]:
-    """The hash and its coin in whole numbers of any size, taken modulo 2^64."""
+    """The hash and its uniform random number in whole numbers of any size, taken modulo 2^64."""
 
     def mix(x):
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
@@ -231,14 +241,14 @@ def hashed(seed: int, position: int, stream: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
-def test_coins_are_the_reference_s_to_the_bit(triton_device, stream):
+def test_uniforms_are_the_reference_s_to_the_bit(triton_device, stream):
     seeds = torch.tensor([0, 5, -1, -(2**63), 2**63 - 1], device=triton_device)
     roots = torch.tensor([0, 7, 131071, 2**40, -3], device=triton_device)
     shared = (torch.arange(70, device=triton_device) * 977 + 2**33).expand(5, 70)
     strided = torch.arange(5 * 6, device=triton_device).view(6, 5).T * 2**31
     for positions in (shared, strided):
-        ours = uniforms(seeds, positions, stream, backend="triton")
-        assert torch.equal(ours, uniforms(seeds, positions, stream, backend="reference"))
+        ours = position_uniforms(seeds, positions, stream, backend="triton")
+        assert torch.equal(ours, position_uniforms(seeds, positions, stream, backend="reference"))
         expected = [
             [hashed(s, p, stream)[1] for p in row]
             for s, row in zip(seeds.tolist(), positions.tolist(), strict=True)
@@ -255,13 +265,15 @@ def test_coins_are_the_reference_s_to_the_bit(triton_device, stream):
 
 def test_nothing_is_drawn_for_no_request(triton_device):
     x = torch.ones(0, 3, 9, device=triton_device)
-    coins = torch.ones(0, 3, dtype=torch.float64, device=triton_device)
+    uniforms = torch.ones(0, 3, dtype=torch.float64, device=triton_device)
     batch = make_batch(FILTERS, 9, triton_device)
     batch = type(batch)(*(None if field is None else field[:0] for field in batch))
-    law = target_law(x, batch, backend="triton")
-    assert probabilities(law).shape == x.shape and sample(law, coins, backend="triton").shape == (0, 3)
-    assert sample(x, coins, backend="triton").shape == (0, 3)
-    assert sample_distinct(x[:, 0], coins, backend="triton").shape == (0, 3)
+    distribution = target_distribution(x, batch, backend="triton")
+    assert probabilities(distribution).shape == x.shape and sample(
+        distribution, uniforms, backend="triton"
+    ).shape == (0, 3)
+    assert sample(x, uniforms, backend="triton").shape == (0, 3)
+    assert sample_distinct(x[:, 0], uniforms, backend="triton").shape == (0, 3)
     seeds = torch.ones(0, dtype=torch.int64, device=triton_device)
     assert window_uniforms(seeds, seeds, 4, 0, backend="triton").shape == (0, 4)
 
@@ -271,12 +283,15 @@ def test_fake_tensors_pass():
     with FakeTensorMode(), use("triton"):
         x = torch.ones(len(FILTERS), 2, 50, dtype=torch.bfloat16)
         batch = make_batch(FILTERS, 50, "cpu")
-        coins = window_uniforms(batch.seeds, batch.seeds, 2, 1)
-        law = target_law(x, batch)
-        assert sample(law, coins).shape == coins.shape == (4, 2) and law.sums.dtype == torch.float64
+        uniforms = window_uniforms(batch.seeds, batch.seeds, 2, 1)
+        distribution = target_distribution(x, batch)
+        assert (
+            sample(distribution, uniforms).shape == uniforms.shape == (4, 2)
+            and distribution.sums.dtype == torch.float64
+        )
         probs = target_probs(x, batch)
         assert probs.shape == x.shape and probs.dtype == torch.float32
-        assert sample(probs, coins).dtype == sample_distinct(probs[:, 0], coins).dtype == torch.int64
+        assert sample(probs, uniforms).dtype == sample_distinct(probs[:, 0], uniforms).dtype == torch.int64
 
 
 def test_the_radix_search_covers_every_distance(triton_device):
@@ -288,10 +303,10 @@ def test_the_radix_search_covers_every_distance(triton_device):
     assert all(logits[a] >= logits[b] for a, b in pairwise(order))
     counts = (1, 2, 3, 6, 7, 8, 9, 11)
     params = [SamplingParams(temperature=1.0, top_k=k) for k in counts]
-    law = target_law(
+    distribution = target_distribution(
         logits.expand(len(counts), 1, 12).to(triton_device),
         make_batch(params, 12, triton_device),
         backend="triton",
     )
-    for k, bound in zip(counts, law.stats[:, 0, 2].tolist(), strict=True):
+    for k, bound in zip(counts, distribution.stats[:, 0, 2].tolist(), strict=True):
         assert bound == -float(logits[order[k - 1]])

@@ -15,8 +15,15 @@ from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.server import bind
-from eagle_kit.serve.api.settings import Settings
-from eagle_kit.serve.api.startup import Model, SelfTest, find_model, report, self_test, warnings_as_lines
+from eagle_kit.serve.api.settings import ServerSettings
+from eagle_kit.serve.api.startup import (
+    SelfTest,
+    ServedModel,
+    find_model,
+    report,
+    self_test,
+    warnings_as_lines,
+)
 
 
 def folder(path, config=None, metadata=None):
@@ -34,12 +41,12 @@ def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path):
     older = folder(tmp_path / "older", {"architectures": ["LlamaForCausalLMEagle3"]}, {"target": "older/one"})
     foreign = folder(tmp_path / "foreign", {"architectures": ["Eagle3LlamaForCausalLM"]})
     target = folder(tmp_path / "target", {"architectures": ["LlamaForCausalLM"]})
-    assert find_model(ours, None, "usual") == Model("small", tmp_path / "ours")
-    assert find_model(older, None, "usual") == Model("older/one", tmp_path / "older")
-    assert find_model(foreign, None, "usual") == Model("usual", tmp_path / "foreign")
-    assert find_model(target, None, "usual") == Model(target, None)
-    assert find_model("org/model", None, "usual") == Model("org/model", None)
-    assert find_model(target, "big", "usual") == Model("big", tmp_path / "target")
+    assert find_model(ours, None, "usual") == ServedModel("small", tmp_path / "ours")
+    assert find_model(older, None, "usual") == ServedModel("older/one", tmp_path / "older")
+    assert find_model(foreign, None, "usual") == ServedModel("usual", tmp_path / "foreign")
+    assert find_model(target, None, "usual") == ServedModel(target, None)
+    assert find_model("org/model", None, "usual") == ServedModel("org/model", None)
+    assert find_model(target, "big", "usual") == ServedModel("big", tmp_path / "target")
 
 
 def arguments(*words):
@@ -83,11 +90,11 @@ def test_a_target_without_modules_of_its_own_is_refused(tmp_path, capsys):
 
 
 def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
-    model = Model("small", tmp_path)
-    assert check_algorithm(arguments("--speculative-algorithm", "NONE"), model) == Model("small", None)
+    model = ServedModel("small", tmp_path)
+    assert check_algorithm(arguments("--speculative-algorithm", "NONE"), model) == ServedModel("small", None)
     assert check_algorithm(arguments("--speculative-algorithm", "NEXTN"), model) == model
     with pytest.raises(UserError, match="without a draft"):
-        check_algorithm(arguments("--speculative-token-map", "map"), Model("small", None))
+        check_algorithm(arguments("--speculative-token-map", "map"), ServedModel("small", None))
 
 
 def test_sizes_have_units():
@@ -115,7 +122,7 @@ def test_a_port_in_use_is_a_users_error():
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError):
-        Settings(**{"model_name": "m", **wrong})
+        ServerSettings(**{"model_name": "m", **wrong})
 
 
 def test_user_warnings_become_lines():

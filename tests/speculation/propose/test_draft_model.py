@@ -19,9 +19,9 @@ from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
-    Eagle1Draft,
-    Eagle3Draft,
-    StandaloneDraft,
+    Eagle1DraftModel,
+    Eagle3DraftModel,
+    StandaloneDraftModel,
     load_standalone,
 )
 
@@ -52,10 +52,10 @@ def make(kind: str, target) -> DraftModel:
     hot = HOT if "map" in kind else None
     if kind == "eagle3":
         head = tiny_head(target, num_heads=4, num_kv_heads=1, head_dim=14)
-        return Eagle3Draft(head.eval().requires_grad_(False), target)
+        return Eagle3DraftModel(head.eval().requires_grad_(False), target)
     if "eagle1" in kind:
-        return Eagle1Draft(eagle1_head(target), target, hot)
-    return StandaloneDraft(tiny_target(vocab_size=VOCAB, num_layers=2, hidden_size=40, seed=5), hot)
+        return Eagle1DraftModel(eagle1_head(target), target, hot)
+    return StandaloneDraftModel(tiny_target(vocab_size=VOCAB, num_layers=2, hidden_size=40, seed=5), hot)
 
 
 class Store:
@@ -211,7 +211,7 @@ def test_a_small_model_is_loaded_from_its_folder(target, text, tmp_path):
     loaded = load_standalone(folder, target)
     assert torch.equal(run_target(loaded, text).hidden, run_target(model, text).hidden)
     half = load_standalone(str(folder), target, torch.bfloat16, "cpu")
-    assert StandaloneDraft(half).dtype == torch.bfloat16
+    assert StandaloneDraftModel(half).dtype == torch.bfloat16
 
 
 def test_a_model_of_another_vocabulary_is_refused(target, tmp_path):

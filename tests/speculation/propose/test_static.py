@@ -1,4 +1,4 @@
-"""EAGLE-1's fixed topology: its nodes, the same text, drawn siblings of the right law."""
+"""EAGLE-1's fixed topology: its nodes, the same text, sampled siblings of the right distribution."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_first_chain_of_the_tree_is_the_greedy_chain(models):
     check_distinct_siblings(tree.tokens, tree.parents)
 
 
-def test_drawn_siblings_keep_the_law(models):
+def test_sampled_siblings_keep_the_distribution(models):
     def pairs(**options):
         engine = make_engine(models, batch=500, max_context=24, kv_tokens=30_000, page_size=4, **options)
         engine.use_shape(SpecShape.parse(SHAPE if options.get("tree") else None))
@@ -74,10 +74,10 @@ def test_drawn_siblings_keep_the_law(models):
         codes = torch.tensor([r.token_ids[1] * 11 + r.token_ids[2] for r in requests])
         return torch.bincount(codes, minlength=121).double()
 
-    plain, drawn = pairs(), pairs(tree="static", sampled_drafts=True, seed=9)
-    seen = plain + drawn > 20
+    plain, sampled = pairs(), pairs(tree="static", sampled_drafts=True, seed=9)
+    seen = plain + sampled > 20
     freedom = int(seen.sum()) - 1
-    assert ((plain - drawn) ** 2 / (plain + drawn))[seen].sum() < freedom + 4 * (2 * freedom) ** 0.5
+    assert ((plain - sampled) ** 2 / (plain + sampled))[seen].sum() < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_another_shape_is_refused(models):

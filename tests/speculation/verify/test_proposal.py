@@ -1,22 +1,22 @@
-"""The verifier is chosen by the law of the draft, and whole runs of cycles follow the target."""
+"""The verifier is chosen by the distribution of the draft, and whole runs of cycles follow the target."""
 
 import pytest
 import torch
 
 from eagle_kit.kernels.sampling import (
-    DRAFT_COINS,
-    TARGET_COINS,
+    DRAFT_UNIFORMS,
+    TARGET_UNIFORMS,
+    position_uniforms,
     sample,
     sample_distinct,
-    uniforms,
     window_uniforms,
 )
 from eagle_kit.kernels.tree_build import Tree, chain_build
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.speculation.verify.proposal import (
-    Block,
+    BlockVerification,
     Deterministic,
-    Rejection,
+    RejectionSampling,
     Relaxed,
     SampledChain,
     SampledTree,
@@ -29,7 +29,7 @@ V, S = 5, 3
 
 
 def markov(seed: int, temperature: float = 1.0) -> torch.Tensor:
-    """The law after every token, ``[V, V]``; one token is impossible after each."""
+    """The distribution after every token, ``[V, V]``; one token is impossible after each."""
     logits = torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) / temperature
     return logits.masked_fill(torch.eye(V, dtype=torch.bool), float("-inf")).softmax(-1)
 
@@ -54,18 +54,18 @@ def top_two(roots, seeds, positions):
 
 
 def drawn_chain(roots, seeds, positions):
-    coins = window_uniforms(seeds, positions, S, DRAFT_COINS)
+    uniforms = window_uniforms(seeds, positions, S, DRAFT_UNIFORMS)
     tokens = [roots]
     for i in range(S):
-        tokens.append(sample(Q[tokens[-1]], coins[:, i]))
+        tokens.append(sample(Q[tokens[-1]], uniforms[:, i]))
     chain = torch.stack(tokens, 1)
     return chain_build(roots, chain[:, 1:]), SampledChain(Q[chain[:, :-1]])
 
 
 def drawn_tree(roots, seeds, positions):
-    coins = window_uniforms(seeds, positions, 4, DRAFT_COINS)
-    first = sample_distinct(Q[roots], coins[:, :2])
-    second = sample_distinct(Q[first[:, 0]], coins[:, 2:])
+    uniforms = window_uniforms(seeds, positions, 4, DRAFT_UNIFORMS)
+    first = sample_distinct(Q[roots], uniforms[:, :2])
+    second = sample_distinct(Q[first[:, 0]], uniforms[:, 2:])
     tokens = torch.cat((roots[:, None], first, second), 1)
     return window(roots, [0, 0, 0, 1, 1], tokens), SampledTree(Q[tokens[:, :2]])
 
@@ -96,8 +96,8 @@ def test_deterministic_drafts_change_no_token():
     text, mean = decode(top_two, TargetOnly(), seeds, 12)
     token, plain = torch.zeros(300, dtype=torch.int64), []
     for position in range(1, 13):
-        coin = uniforms(seeds, torch.full((300, 1), position), TARGET_COINS)[:, 0]
-        token = sample(P[token], coin)
+        uniform = position_uniforms(seeds, torch.full((300, 1), position), TARGET_UNIFORMS)[:, 0]
+        token = sample(P[token], uniform)
         plain.append(token)
     assert torch.equal(text, torch.stack(plain, 1))
     assert mean > 0.3, "the draft must have had something accepted"
@@ -106,22 +106,22 @@ def test_deterministic_drafts_change_no_token():
 @pytest.mark.parametrize(
     "propose, verifier",
     [
-        (drawn_chain, Rejection()),
-        (drawn_chain, Block()),
-        (drawn_tree, Rejection()),
+        (drawn_chain, RejectionSampling()),
+        (drawn_chain, BlockVerification()),
+        (drawn_tree, RejectionSampling()),
         (top_two, Relaxed(1.0, 1.0)),
         (top_two, TargetOnly()),
     ],
 )
 def test_runs_of_cycles_follow_the_target(propose, verifier):
-    """40,000 replies of four tokens against their law, across cycles whose coins must not depend on each
-    other."""
+    """40,000 replies of four tokens against their distribution, across cycles whose uniform random numbers
+    must not depend on each other."""
     num = 40_000
     text, mean = decode(propose, verifier, torch.arange(num) * 7919, 4)
     cells = torch.bincount((text * torch.tensor([V**3, V**2, V, 1])).sum(1), minlength=V**4).double()
-    law = torch.einsum("a,ab,bc,cd->abcd", P[0], P, P, P).flatten().double()
-    assert cells[law == 0].sum() == 0
-    expected = num * law
+    distribution = torch.einsum("a,ab,bc,cd->abcd", P[0], P, P, P).flatten().double()
+    assert cells[distribution == 0].sum() == 0
+    expected = num * distribution
     rare = expected < 5  # one cell for all of them
     observed = torch.cat((cells[~rare], cells[rare].sum()[None]))
     expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
@@ -135,9 +135,9 @@ def test_a_verifier_that_does_not_fit_the_draft_is_refused():
     seeds = torch.arange(3)
     chain, tree, fixed = (f(seeds, seeds, seeds) for f in (drawn_chain, drawn_tree, top_two))
     for (shape, proposal), verifier in (
-        (fixed, Rejection()),
-        (fixed, Block()),
-        (tree, Block()),
+        (fixed, RejectionSampling()),
+        (fixed, BlockVerification()),
+        (tree, BlockVerification()),
         (tree, TargetOnly()),
         (chain, TargetOnly()),
         (chain, Relaxed(1.0, 1.0)),

@@ -115,7 +115,7 @@ def test_noise_on_final_states_depends_on_seed_step_and_row_alone():
     assert not torch.equal(drawn[:5], drawn[5:10])
 
 
-def test_noise_has_the_published_law():
+def test_noise_has_the_published_distribution():
     """``(rand - 0.5) * 0.2 * 512 / T`` of a conversation of T tokens."""
     lengths = [700, 300]
     doc_start = torch.tensor([0] * 700 + [700] * 300)

@@ -30,10 +30,10 @@ def published_mask(reply, doc_start, step):
     return torch.cat(parts)
 
 
-def row_loss(loss, law, words, log_q):
-    """A loss between the target's ``law [V]`` and the draft's ``log_q [Vd]`` over ``words [Vd]``."""
-    p, q = law[words] / law[words].sum(), log_q.exp()
-    accepted, kl = torch.minimum(law[words], q).sum(), (p * (p.log() - log_q)).sum()
+def row_loss(loss, distribution, words, log_q):
+    """A loss between the target's ``distribution [V]`` and the draft's ``log_q [Vd]`` over ``words [Vd]``."""
+    p, q = distribution[words] / distribution[words].sum(), log_q.exp()
+    accepted, kl = torch.minimum(distribution[words], q).sum(), (p * (p.log() - log_q)).sum()
     share = torch.exp(-ETA * accepted.detach())
     return {
         "ce": -(p * log_q).sum(),

@@ -16,7 +16,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.monitor.clock import LAPS, StepClock
-from eagle_kit.train.monitor.run_report import compare
+from eagle_kit.train.monitor.run_report import compare_runs
 from eagle_kit.train.run.judge import Judgement
 
 
@@ -138,7 +138,7 @@ def test_runs_are_compared_by_label_over_seeds(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("matplotlib")
     base = [fake_run(tmp_path / "a", [1.2, 1.5, 1.4]), fake_run(tmp_path / "b", [1.1, 1.3, 1.3])]
     other = fake_run(tmp_path / "c", [1.3, 1.68])
-    result = compare({"base": base, "other": [other]}, tmp_path / "out")
+    result = compare_runs({"base": base, "other": [other]}, tmp_path / "out")
     first, second = result.rows
     assert first["best_of"] == [1.5, 1.3] and first["best"] == pytest.approx(1.4)
     assert first["spread"] == pytest.approx(0.02**0.5) and first["last"] == pytest.approx(1.35)
@@ -154,7 +154,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys: pytest.CaptureF
     pytest.importorskip("matplotlib")
     one, two = fake_run(tmp_path / "a", [1.2]), fake_run(tmp_path / "b", [1.2], shape="2,2,5")
     with pytest.raises(UserError, match="was not judged in the shape 3,1,4"):
-        compare({"a": [one], "b": [two]}, tmp_path / "out")
+        compare_runs({"a": [one], "b": [two]}, tmp_path / "out")
     assert app.main(["report", str(one), str(two)]) == 2
     assert app.main(["report", str(tmp_path)]) == 2
     assert "metrics.jsonl is missing" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.judge import Judge
 from eagle_kit.train.run.schedule import Schedule
-from eagle_kit.train.run.setup import Ingredients
+from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.simulate import match_table, walk
 from eagle_kit.train.run.state import TrainState
 from eagle_kit.train.run.step import Stepper
@@ -73,7 +73,7 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
     data = Rows(rows)
     schedule = Schedule.from_config(config.training, len(data))
     stepper = Stepper(
-        config, make_accelerator(config), Ingredients(target, Path(), None, data), head, schedule
+        config, make_accelerator(config), TrainingComponents(target, Path(), None, data), head, schedule
     )
     state = TrainState()
     for _ in range(100):

@@ -1,4 +1,5 @@
-"""The law a token is drawn from: logits bent by penalties and bias, then cut by temperature and filters.
+"""The distribution a token is sampled from: logits changed by penalties and bias, then cut by temperature and
+filters.
 
 Legend: B requests, N window nodes, V vocabulary, S draft steps.
 """
@@ -15,11 +16,12 @@ from eagle_kit.kernels.transfer import to_device
 
 LARGEST = torch.finfo(torch.float32).max / 4
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Settings beyond fp32 are taken to its ends, so that no law becomes infinity over infinity."""
+"""Settings beyond fp32 are taken to its ends, so that no distribution becomes infinity over infinity."""
 
 
 class SamplingBatch(NamedTuple):
-    """The laws of a batch. What no request of it uses is None, so that its cost is paid only when asked for.
+    """The sampling parameters of a batch. What no request of it uses is None, so that its cost is paid only
+    when asked for.
 
     ``temperature`` fp32 ``[B]``, 0 for greedy; ``seeds`` int64 ``[B]``; ``top_k`` int64 ``[B]`` (V keeps
     all); ``top_p``, ``min_p`` fp32 ``[B]``; ``repetition``, ``frequency``, ``presence`` fp32 ``[B]``;
@@ -40,8 +42,9 @@ class SamplingBatch(NamedTuple):
     counts: torch.Tensor | None = None
 
 
-class Law(NamedTuple):
-    """Laws after every node that only the Triton kernels read: logits and what their filters keep of them.
+class FilteredLogits(NamedTuple):
+    """Distributions after every node that only the Triton kernels read: logits and what their filters keep of
+    them.
 
     ``logits [B, N, V]``, as they were filtered; ``stats`` fp32 ``[B, N, 3]``: the best logit, the
     temperature, and the distance ``(best - logit) / temperature`` up to which tokens are kept; ``last`` int32
@@ -62,11 +65,11 @@ def make_sampling_batch(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingBatch:
-    """The laws of requests with ``params``, whose replies are empty so far.
+    """The sampling parameters of requests with ``params``, whose replies are empty so far.
 
     Args:
         prompts: token ids of each prompt.
-        seeds: of each request's coins.
+        seeds: of each request's uniforms.
     """
 
     def column(name: str, neutral: float, kind: torch.dtype = torch.float32) -> torch.Tensor | None:
@@ -116,7 +119,8 @@ def make_sampling_batch(
 def adjust_logits(
     logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, ancestors: torch.Tensor
 ) -> torch.Tensor:
-    """Bend logits by what every node's own path holds: repetition, then frequency and presence, then bias.
+    """Apply penalties and bias to logits by what every node's own path holds: repetition, then frequency and
+    presence, then bias.
 
     Args:
         logits: fp32 ``[B, N, V]``, after each node.
@@ -124,7 +128,7 @@ def adjust_logits(
         ancestors: int64 bits ``[B, N]``, a node's own bit included.
 
     Returns:
-        ``[B, N, V]``, new when anything is bent.
+        ``[B, N, V]``, new when anything is changed.
     """
     if batch.counts is not None:
         b, n, v = logits.shape
@@ -145,36 +149,39 @@ def adjust_logits(
     return logits if batch.bias is None else logits + batch.bias[:, None]
 
 
-def target_law(
+def target_distribution(
     logits: torch.Tensor, batch: SamplingBatch, *, backend: Backend | None = None
-) -> torch.Tensor | Law:
-    """The law of :func:`target_probs` as ``sample`` and the verifiers read it best: probabilities for the
-    reference, a ``Law`` for Triton, which then takes ``logits`` of any float type."""
+) -> torch.Tensor | FilteredLogits:
+    """The distribution of :func:`target_probs` as ``sample`` and the verifiers read it best: probabilities
+    for the reference, a ``FilteredLogits`` for Triton, which then takes ``logits`` of any float type."""
     if not uses_triton(logits, backend):
         return target_probs(logits.float(), batch, backend="reference")
     from eagle_kit.kernels.sampling import triton
 
     logits = logits.contiguous()
     floors = None if batch.min_p is None else -batch.min_p.log()
-    return Law(logits, *triton.filtered_law(logits, batch.temperature, batch.top_k, batch.top_p, floors))
+    return FilteredLogits(
+        logits, *triton.filter_logits(logits, batch.temperature, batch.top_k, batch.top_p, floors)
+    )
 
 
-def law_parts(
-    law: torch.Tensor | Law,
+def distribution_parts(
+    distribution: torch.Tensor | FilteredLogits,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What Triton kernels are given of a law: the fields of ``Law``, probabilities have the first."""
-    if isinstance(law, torch.Tensor):
-        return law.contiguous(), None, None, None
-    return law.logits, law.stats, law.last, law.sums
+    """What Triton kernels are given of a distribution: the fields of ``FilteredLogits``, probabilities have
+    the first."""
+    if isinstance(distribution, torch.Tensor):
+        return distribution.contiguous(), None, None, None
+    return distribution.logits, distribution.stats, distribution.last, distribution.sums
 
 
-def probabilities(law: torch.Tensor | Law) -> torch.Tensor:
-    """A law as probabilities, fp32 ``[B, N, V]``."""
-    if isinstance(law, torch.Tensor):
-        return law
+def probabilities(distribution: torch.Tensor | FilteredLogits) -> torch.Tensor:
+    """A distribution as probabilities, fp32 ``[B, N, V]``."""
+    if isinstance(distribution, torch.Tensor):
+        return distribution
     from eagle_kit.kernels.sampling import triton
 
-    return triton.law_probs(*law)
+    return triton.filtered_probs(*distribution)
 
 
 def target_probs(
@@ -183,14 +190,14 @@ def target_probs(
     """Temperature, then top-k, top-p and min-p, each on what the one before left -> fp32 ``[B, N, V]``.
 
     Equal logits are ranked by token id, so top-k keeps exactly k, and top-p no more than it needs. A
-    temperature of 0 is the law that has all its weight on the most likely token, the lowest id among equals.
-    A request's law does not depend on the filters of others in its batch.
+    temperature of 0 is one-hot at the most likely token, the lowest id among equals.
+    A request's distribution does not depend on the filters of others in its batch.
 
     Args:
         logits: fp32 ``[B, N, V]``.
     """
     if uses_triton(logits, backend):
-        return probabilities(target_law(logits, batch, backend=backend))
+        return probabilities(target_distribution(logits, batch, backend=backend))
     greedy = (batch.temperature == 0)[:, None, None]
     best, at = logits.max(-1, keepdim=True)
     distance = best - logits  # of every token from the best one, 0..inf
@@ -228,6 +235,6 @@ def token_logprobs(
     Returns:
         fp32 ``[R]`` of the tokens, int64 ``[R, top]`` ids, fp32 ``[R, top]`` of those.
     """
-    laws = logits.float().log_softmax(-1)
-    values, ids = laws.topk(top, -1)
-    return laws.gather(1, tokens[:, None])[:, 0], ids, values
+    distributions = logits.float().log_softmax(-1)
+    values, ids = distributions.topk(top, -1)
+    return distributions.gather(1, tokens[:, None])[:, 0], ids, values

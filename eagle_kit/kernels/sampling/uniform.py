@@ -1,7 +1,8 @@
 """Random numbers that depend on a request's seed and a position, and on nothing else.
 
-A coin is a hash of (seed, position, stream). So a reply does not depend on what it is batched with, on how
-many tokens a cycle accepted, or on being preempted and computed anew; and every device draws the same.
+A uniform random number is a hash of (seed, position, stream). So a reply does not depend on what it is
+batched with, on how many tokens a cycle accepted, or on being preempted and computed anew; and every device
+draws the same.
 
 The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed and once for the rest.
 """
@@ -9,9 +10,9 @@ The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed an
 import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
-from eagle_kit.kernels.sampling.law import Law, law_parts, probabilities
+from eagle_kit.kernels.sampling.distribution import FilteredLogits, distribution_parts, probabilities
 
-TARGET_COINS, DRAFT_COINS, VERIFY_COINS = 0, 1, 2
+TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS = 0, 1, 2
 """Streams: the target's choice at a position, a draft's choice, and the acceptance of a sampled draft."""
 
 _MIX = (-0xAE502812AA7333, -0x3B314601E57A13AD)
@@ -28,20 +29,20 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 33)
 
 
-def uniforms(
+def position_uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, stream: int, *, backend: Backend | None = None
 ) -> torch.Tensor:
-    """Coins in [0, 1 - 2^-53], fp64 ``[B, n]``.
+    """Uniform random numbers in [0, 1 - 2^-53], fp64 ``[B, n]``.
 
     Args:
         seeds: int64 ``[B]``.
         positions: int64 ``[B, n]``, of the tokens that are decided.
-        stream: coins of different use are independent.
+        stream: uniform random numbers of different use are independent.
     """
     if uses_triton(seeds, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.coins(seeds.contiguous(), positions, positions.shape[1], stream, False)
+        return triton.uniforms(seeds.contiguous(), positions, positions.shape[1], stream, False)
     return _shift_right(_hash(seeds[:, None], positions, stream), 11).double() * 2.0**-53
 
 
@@ -53,62 +54,66 @@ def window_uniforms(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Coins of one cycle, fp64 ``[B, count]``: they belong to its root's position, which grows from cycle to
-    cycle, so that nothing drawn for a rejected draft is used again.
+    """Uniform random numbers of one cycle, fp64 ``[B, count]``: they belong to its root's position, which
+    grows from cycle to cycle, so that nothing sampled for a rejected draft is used again.
 
     Args:
         seeds, root_positions: int64 ``[B]``.
-        count: coins per request.
-        stream: coins of different use are independent.
+        count: uniform random numbers per request.
+        stream: uniform random numbers of different use are independent.
     """
     if uses_triton(seeds, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.coins(seeds.contiguous(), root_positions[:, None], count, stream, True)
+        return triton.uniforms(seeds.contiguous(), root_positions[:, None], count, stream, True)
     index = torch.arange(count, device=seeds.device).expand(seeds.shape[0], count)
-    return uniforms(_hash(seeds, root_positions, stream), index, stream, backend="reference")
+    return position_uniforms(_hash(seeds, root_positions, stream), index, stream, backend="reference")
 
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
     return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + _wrapped(stream * 0x5851F42D4C957F2D))
 
 
-def sample(probs: torch.Tensor | Law, coins: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
-    """Draw by the inverse of the cumulative distribution: the first token whose sum exceeds the coin.
+def sample(
+    probs: torch.Tensor | FilteredLogits, uniforms: torch.Tensor, *, backend: Backend | None = None
+) -> torch.Tensor:
+    """Draw by the inverse of the cumulative distribution: the first token whose sum exceeds the uniform
+    random number.
 
     The sum is fp64, so a token's share is off by no more than the rounding of its own fp32 probability. A
     token of probability zero adds nothing to the sum and is never the first to exceed anything.
 
     Args:
-        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one. Or a ``Law``.
-        coins: fp64 ``[...]`` in [0, 1).
+        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one. Or a
+            ``FilteredLogits``.
+        uniforms: fp64 ``[...]`` in [0, 1).
 
     Returns:
-        int64 ``[...]``, 0..V - 1 also for a row that is no law (all zeros, NaN).
+        int64 ``[...]``, 0..V - 1 also for a row that is no distribution (all zeros, NaN).
     """
-    if uses_triton(coins, backend):
+    if uses_triton(uniforms, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.sample(coins.contiguous(), *law_parts(probs))
+        return triton.sample(uniforms.contiguous(), *distribution_parts(probs))
     probs = probabilities(probs)
     sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
-    # A coin just below one may round up to the total, which nothing exceeds.
-    bound = torch.minimum(coins[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A uniform random number just below one may round up to the total, which nothing exceeds.
+    bound = torch.minimum(uniforms[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, bound, right=True)[..., 0].clamp(max=probs.shape[-1] - 1)
 
 
 def sample_distinct(
-    probs: torch.Tensor, coins: torch.Tensor, *, backend: Backend | None = None
+    probs: torch.Tensor, uniforms: torch.Tensor, *, backend: Backend | None = None
 ) -> torch.Tensor:
     """Draw tokens one after another without replacement, as siblings of a sampled tree are.
 
-    When the law has no token left, the lowest ids not drawn yet follow, of probability zero: a verifier knows
-    them by that and passes over them.
+    When the distribution has no token left, the lowest ids not sampled yet follow, of probability zero: a
+    verifier knows them by that and passes over them.
 
     Args:
         probs: fp32 ``[B, V]``, as for ``sample``.
-        coins: fp64 ``[B, K]`` in [0, 1), K <= V.
+        uniforms: fp64 ``[B, K]`` in [0, 1), K <= V.
 
     Returns:
         int64 ``[B, K]``, in the order of the draws, which must be their order in the window.
@@ -116,17 +121,17 @@ def sample_distinct(
     if uses_triton(probs, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.sample_distinct(probs.contiguous(), coins.contiguous())
-    drawn = []
+        return triton.sample_distinct(probs.contiguous(), uniforms.contiguous())
+    sampled = []
     unused = torch.ones_like(probs)
-    for k in range(coins.shape[1]):
+    for k in range(uniforms.shape[1]):
         left = probs * unused
         is_empty = left.amax(-1, keepdim=True) <= 0
-        coin = torch.where(is_empty[:, 0], 0.0, coins[:, k])
-        token = sample(torch.where(is_empty, unused, left), coin, backend="reference")
+        uniform = torch.where(is_empty[:, 0], 0.0, uniforms[:, k])
+        token = sample(torch.where(is_empty, unused, left), uniform, backend="reference")
         unused = unused.scatter(1, token[:, None], 0.0)
-        drawn.append(token)
-    return torch.stack(drawn, 1)
+        sampled.append(token)
+    return torch.stack(sampled, 1)
 
 
 def _wrapped(number: int) -> int:
