@@ -19,8 +19,8 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
 from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.loss import TTTOutput
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import TTTOutput
 from eagle_kit.train.plan.sizes import make_head
 from eagle_kit.train.run.module import TTTModule
 from eagle_kit.train.run.optimizer import check_moments, make_optimizer, set_learning_rate

@@ -15,7 +15,7 @@ from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.kernels.linear import linear
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
-from eagle_kit.train.algorithm.ttt import LOSS_BLOCK
+from eagle_kit.train.algorithm.loss import LOSS_BLOCK
 from eagle_kit.train.plan.activations import Numerics, training_bytes
 from eagle_kit.train.plan.sizes import HeadArchitecture, attended, head_sizes, num_weights
 from eagle_kit.train.run.progress import format_seconds

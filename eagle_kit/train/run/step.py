@@ -16,9 +16,9 @@ from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
+from eagle_kit.train.algorithm.loss import Objective
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import Objective
 from eagle_kit.train.monitor.clock import StepClock
 from eagle_kit.train.parallel.processes import sum_numbers
 from eagle_kit.train.parallel.strategy import make_strategy
@@ -241,7 +241,7 @@ class Stepper:
                 self.strategy.backward(out.loss, last=last)
             clock.lap("backward")
             total += float(out.loss.detach())
-            sums += torch.stack(out[1:])
+            sums += out.sums
         return [total, *sums.flatten().tolist()]
 
     def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
@@ -250,6 +250,5 @@ class Stepper:
         if noise is None:
             return features
         clean = features.aux if layers else features.hidden
-        rows = forward.numbers, forward.lengths, forward.doc_start
-        noisy = add_noise(clean, noise, max(1, layers), self.seed, step, *rows)
+        noisy = add_noise(clean, forward, noise, max(1, layers), self.seed, step)
         return features._replace(**{"aux" if layers else "hidden": noisy})

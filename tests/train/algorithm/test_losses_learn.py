@@ -11,8 +11,10 @@ from eagle_kit.config.train import JudgeConfig, TrainingConfig
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
-from eagle_kit.train.algorithm.ttt import Objective, plan_row, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 from eagle_kit.train.run.judge import Judge, share_weights
 from eagle_kit.train.run.optimizer import make_optimizer
 
@@ -53,7 +55,7 @@ class Language:
         embed = self.target.embed_tokens.weight
         for _ in range(steps):
             optimizer.zero_grad()
-            ttt_forward_backward(head, embed, self.ids, features, rows, plan, weights, objective)
+            ttt_forward_backward(head, TTTBatch(self.ids, plan, weights, features, embed, rows), objective)
             optimizer.step()
 
 
