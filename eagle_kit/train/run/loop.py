@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from eagle_kit.train.monitor.report import (
 )
 from eagle_kit.train.monitor.run_report import write_report
 from eagle_kit.train.monitor.trackers import check_trackers, draws_report, start_trackers
-from eagle_kit.train.parallel.launch import is_main, launch_words, parent_commands, sharding_asked_for
+from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
 from eagle_kit.train.parallel.processes import make_accelerator, sum_numbers
 from eagle_kit.train.parallel.strategy import on_device
@@ -77,14 +77,24 @@ class RunOptions:
         stop_after_s: stop after this many seconds of training in this session, but not before a step is made:
             who repeats the command comes to the end.
         dry_run: print the estimate and stop; the run folder is neither made nor changed.
-        arguments: the command line as typed, for ``run.yaml`` and the model card.
+        arguments: config file and overrides, for :attr:`command`.
     """
 
     resume: bool = False
     max_steps: int | None = None
     stop_after_s: float | None = None
     dry_run: bool = False
-    arguments: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Command of this session but for ``--resume``, for ``run.yaml`` and the model card."""
+        flags = {
+            "--max-steps": None if self.max_steps is None else str(self.max_steps),
+            "--stop-after": None if self.stop_after_s is None else f"{self.stop_after_s:g}s",
+        }
+        given = [word for name, value in flags.items() if value is not None for word in (name, value)]
+        return shlex.join(["eagle-kit", "train", *self.arguments, *given])
 
 
 def train(config: TrainConfig, options: RunOptions) -> Ending:
@@ -158,9 +168,9 @@ class Trainer:
         is_new = not (self.options.resume and self.folder.has_run)
         if self.accelerator.is_main_process:
             if not is_new:
-                self.folder.resume(self.config, self.command, self.state.step)
+                self.folder.resume(self.config, self.options.command, self.state.step)
             else:
-                self.folder.start(self.config, self.command)
+                self.folder.start(self.config, self.options.command)
         self.accelerator.wait_for_everyone()
         try:
             settings = flatten(self.config.model_dump(mode="json"))
@@ -181,25 +191,9 @@ class Trainer:
             print(summary(self.folder), flush=True)
         if ending is not Ending.DONE:
             reached = ending is Ending.MAX_STEPS
-            self._print(f"Go on with: {self._command(without_max_steps=reached)} --resume")
+            again = replace(self.options, max_steps=None if reached else self.options.max_steps)
+            self._print(go_on(f"{again.command} --resume", os.environ))
         return ending
-
-    @property
-    def command(self) -> str:
-        """A command that does what this session did."""
-        return self._command()
-
-    def _command(self, *, without_max_steps: bool = False) -> str:
-        words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
-        if without_max_steps:
-            words = _without_max_steps(words)
-        # Processes that accelerate did not start itself have the one that did as their parent.
-        door = launch_words(parent_commands(2))
-        if door is None and (count := self.accelerator.num_processes) > 1:
-            on_cpu = ["--cpu"] if self.accelerator.device.type == "cpu" else []
-            program = ["-m", "eagle_kit.train"]
-            door = ["accelerate", "launch", *on_cpu, "--num_processes", str(count), *program]
-        return shlex.join([*(door or ["eagle-kit", "train"]), *words])
 
     def _step_until_stopped(self, interrupt: Interrupt) -> tuple[Ending, str]:
         """The loop; returns why it ended, also as a sentence. The last step is always saved."""
@@ -354,7 +348,9 @@ class Trainer:
         return Judge(self.components.target, self.prompts[rank::count], settings, cache)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
-        about = metadata(self.config, self.accelerator, self.components, self.state, self.command, decoded)
+        about = metadata(
+            self.config, self.accelerator, self.components, self.state, self.options.command, decoded
+        )
         store = self.stepper.store
         about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
         if store is not None:
@@ -364,17 +360,6 @@ class Trainer:
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:
             print(text, flush=True)
-
-
-def _without_max_steps(words: list[str]) -> list[str]:
-    """The command's words but for ``--max-steps N``, which argparse also takes shortened or with a ``=``."""
-    kept, values = [], iter(words)
-    for word in values:
-        if not word.startswith("--m"):
-            kept.append(word)
-        elif "=" not in word:
-            next(values, None)
-    return kept
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

@@ -92,13 +92,13 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
     assert not (run.output / ".lock").exists()
 
 
-def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> None:
+def test_two_processes_started_by_torchrun_equal_one(make_run: Callable) -> None:
     run = make_run(judge={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "4") == 0
     both = run.folder / "both"
     launched = subprocess.run(
         [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train"),
             *(str(run.config), f"output_dir={both}", "--max-steps", "4"),
         ],
         cwd=REPOSITORY,
@@ -117,7 +117,7 @@ def test_two_processes_started_by_accelerate_equal_one(make_run: Callable) -> No
     metadata = json.loads((both / "step-4" / "eagle_kit.json").read_text())
     assert metadata["machine"].startswith("2 x")
     command = yaml.safe_load((both / "run.yaml").read_text())["command"]
-    assert command.startswith(f"accelerate launch --cpu --num_processes 2 train {run.config}")
+    assert command == f"eagle-kit train {run.config} output_dir={both} --max-steps 4"
     judged = json.loads((both / "judge.jsonl").read_text().splitlines()[0])
     alone = json.loads((run.output / "judge.jsonl").read_text().splitlines()[0])
     assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
@@ -129,7 +129,7 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
     (run.output / "judge-replies-1-of-2.json").mkdir()  # where the second process wants to write
     launched = subprocess.run(
         [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train"),
             *(str(run.config), "--resume", "--max-steps", "3", "judge.every=2", "judge.max_tokens=4"),
         ],
         cwd=REPOSITORY,
