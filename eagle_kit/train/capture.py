@@ -68,11 +68,6 @@ class CaptureOptions:
         shard = ("--shard", f"{part}/{parts}") if parts > 1 else ()
         return shlex.join(["eagle-kit", "data", "capture", *self.arguments, "--out", str(self.out), *shard])
 
-    def __post_init__(self) -> None:
-        part, parts = self.shard
-        if not 0 <= part < parts:
-            raise UserError(f"shard is {part}/{parts}.", "Count the shards of n from 0/n to (n-1)/n.")
-
 
 def capture(config: TrainConfig, options: CaptureOptions) -> int:
     """Capture what ``options.out`` lacks; returns 0 when this process's part is there, 130 when interrupted.
