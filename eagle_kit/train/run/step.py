@@ -20,8 +20,8 @@ from eagle_kit.train.algorithm.loss import Objective
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.teacher import TargetFeatures
 from eagle_kit.train.monitor.clock import StepClock
+from eagle_kit.train.parallel.choose import make_strategy
 from eagle_kit.train.parallel.processes import sum_numbers
-from eagle_kit.train.parallel.strategy import make_strategy
 from eagle_kit.train.run.ema import Ema
 from eagle_kit.train.run.features import FeatureSource
 from eagle_kit.train.run.module import TTTModule, autocast
@@ -100,7 +100,7 @@ class Stepper:
         head: in fp32, trained in place.
         schedule: learning rate by step.
         store: captured states on disk, or None to run the target every time.
-        sharding: how the processes share the head, see ``train.parallel.strategy.make_strategy``.
+        sharding: of the head, see ``train.parallel.choose.make_strategy``.
     """
 
     def __init__(
