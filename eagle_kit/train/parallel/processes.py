@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from eagle_kit.train.monitor.trackers import tracker_options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=3)
 """Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
@@ -77,6 +79,15 @@ def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[fl
     )
     assert isinstance(total, torch.Tensor)
     return total.tolist()
+
+
+def gather_objects(accelerator: "Accelerator", mine: T) -> list[T]:
+    """The objects of all processes, in their order."""
+    if accelerator.num_processes == 1:
+        return [mine]
+    parts: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(parts, mine)
+    return parts
 
 
 def largest(process: "Accelerator | PartialState", number: float) -> float:

@@ -3,7 +3,8 @@
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ class Judgement:
     """Accept lengths of one head on this process's prompts.
 
     Attributes:
-        decoded: what the engine counted, by shape.
-        simulated: the match table walked, for the shapes that are chains.
+        decoded: counts of the engine, by shape.
+        simulated: counts of a walk along the match table, for the shapes that are chains.
         num_different: replies that differ from plain decoding; 0 in fp32.
         num_tokens: of the target's own greedy replies.
         num_sayable: those of them that are in the draft vocabulary.
@@ -42,33 +43,27 @@ class Judgement:
     num_tokens: int = 0
     num_sayable: int = 0
 
-    def add_up(self, add: Callable[[Sequence[float]], list[float]]) -> "Judgement":
-        """The judgement of all processes.
+    @staticmethod
+    def total(parts: Sequence["Judgement"]) -> "Judgement":
+        """Sum of the judgements of all processes."""
 
-        Args:
-            add: sums numbers over the processes; called once, with as many by each. Histograms are left out.
-        """
-        own = [*self.decoded.items(), *self.simulated.items()]
-        depths = [SpecShape.parse(shape).steps for shape, _ in own]
-        numbers = [float(self.num_different), float(self.num_tokens), float(self.num_sayable)]
-        for (_, stats), depth in zip(own, depths, strict=True):
-            reached = stats.num_accepted_at[:depth]
-            numbers += [
-                stats.num_verifies,
-                stats.num_emitted_tokens,
-                *reached,
-                *[0.0] * (depth - len(reached)),
-            ]
-        different, tokens, sayable, *rest = (int(number) for number in add(numbers))
-        total: list[tuple[str, SpecStats]] = []
-        for (shape, _), depth in zip(own, depths, strict=True):
-            (verifies, emitted, *reached), rest = rest[: 2 + depth], rest[2 + depth :]
-            total.append((shape, SpecStats(verifies, emitted, [], reached)))
-        first = len(self.decoded)
-        return Judgement(dict(total[:first]), dict(total[first:]), different, tokens, sayable)
+        def add(stats: Iterable[dict[str, SpecStats]]) -> dict[str, SpecStats]:
+            sums: defaultdict[str, SpecStats] = defaultdict(SpecStats)
+            for one in stats:
+                for shape, counts in one.items():
+                    sums[shape].add(counts)
+            return dict(sums)
+
+        return Judgement(
+            add(part.decoded for part in parts),
+            add(part.simulated for part in parts),
+            sum(part.num_different for part in parts),
+            sum(part.num_tokens for part in parts),
+            sum(part.num_sayable for part in parts),
+        )
 
     def row(self) -> dict[str, Any]:
-        """The figures as ``judge.jsonl`` has them; shares of verifies, of tokens for the coverage."""
+        """Figures of ``judge.jsonl``: shares of verifies, of tokens for the coverage."""
         figures: dict[str, Any] = {}
         for prefix, found in (("", self.decoded), ("simulated_", self.simulated)):
             figures |= {
@@ -105,31 +100,31 @@ class Judge:
 
     def judge(self, head: DraftHead) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
-        shapes = [SpecShape.parse(shape) for shape in self.config.shapes]
-        decoded = {str(shape): SpecStats() for shape in shapes}
-        simulated = {str(shape): SpecStats() for shape in shapes if shape.topk == 1}
+        shapes = {shape: SpecShape.parse(shape) for shape in self.config.shapes}
+        decoded = {name: SpecStats() for name in shapes}
+        simulated = {name: SpecStats() for name, shape in shapes.items() if shape.topk == 1}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
         llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
         assert llm.head is not None
         replies = self._continuations(llm)
         different = set()
-        for shape in shapes:
+        for name, shape in shapes.items():
             outputs = llm.generate(
                 self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape=shape
             )
             for i, output in enumerate(outputs):
-                decoded[str(shape)].add(output.stats)
+                decoded[name].add(output.stats)
                 if output.token_ids != replies[i]:
                     different.add(i)
         if simulated:
-            depth = max(shape.steps for shape in shapes if shape.topk == 1)
+            depth = max(shapes[name].steps for name in simulated)
             device = self.target.embed_tokens.weight.device
             for prompt, reply in zip(self.prompts, replies, strict=True):
                 ids = torch.tensor(prompt + reply, device=device)
                 table = match_table(self.target, llm.head, ids, len(prompt), depth)
                 for name, stats in simulated.items():
-                    stats.add(walk(table[:, : SpecShape.parse(name).steps]))
+                    stats.add(walk(table[:, : shapes[name].steps]))
         said = torch.tensor([token for reply in replies for token in reply], device=head.t2d.device)
         return Judgement(
             decoded, simulated, len(different), len(said), int(head.t2d[said].sum()) if len(said) else 0
@@ -153,7 +148,7 @@ class Judge:
         return replies
 
     def _read_cache(self) -> dict[str, Any]:
-        """What is in the file; nothing when it is missing or damaged, since it can be made again."""
+        """Contents of the file; nothing when it is missing or damaged, since it can be made again."""
         try:
             kept = json.loads(self.cache.read_bytes())
         except (OSError, ValueError):

@@ -31,22 +31,16 @@ from eagle_kit.train.monitor.run_report import write_report
 from eagle_kit.train.monitor.trackers import check_trackers, draws_report, start_trackers
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
-from eagle_kit.train.parallel.processes import make_accelerator, sum_numbers
+from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
 from eagle_kit.train.parallel.strategy import on_device
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
-from eagle_kit.train.run.judge import Judge, choose_prompts
+from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
 from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.schedule import Schedule
 from eagle_kit.train.run.setup import gather, state_store
-from eagle_kit.train.run.state import (
-    TrainState,
-    load_checkpoint,
-    restore_optimizer,
-    restore_raw_weights,
-    save_checkpoint,
-)
+from eagle_kit.train.run.state import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.step import Stepper, StepResult
 
 if TYPE_CHECKING:
@@ -129,24 +123,23 @@ class Trainer:
         data = self.components.data
         context = self.components.target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
-        self.state = TrainState()
-        self.head, optimizer_state = self._make_head()
+        found = self._checkpoint() if options.resume else None
+        self.state, self.head = (
+            (found.state, freeze(found.head)) if found else (TrainState(), self._new_head())
+        )
         if config.head.start_from is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.components, self.head.config)
-        if optimizer_state is not None:
-            self._check_states("computed" if store is None or store.is_exact else store.format)
+        if found is not None:
+            self._check_states(found, "computed" if store is None or store.is_exact else store.format)
         sharding = sharding_asked_for(os.environ)
         if isinstance(self.head, TiedHead):
             self.head.bind(output_layer(self.components.target, accelerator.device))
         place_target(self.components.target, config, accelerator)
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
-        if optimizer_state is not None:
-            last = folder.checkpoints()[-1][1]
-            restore_optimizer(last, self.stepper.strategy, optimizer_state)
-            if self.stepper.ema is not None:
-                restore_raw_weights(last, self.stepper.ema)
+        if found is not None:
+            found.restore(self.stepper.strategy, self.stepper.ema)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
@@ -256,7 +249,7 @@ class Trainer:
         started = time.perf_counter()
         whole, target = self.stepper.strategy.whole_head(), self.components.target
         mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
-        figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
+        figures = Judgement.total(gather_objects(self.accelerator, mine)).row()
         decoded = figures["accept_length"]
         state, chosen = self.state, decoded[self.config.judge.shapes[0]]
         is_better = chosen > state.best_accept_length
@@ -306,30 +299,33 @@ class Trainer:
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _make_head(self) -> tuple[DraftHead, dict[str, Any] | None]:
-        """A new head, or the one of the last checkpoint with its optimiser state."""
-        config, found, device = self.config, self.components, self.accelerator.device
-        checkpoints = self.folder.checkpoints() if self.options.resume else []
-        if checkpoints:
-            about = read_metadata(checkpoints[-1][1]).get("data")
-            learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
-            if not found.data.equals(learned):
-                raise UserError(
-                    f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
-                    f"({found.data.fingerprint}).",
-                    "Restore the data, or start a new run with output_dir=FOLDER.",
-                )
-            head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            check_steps(config, head.config)  # the judge may be another one
-            return freeze(head), optimizer_state
+    def _checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint, or None where there is none yet. Raises UserError for one of other data."""
+        checkpoints, data = self.folder.checkpoints(), self.components.data
+        if not checkpoints:
+            return None
+        about = read_metadata(checkpoints[-1][1]).get("data")
+        learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
+        if not data.equals(learned):
+            raise UserError(
+                f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
+                f"({data.fingerprint}).",
+                "Restore the data, or start a new run with output_dir=FOLDER.",
+            )
+        found = load_checkpoint(checkpoints[-1][1], self.accelerator.device)
+        check_steps(self.config, found.head.config)  # the judge may be another one
+        return found
+
+    def _new_head(self) -> DraftHead:
+        config, found = self.config, self.components
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
         check_steps(config, draft)
-        vocab = found.data.vocab_map
-        return new_head(config, draft, found.target, found.folder, vocab, device), None
+        vocab, device = found.data.vocab_map, self.accelerator.device
+        return new_head(config, draft, found.target, found.folder, vocab, device)
 
-    def _check_states(self, now: str) -> None:
+    def _check_states(self, found: Checkpoint, now: str) -> None:
         """Raise UserError when the run learned from states of another format than there are now."""
-        data = read_metadata(self.folder.checkpoints()[-1][1]).get("data")
+        data = read_metadata(found.folder).get("data")
         before = data.get("states", "computed") if isinstance(data, dict) else "computed"
         if before != now:
             raise UserError(

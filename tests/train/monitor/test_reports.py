@@ -70,12 +70,9 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(make_run
 def test_judgements_of_processes_add_up() -> None:
     one = Judgement({"3,1,4": SpecStats(4, 7, [], [2, 1])}, {"3,1,4": SpecStats(4, 7, [], [2, 1])}, 1, 10, 8)
     two = Judgement({"3,1,4": SpecStats(6, 8, [], [2])}, {"3,1,4": SpecStats(6, 8, [], [2])}, 0, 12, 9)
-    sent: list[list[float]] = []
-    two.add_up(lambda numbers: sent.append(list(numbers)) or list(numbers))
-    both = one.add_up(lambda numbers: [a + b for a, b in zip(numbers, sent[0], strict=True)])
-    row = both.row()
+    row = Judgement.total([one, two]).row()
     assert row["accept_length"] == row["simulated_accept_length"] == {"3,1,4": 1.5}
-    assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1, 0.0]}
+    assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1]}
     assert (row["vocab_coverage"], row["num_different_replies"]) == (17 / 22, 1)
 
 
