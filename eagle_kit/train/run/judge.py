@@ -1,19 +1,15 @@
 """Judging a head by its accept length on held-out prompts, decoded by the engine and simulated."""
 
 import copy
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_text_atomically
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -22,7 +18,6 @@ from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.run.simulate import match_table, walk
-from eagle_kit.train.run.state import FREE_SPACE_AND_RESUME
 
 
 @dataclass(frozen=True)
@@ -81,20 +76,20 @@ class Judgement:
 
 
 class Judge:
-    """Decodes held-out prompts with the engine. The continuations of plain decoding are kept in a file.
+    """Decodes held-out prompts with the engine.
 
     Args:
         target: the target; the engine packs weights, so it gets a view that training does not notice.
         prompts: token ids of the prompts, this process's share; see :func:`choose_prompts`.
         config: lengths and shapes.
-        cache: file for the plain continuations.
+
+    Attributes:
+        replies: token ids of the target's plain greedy replies; None before the first judgement.
     """
 
-    def __init__(
-        self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig, cache: Path
-    ) -> None:
-        self.target, self.config, self.cache = share_weights(target), config, cache
-        self.prompts = list(prompts)
+    def __init__(self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig) -> None:
+        self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
+        self.replies: list[list[int]] | None = None
         longest = max((len(prompt) for prompt in self.prompts), default=1)
         self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
 
@@ -107,7 +102,9 @@ class Judge:
             return Judgement(decoded, simulated, 0)
         llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
         assert llm.head is not None
-        replies = self._continuations(llm)
+        if self.replies is None:
+            self.replies = self._decode_plainly(llm)
+        replies = self.replies
         different = set()
         for name, shape in shapes.items():
             outputs = llm.generate(
@@ -130,30 +127,10 @@ class Judge:
             decoded, simulated, len(different), len(said), int(head.t2d[said].sum()) if len(said) else 0
         )
 
-    def _continuations(self, llm: LLM) -> list[list[int]]:
-        """Plain greedy replies, from the file when it was written for these prompts."""
-        asked = json.dumps([self.prompts, self.config.max_tokens])
-        key = hashlib.sha256(asked.encode()).hexdigest()
-        kept = self._read_cache()
-        if kept.get("key") == key and "replies" in kept:
-            return kept["replies"]
+    def _decode_plainly(self, llm: LLM) -> list[list[int]]:
+        """Plain greedy replies."""
         outputs = llm.generate(self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape="none")
-        replies = [output.token_ids for output in outputs]
-        try:
-            write_text_atomically(self.cache, json.dumps({"key": key, "replies": replies}))
-        except OSError as error:
-            raise UserError(
-                f"{self.cache} could not be written: {error.strerror or error}.", FREE_SPACE_AND_RESUME
-            ) from error
-        return replies
-
-    def _read_cache(self) -> dict[str, Any]:
-        """Contents of the file; nothing when it is missing or damaged, since it can be made again."""
-        try:
-            kept = json.loads(self.cache.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return kept if isinstance(kept, dict) else {}
+        return [output.token_ids for output in outputs]
 
 
 def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[list[int]]:

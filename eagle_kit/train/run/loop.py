@@ -340,8 +340,7 @@ class Trainer:
         if not settings.every:
             return None
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
-        cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
-        return Judge(self.components.target, self.prompts[rank::count], settings, cache)
+        return Judge(self.components.target, self.prompts[rank::count], settings)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
         about = metadata(

@@ -1,7 +1,5 @@
 """Every loss for twenty steps on a small target that has learned a language, and the drafts it accepts."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tiny import tiny_head
@@ -25,7 +23,7 @@ VOCAB, DRAFT_VOCAB = 11, 9
 class Language:
     """A target that learned one, replies of its own to learn from, and prompts that are held out."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self) -> None:
         self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=50, train_head=False)[0]
         drawn = torch.randint(VOCAB, (TEXTS + 8, PROMPT), generator=torch.Generator().manual_seed(1))
         prompts = drawn.tolist()
@@ -39,7 +37,7 @@ class Language:
         place = torch.arange(len(self.ids)) - self.doc_start
         self.reply = torch.where(place >= PROMPT, number, -1)
         config = JudgeConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
-        self.judge = Judge(self.target, prompts[TEXTS:], config, cache)
+        self.judge = Judge(self.target, prompts[TEXTS:], config)
 
     def accept_length(self, head: torch.nn.Module) -> float:
         return self.judge.judge(head).decoded[SHAPE].accept_length
@@ -60,8 +58,8 @@ class Language:
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
-    return Language(tmp_path_factory.mktemp("judge") / "replies.json")
+def language() -> Language:
+    return Language()
 
 
 @pytest.mark.parametrize(

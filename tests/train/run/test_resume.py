@@ -126,11 +126,30 @@ def test_two_processes_started_by_torchrun_equal_one(make_run: Callable) -> None
 def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "1") == 0
-    (run.output / "judge-replies-1-of-2.json").mkdir()  # where the second process wants to write
+    script = (
+        "import os, sys\n"
+        "from eagle_kit.core.errors import UserError\n"
+        "from eagle_kit.train.__main__ import main\n"
+        "from eagle_kit.train.run import judge\n"
+        "def refuse(self, head):\n"
+        "    raise UserError('No judge here.', 'Call one.')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    judge.Judge.judge = refuse\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (run.folder / "watched.py").write_text(script)
     launched = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train"),
-            *(str(run.config), "--resume", "--max-steps", "3", "judge.every=2", "judge.max_tokens=4"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
+            *(
+                str(run.folder / "watched.py"),
+                str(run.config),
+                "--resume",
+                "--max-steps",
+                "3",
+                "judge.every=2",
+                "judge.max_tokens=4",
+            ),
         ],
         cwd=REPOSITORY,
         capture_output=True,
@@ -140,7 +159,7 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
     )
     assert launched.returncode != 0
     ours = launched.stderr.split("Traceback")[0]  # what follows is the launcher's own
-    assert "error in process 1 of 2: " in ours and "judge-replies-1-of-2.json" in ours
+    assert "error in process 1 of 2: No judge here." in ours
     assert "gloo" not in launched.stderr and "RuntimeError" not in launched.stderr
 
 
