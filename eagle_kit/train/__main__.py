@@ -12,7 +12,6 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.parallel.launch import check_launcher, is_main
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
 """Words of gloo's errors when a peer is gone."""
 
@@ -66,15 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_duration(text: str) -> float:
     """``"9m"``, ``"90s"``, ``"1h30m"`` or plain seconds -> seconds. Raises UserError."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        seconds = float(text)
-    else:
-        parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
-        seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    number = r"(?:(\d+(?:\.\d+)?)"
+    parts = re.fullmatch(f"{number}h)?{number}m)?{number}s?)?", text)
+    given = parts.groups() if parts else ()
+    seconds = sum(float(count or 0) * unit for count, unit in zip(given, (3600, 60, 1), strict=False))
     if seconds <= 0:
-        raise UserError(f"The duration {text!r} is not above zero.", "Write for example 9m, 90s or 1h30m.")
+        raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
     return seconds
 
 

@@ -81,8 +81,7 @@ def num_bytes(parts: Iterable[Parts]) -> int:
 
 
 def read_shard(path: Path) -> Shard:
-    """The shard in ``path``, by its header; raises :class:`Damaged` when the file is not as long as it
-    says."""
+    """The shard in ``path``, by its header; raises :class:`Damaged` when the file is not of its size."""
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata()

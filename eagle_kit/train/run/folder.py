@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """While inside, no other trainer is. Raises UserError when one is, or nothing can be written here."""
+        """Context of the only trainer here. Raises UserError for a second one, or a read-only folder."""
         check_writable(
             self.path, "Give yourself the right to write there, or set another one with output_dir=FOLDER."
         )

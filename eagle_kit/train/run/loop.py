@@ -63,7 +63,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line asks besides the config.
+    """Settings of a session besides the config.
 
     Attributes:
         resume: go on from the last checkpoint; begin where there is none yet.
@@ -220,7 +220,7 @@ class Trainer:
         return ending, why
 
     def _should_stop(self, interrupt: Interrupt, started: float | None) -> Ending | None:
-        """Whether any process was interrupted or time is up; all processes get the same answer.
+        """Reason to stop: a process was interrupted, or time is up; all processes get the same answer.
 
         Args:
             started: when this session did; None while it has made no step, which it has time for.
@@ -285,7 +285,7 @@ class Trainer:
                 say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
 
     def _servable(self) -> AbstractContextManager[None]:
-        """While inside, the head has the weights that are judged and served: their average, if any."""
+        """Context in which the head has the weights that are judged and served: their average, if any."""
         ema = self.stepper.ema
         return nullcontext() if ema is None else ema.applied()
 

@@ -124,8 +124,9 @@ class Checkpoint(NamedTuple):
                 return
         except Exception as error:  # load_state_dict trusts what it is given
             raise _damaged(self.folder, error) from error
+        where = self.folder / "trainer"
         raise UserError(
-            f"The optimiser state in {self.folder / 'trainer'} is of {found}; training.optimizer is {wanted}.",
+            f"The optimiser state in {where} is of {found}; training.optimizer is {wanted}.",
             f"Set training.optimizer={found}, or start a new run with output_dir=FOLDER.",
         )
 
