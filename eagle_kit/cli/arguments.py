@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 
@@ -47,8 +48,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """``--temperature --top-k --top-p --min-p --seed --stop``: the distribution that replies are sampled
-    from."""
+    """``--temperature --top-k --top-p --min-p --seed --stop``: the distribution of replies."""
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
     )
@@ -57,6 +57,38 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws; without it they differ")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the reply")
+
+
+def add_shard(parser: argparse.ArgumentParser, parts: str) -> None:
+    """``--shard I/N``: the part of the work that this process does."""
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help=f"the I-th of 0..N-1 parts of the {parts}: N processes share the work",
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Parameters of a reply, from ``--max-tokens`` and the flags of :func:`add_sampling`."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """``0/2`` as numbers; argparse turns a ValueError into its own message."""
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise argparse.ArgumentTypeError(f"{text} is none: count the shards of n from 0/n to (n-1)/n")
+    return part, parts
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:

@@ -1,14 +1,21 @@
-"""`eagle-kit data preview | prepare | vocab | regenerate | capture | store`: what comes before training."""
+"""`eagle-kit data preview | prepare | vocab | regenerate | capture | store`: work before training."""
 
 import argparse
 import os
-import shlex
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle_kit.cli.arguments import add_decoding, add_target, check_positive
+from eagle_kit.cli.arguments import (
+    add_decoding,
+    add_sampling,
+    add_shard,
+    add_target,
+    check_positive,
+    sampling_params,
+)
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.core.errors import UserError
 
@@ -20,86 +27,50 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands and their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    preview = actions.add_parser("preview", help="print a conversation with its supervised tokens coloured")
+
+    def action(run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(run.__name__.removeprefix("_"), help=text)
+        added.set_defaults(action_run=run)
+        return added
+
+    preview = action(_preview, "print a conversation with its supervised tokens coloured")
     add_config(preview)
     preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
-    preview.set_defaults(action_run=_preview)
-    prepare = actions.add_parser("prepare", help="tokenise and pack a config's data into the cache")
-    add_config(prepare)
-    prepare.set_defaults(action_run=_prepare)
-    vocab = actions.add_parser("vocab", help="write a draft vocabulary that head.vocab_map can name")
+    add_config(action(_prepare, "tokenise and pack a config's data into the cache"))
+    vocab = action(_vocab, "write a draft vocabulary that head.vocab_map can name")
     add_config(vocab)
     vocab.add_argument("--out", required=True, type=Path, metavar="FILE", help="made, or replaced")
-    vocab.set_defaults(action_run=_vocab)
-    regenerate = actions.add_parser("regenerate", help="let the target answer the human turns itself")
+    regenerate = action(_regenerate, "let the target answer the human turns itself")
     regenerate.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
     regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
     add_target(regenerate)
     add_decoding(regenerate, max_tokens=512, batch_size=16)
-    regenerate.add_argument("--limit", type=int, metavar="N", help="conversations of the file when done")
-    regenerate.add_argument(
-        "--max-turns", type=int, default=2, metavar="N", help="human turns (default %(default)s)"
-    )
-    regenerate.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="longer ones are left out (default %(default)s)",
-    )
-    regenerate.add_argument(
-        "--shard",
-        type=_shard,
-        default=(0, 1),
-        metavar="I/N",
-        help="answer every N-th conversation, from the I-th of 0..N-1: N processes share the work",
-    )
-    regenerate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
-    )
-    regenerate.add_argument("--top-k", type=int, default=0, metavar="K", help="tokens kept; 0 is all")
-    regenerate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
-    regenerate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
-    regenerate.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default %(default)s)"
-    )
+    add_sampling(regenerate)
+    regenerate.set_defaults(seed=0)
+    add_shard(regenerate, "conversations")
+    for flag, default, text in (
+        ("--limit", None, "conversations of the file when done"),
+        ("--max-turns", 2, "human turns (default %(default)s)"),
+        ("--max-prompt-tokens", 1024, "longer ones are left out (default %(default)s)"),
+    ):
+        regenerate.add_argument(flag, type=int, default=default, metavar="N", help=text)
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
-    regenerate.set_defaults(action_run=_regenerate)
-    _configure_states(actions)
-
-
-def _configure_states(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare ``capture`` and ``store``."""
-    capture = actions.add_parser("capture", help="keep the target's states of a config's data in a folder")
+    capture = action(_capture, "keep the target's states of a config's data in a folder")
     add_config(capture)
     capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
-    capture.add_argument(
-        "--shard",
-        type=_shard,
-        default=(0, 1),
-        metavar="I/N",
-        help="the I-th of 0..N-1 parts of the rows: N processes share the work",
-    )
+    add_shard(capture, "rows")
     capture.add_argument(
         "--dry-run", action="store_true", help="print the estimate of disk and time, then stop"
     )
     capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
-    capture.set_defaults(action_run=_capture)
-    store = actions.add_parser("store", help="say what is in a folder of captured states, and check it")
+    store = action(_store, "say what is in a folder of captured states, and check it")
     store.add_argument("folder", type=Path, metavar="DIR")
     store.add_argument("--verify", action="store_true", help="read every byte")
-    store.set_defaults(action_run=_store)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action."""
     return args.action_run(args)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """``0/2`` as numbers; argparse turns a ValueError into its own message."""
-    part, _, parts = text.partition("/")
-    return int(part), int(parts)
 
 
 def _config(args: argparse.Namespace) -> "TrainConfig":
@@ -200,17 +171,12 @@ def _regenerate(args: argparse.Namespace) -> int:
     from eagle_kit.train.regenerate import RegenerateOptions, check_out, regenerate
 
     options = RegenerateOptions(
+        sampling=sampling_params(args),
         limit=args.limit,
-        max_tokens=args.max_tokens,
         max_turns=args.max_turns,
         max_prompt_tokens=args.max_prompt_tokens,
         with_ids=args.ids,
         shard=args.shard,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
     )
     check_shape(args.shape, args.draft)
     check_positive(args, "batch_size")
@@ -239,32 +205,19 @@ def _regenerate(args: argparse.Namespace) -> int:
 
 
 def _capture(args: argparse.Namespace) -> int:
-    from eagle_kit.train.parallel.launch import (
-        check_launcher,
-        cpu_processes_to_start,
-        parent_command,
-        start_cpu_processes,
-    )
+    from eagle_kit.train.parallel.launch import check_launcher
 
     config = _config(args)
     check_launcher(os.environ, config.training)
-    from eagle_kit.train.capture import CaptureOptions
+    from eagle_kit.train.capture import CaptureOptions, capture
 
-    shard = () if args.shard == (0, 1) else ("--shard", f"{args.shard[0]}/{args.shard[1]}")
-    arguments = [args.config, *args.overrides, "--out", str(args.out), *shard]
     options = CaptureOptions(
         out=args.out,
         shard=args.shard,
         dry_run=args.dry_run,
         verify=args.verify,
-        arguments=shlex.join(arguments),
+        arguments=(args.config, *args.overrides),
     )
-    count = cpu_processes_to_start(os.environ, parent_command())
-    if count > 1:
-        flags = [*(["--dry-run"] if args.dry_run else ()), *(["--verify"] if args.verify else ())]
-        return start_cpu_processes(count, ["data", "capture", *arguments, *flags], "eagle_kit.cli")
-    from eagle_kit.train.capture import capture
-
     return capture(config, options)
 
 

@@ -1,7 +1,6 @@
 """`eagle-kit demo`: train a head for a few minutes, export it, measure it beside the shipped one."""
 
 import argparse
-import shlex
 import shutil
 import sys
 import time
@@ -92,9 +91,8 @@ def _train(args: argparse.Namespace) -> None:
     words = [f"{key}={value}" for key, value in overrides.items()]
     config = load_config(TrainConfig, args.config, words)
     seconds = 60 * args.minutes
-    arguments = shlex.join([str(args.config), "--stop-after", f"{seconds:.0f}s", *words])
     try:
-        ending = train(config, RunOptions(stop_after_s=seconds, arguments=arguments))
+        ending = train(config, RunOptions(stop_after_s=seconds, arguments=(str(args.config), *words)))
     finally:
         if (args.out / "run.yaml").is_file():
             (args.out / MARKER).touch()

@@ -7,9 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.cli.arguments import add_decoding, add_engine, add_sampling, add_target, check_positive
+from eagle_kit.cli.arguments import (
+    add_decoding,
+    add_engine,
+    add_sampling,
+    add_target,
+    check_positive,
+    sampling_params,
+)
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.shape import SpecShape
 
 
@@ -34,15 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
     prompts = read_prompts(args.prompt, args.file)
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-    )
+    params = sampling_params(args)
     if args.algorithm.upper() not in ("NEXTN", "NGRAM"):
         check_shape(args.shape, args.draft)
     check_positive(args, "batch_size", "max_context")

@@ -28,7 +28,7 @@ from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_atten
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
-from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import tree_build
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
@@ -323,7 +323,7 @@ def _soft_cross_entropy() -> float:
     h, weight = _randn(11, 24).requires_grad_(), _randn(33, 24, seed=1).requires_grad_()
     probs, index = _randn(7, 33, seed=2).softmax(-1), torch.arange(11) % 7
     c = torch.linspace(0.1, 1.0, 11)
-    fused = linear_soft_cross_entropy(h, weight, probs, index, c, chunk_rows=4, group_rows=8).loss
+    fused = linear_soft_cross_entropy(h, weight, Teacher(probs, index, c), chunk_rows=4, group_rows=8).loss
     fused.backward()
     exact = [x.detach().double().requires_grad_() for x in (h, weight)]
     log_p = (exact[0] @ exact[1].t()).log_softmax(-1)
@@ -339,7 +339,7 @@ def _draft_loss() -> float:
     distribution, index = _randn(7, 50, seed=2).softmax(-1), torch.arange(11) % 7
     mass = distribution[:, :33].sum(-1)
     probs, c = distribution[:, :33] / mass[:, None], torch.linspace(0.1, 1.0, 11)
-    fused = linear_draft_loss(h, weight, probs, index, c, loss="lk-alpha", mass=mass, chunk_rows=4).loss
+    fused = linear_draft_loss(h, weight, Teacher(probs, index, c, mass), loss="lk-alpha", chunk_rows=4).loss
     fused.backward()
     exact = h.detach().double().requires_grad_()
     q = (exact @ weight.double().t()).softmax(-1)

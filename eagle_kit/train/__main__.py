@@ -1,9 +1,8 @@
-"""The command `eagle-kit train CONFIG`, `accelerate launch train CONFIG` or `-m eagle_kit.train CONFIG`."""
+"""The command `eagle-kit train CONFIG`, `accelerate launch train CONFIG` or `torchrun train CONFIG`."""
 
 import argparse
 import os
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -11,17 +10,10 @@ from eagle_kit.config.loading.command_line import add_config, print_error
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.parallel.launch import (
-    check_launcher,
-    cpu_processes_to_start,
-    is_main,
-    parent_command,
-    start_cpu_processes,
-)
+from eagle_kit.train.parallel.launch import check_launcher, is_main
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
-"""What gloo says of a peer that is not there any more."""
+"""Words of gloo's errors when a peer is gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a machine read the same
             print_error(error, _process(os.environ))
         return 2
-    num_processes = cpu_processes_to_start(os.environ, parent_command())
-    if num_processes > 1:
-        return start_cpu_processes(num_processes, argv)
     from eagle_kit.train.run.loop import RunOptions, train
 
     options = RunOptions(
@@ -55,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_steps=args.max_steps,
         stop_after_s=stop_after_s,
         dry_run=args.dry_run,
-        arguments=shlex.join(argv),
+        arguments=(args.config, *args.overrides),
     )
     try:
         ending = train(config, options)
@@ -76,20 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_duration(text: str) -> float:
     """``"9m"``, ``"90s"``, ``"1h30m"`` or plain seconds -> seconds. Raises UserError."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        seconds = float(text)
-    else:
-        parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
-        seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    number = r"(?:(\d+(?:\.\d+)?)"
+    parts = re.fullmatch(f"{number}h)?{number}m)?{number}s?)?", text)
+    given = parts.groups() if parts else ()
+    seconds = sum(float(count or 0) * unit for count, unit in zip(given, (3600, 60, 1), strict=False))
     if seconds <= 0:
-        raise UserError(f"The duration {text!r} is not above zero.", "Write for example 9m, 90s or 1h30m.")
+        raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
     return seconds
 
 
 def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
-    """Whether a collective failed because a peer is gone, who has its own say."""
+    """True when a collective failed because a peer is gone, which reports its own error."""
     import torch
 
     if environ.get("WORLD_SIZE", "1") == "1":
@@ -100,7 +86,7 @@ def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
 
 
 def _process(environ: Mapping[str, str]) -> str:
-    """Which process of several this is, for messages; empty for one alone."""
+    """Name of this process among several, for messages; empty for one alone."""
     count = environ.get("WORLD_SIZE", "1")
     return "" if count == "1" else f"process {environ.get('RANK', '0')} of {count}"
 

@@ -1,6 +1,6 @@
 """Replies by the target itself: the human turns of a conversation source, answered by its own engine.
 
-A draft is judged on what the target says, so that is what it should learn from; the replies of ShareGPT are
+A draft is judged by the target's own replies, so it should learn from those; the replies of ShareGPT are
 another model's. The result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines in the order of
 the source, which the data reader takes as it is. A line is written as soon as its conversation and those
 before it are answered, so a run that was broken off goes on where it stopped. Every reply has a seed of its
@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,64 +36,55 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class RegenerateOptions:
-    """What is answered and how long.
+    """Conversations to answer, and the decoding of replies.
 
     Attributes:
+        sampling: of every reply; its seed is hashed into the reply's own. A conversation ends with a reply
+            that was cut at ``max_tokens``.
         limit: most conversations of the file, those of earlier runs included; None answers all.
-        max_tokens: most tokens of a reply; a conversation ends with a reply that was cut there.
         max_turns: human turns answered per conversation.
         max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
-        temperature, top_k, top_p, min_p: the distribution that replies are sampled from, as in
-            ``SamplingParams``; temperature 0 is greedy.
-        seed: of the draws.
         shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). Files of
             all shards together are what one process would have written.
     """
 
+    sampling: SamplingParams
     limit: int | None = None
-    max_tokens: int = 512
     max_turns: int = 2
     max_prompt_tokens: int = 1024
     with_ids: bool = False
     shard: tuple[int, int] = (0, 1)
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_tokens", "max_turns", "max_prompt_tokens"):
+        for name in ("limit", "max_turns", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}.", "Give a number of at least one.")
-        part, parts = self.shard
-        if not 0 <= part < parts:
-            raise UserError(f"shard is {part}/{parts}.", "Count the shards of n from 0/n to (n-1)/n.")
-        self.params(0)
 
-    def params(self, seed: int) -> SamplingParams:
-        """The sampling parameters of a reply. Raises UserError for one that there is not."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=seed,
-        )
+    def settings(self, source: str, target: str) -> dict[str, Any]:
+        """Everything that decides the replies, as it is kept beside them."""
+        about = asdict(self) | asdict(self.sampling)
+        free = ("limit", "sampling")
+        about = {name: value for name, value in about.items() if name not in free}
+        return json.loads(json.dumps({"source": str(source), "target": target, **about}))
 
 
 @dataclass
 class RegenerateReport:
-    """What a call did: conversations and tokens it wrote, and conversations found in the file already."""
+    """Conversations and tokens that a call wrote, and conversations found in the file already."""
 
     num_written: int = 0
     num_found: int = 0
     num_reply_tokens: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
     skipped: SkipLog = field(default_factory=SkipLog)
+
+    def __str__(self) -> str:
+        """Reply tokens, and the accept length of a draft: without one every verify emits one token."""
+        is_drafted = self.stats.num_emitted_tokens > self.stats.num_verifies
+        accept = f", accept length {self.stats.accept_length:.2f}" if is_drafted else ""
+        return f"{self.num_reply_tokens} reply tokens{accept}"
 
 
 @dataclass
@@ -106,10 +97,11 @@ class _Dialogue:
     finish_reasons: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
-    def seed(self, seed: int) -> int:
-        """Of the next reply: a hash of the run's seed, all that was said, and so of the turn."""
-        text = json.dumps([seed, self.ask()], ensure_ascii=False)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    def params(self, sampling: SamplingParams) -> SamplingParams:
+        """Parameters of the next reply, whose seed is a hash of the run's seed and all that was said."""
+        text = json.dumps([sampling.seed, self.ask()], ensure_ascii=False)
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return replace(sampling, seed=seed)
 
     def ask(self) -> list[dict[str, str]]:
         """The prompt of the next turn as messages."""
@@ -121,6 +113,11 @@ class _Dialogue:
         self.waiting = self.waiting[1:] if output.finish_reason == "stop" and output.text.strip() else []
         self.finish_reasons.append(output.finish_reason)
         self.ids = [*output.prompt_ids, *output.token_ids]
+
+    def line(self, with_ids: bool) -> str:
+        """Line of the file."""
+        record = {"id": self.id, "messages": self.messages, "finish_reasons": self.finish_reasons}
+        return json.dumps(record | ({"ids": self.ids} if with_ids else {}), ensure_ascii=False) + "\n"
 
 
 def regenerate(
@@ -135,15 +132,15 @@ def regenerate(
     """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``, as the only
     process that does.
 
-    Conversations with the same system messages and first ``max_turns`` human turns are answered once. What
-    decides the replies is kept beside ``out``, in ``NAME.settings.json``.
+    Conversations with the same system messages and first ``max_turns`` human turns are answered once. The
+    settings that decide the replies are kept beside ``out``, in ``NAME.settings.json``.
 
     Args:
         llm: the target, with or without a draft: the replies are the same.
         source: as :func:`eagle_kit.data.chat.records.read_conversations` takes it.
         out: a JSONL file, made or continued; a half-written last line is dropped.
-        options: limits and sampling parameters.
-        target: what tells its weights from others'; empty is not compared.
+        options: conversations and decoding.
+        target: fingerprint of its weights; empty is not compared.
         progress: show a bar.
 
     Raises:
@@ -159,52 +156,41 @@ def regenerate(
 def _continue(
     llm: "LLM", source: str, path: Path, options: RegenerateOptions, target: str, progress: bool
 ) -> RegenerateReport:
-    """Answer what ``path`` lacks; the caller is its only writer."""
+    """Answer the conversations that ``path`` lacks; the caller is its only writer."""
     from tqdm import tqdm
 
     report = RegenerateReport()
     done = _read_done(path)
     report.num_found = sum(done.values())
-    settings = _settings(source, options, target)
+    settings = options.settings(source, target)
     _check_settings(path, settings, report.num_found)
     left = None if options.limit is None else max(options.limit - report.num_found, 0)
     if left == 0:
         return report
-    dialogues = _new_dialogues(llm, source, options, done, report.skipped)
+    dialogues = islice(_new_dialogues(llm, source, options, done, report.skipped), left)
     try:
         write_text_atomically(settings_path(path), json.dumps(settings, indent=1) + "\n")
         opened = path.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
-    with (
-        opened as file,
-        tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar,
-    ):
-        for group in _groups(islice(dialogues, left), GROUP_FACTOR * llm.max_batch_size):
-            unwritten = deque(group)
+    shown = tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress)
+    with opened as file, shown as bar:
+        while group := deque(islice(dialogues, GROUP_FACTOR * llm.max_batch_size)):
 
-            def write(unwritten: deque[_Dialogue] = unwritten) -> None:
+            def write(unwritten: deque[_Dialogue] = group) -> None:
                 ready = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
                 if not ready:
                     return
                 for _ in ready:
-                    file.write(_line(unwritten.popleft(), options.with_ids))
+                    file.write(unwritten.popleft().line(options.with_ids))
                 file.flush()
                 os.fsync(file.fileno())
                 report.num_written += len(ready)
-                bar.set_postfix_str(f"{report.num_reply_tokens} reply tokens{_accept(report)}", refresh=False)
+                bar.set_postfix_str(str(report), refresh=False)
                 bar.update(len(ready))
 
-            _answer(llm, group, options, report, write)
+            _answer(llm, list(group), options, report, write)
     return report
-
-
-def _accept(report: RegenerateReport) -> str:
-    """Of a draft; without one every verify emits one token."""
-    stats = report.stats
-    return (
-        f", accept length {stats.accept_length:.2f}" if stats.num_emitted_tokens > stats.num_verifies else ""
-    )
 
 
 def check_out(path: Path) -> None:
@@ -234,7 +220,7 @@ def _answer(
             if not fit:
                 dialogue.waiting = []
         asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
-        sampling_params = [options.params(dialogue.seed(options.seed)) for dialogue in asking]
+        params = [dialogue.params(options.sampling) for dialogue in asking]
         asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
 
         def take(i: int, output: RequestOutput, asking: Sequence[_Dialogue] = asking) -> None:
@@ -243,7 +229,7 @@ def _answer(
             report.stats.add(output.stats)
             write()
 
-        llm.generate(asked, sampling_params, on_finish=take)
+        llm.generate(asked, params, on_finish=take)
         write()  # those that did not fit
 
 
@@ -287,46 +273,19 @@ def _human_turns(conversation: Conversation, max_turns: int) -> tuple[list[dict[
     return system, turns
 
 
-def _groups(dialogues: Iterable[_Dialogue], size: int) -> Iterator[list[_Dialogue]]:
-    iterator = iter(dialogues)
-    while group := list(islice(iterator, size)):
-        yield group
-
-
-def _line(dialogue: _Dialogue, with_ids: bool) -> str:
-    record: dict[str, Any] = {
-        "id": dialogue.id,
-        "messages": dialogue.messages,
-        "finish_reasons": dialogue.finish_reasons,
-    }
-    if with_ids:
-        record["ids"] = dialogue.ids
-    return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def _settings(source: str, options: RegenerateOptions, target: str) -> dict[str, Any]:
-    """What decides the replies, as it is kept beside them."""
-    free = ("limit",)
-    about = {name: value for name, value in asdict(options).items() if name not in free}
-    return json.loads(json.dumps({"source": str(source), "target": target, **about}))
-
-
 def settings_path(path: Path) -> Path:
-    """Where the settings of the replies in ``path`` are."""
+    """File with the settings of the replies in ``path``."""
     return path.with_suffix(".settings.json")
 
 
 def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
-    """Raise UserError when the replies that are there were made otherwise. Files from before there were
-    settings have greedy replies."""
+    """Raise UserError when the replies that are there were made with other settings."""
     try:
         before = json.loads(settings_path(path).read_text(encoding="utf-8")) if num_found else {}
-    except FileNotFoundError:
-        before = {"temperature": 0.0}
     except (OSError, ValueError) as error:
         raise UserError(f"{settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
     for name, value in settings.items():
-        if name in before and before[name] != value and "" not in (before[name], value):
+        if before.get(name, value) != value and "" not in (before[name], value):
             raise UserError(
                 f"The replies in {path} were made with {name} {before[name]}, but now it is {value}.",
                 f"Restore it. {ANOTHER_FILE}",

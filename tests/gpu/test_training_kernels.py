@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, generator, pick, randn
@@ -110,7 +110,7 @@ def test_the_loss(rows, vocab, size, dtype):
     weights = torch.rand(rows, generator=by, device=DEVICE) / rows
     inputs = randn(rows, size, dtype=dtype, by=by), randn(vocab, size, dtype=dtype, by=by, scale=size**-0.5)
     h, weight = (x.clone().requires_grad_() for x in inputs)
-    ours = linear_soft_cross_entropy(h, weight, probs, index, weights, backend="triton")
+    ours = linear_soft_cross_entropy(h, weight, Teacher(probs, index, weights), backend="triton")
     h64, weight64 = (x.double().requires_grad_() for x in inputs)
     logits = h64 @ weight64.T
     teacher = probs.double()

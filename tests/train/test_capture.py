@@ -345,7 +345,7 @@ def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
         "from eagle_kit.config.train import TrainConfig; "
         "from eagle_kit.train.capture import CaptureOptions, capture; "
         f"sys.exit(capture(load_config(TrainConfig, {str(run.config)!r}), "  # type: ignore[attr-defined]
-        f"CaptureOptions(Path({str(out)!r}), shard_bytes=500_000, arguments='c.yaml')))"
+        f"CaptureOptions(Path({str(out)!r}), shard_bytes=500_000, arguments=('c.yaml',))))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -392,13 +392,13 @@ def test_a_capture_that_was_stopped_goes_on_and_gives_the_same(
     assert a is not None and b is not None and all(a[name].equal(b[name]) for name in a)
 
 
-def test_two_processes_of_accelerate_share_the_rows(make_run: Callable) -> None:
+def test_two_processes_share_the_rows(make_run: Callable) -> None:
     run = make_run()
     alone, both = Store(run), run.folder / "both"
     assert alone.capture() == 0
     launched = subprocess.run(
         [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
             *("-m", "eagle_kit.cli", "data", "capture", str(run.config), "--out", str(both)),
         ],
         cwd=REPOSITORY,

@@ -12,12 +12,7 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.monitor.metrics import JsonLines
-from eagle_kit.train.parallel.launch import (
-    check_launcher,
-    cpu_processes_to_start,
-    launch_words,
-    sharding_asked_for,
-)
+from eagle_kit.train.parallel.launch import check_launcher, go_on, sharding_asked_for
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.order import DataOrder
 from eagle_kit.train.run.schedule import Schedule, ttt_length_at
@@ -100,39 +95,21 @@ def test_sigterm_asks_too_and_handlers_are_put_back() -> None:
 
 
 CPU_LAUNCH = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
-COMMAND = ["python", "/x/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "train", "c.yaml"]
 
 
-def test_processes_that_accelerate_did_not_start_are_counted() -> None:
-    assert cpu_processes_to_start(CPU_LAUNCH, COMMAND) == 2
-    assert (
-        cpu_processes_to_start(CPU_LAUNCH, [*COMMAND[:4], "--num-processes=3", "-m", "eagle_kit.train"]) == 3
-    )
+def test_processes_that_accelerate_did_not_start_are_missed() -> None:
+    with pytest.raises(UserError, match="has started one") as refused:
+        check_launcher(CPU_LAUNCH, TrainingConfig())
+    assert "torchrun" in refused.value.remedy
+    check_launcher({"ACCELERATE_USE_CPU": "True"}, TrainingConfig())
+    for rank in ("RANK", "OMPI_COMM_WORLD_RANK"):  # torchrun or MPI has started them
+        check_launcher(CPU_LAUNCH | {rank: "0"}, TrainingConfig())
 
 
-def test_processes_come_from_the_launcher_s_config_file() -> None:
-    shipped = Path(__file__).parents[2] / "train" / "accelerate" / "cpu.yaml"
-    command = ["python", "/x/bin/accelerate", "launch", "--config_file", str(shipped), "train", "c.yaml"]
-    assert cpu_processes_to_start(CPU_LAUNCH, command) == 2
-
-
-def test_a_command_to_go_on_with_has_the_launcher_s_options() -> None:
-    sharded = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        "train/accelerate/fsdp2.yaml",
-        "-m",
-        "eagle_kit.train",
-    ]
-    commands = (["python", "-m", "eagle_kit.train"], ["python", *sharded, "c.yaml", "--resume"])
-    assert launch_words(commands) == sharded
-    assert launch_words([COMMAND]) == ["accelerate", *COMMAND[2:-1]]
-    assert launch_words(commands[:1]) is None
-    named = ["accelerate", "launch", "--cpu", "-m", "eagle_kit.cli"]
-    assert launch_words([[*named, "train", "c.yaml"]]) == [*named, "train"]
-    for others in (["pipeline.py", "c.yaml"], []):
-        assert launch_words([["accelerate", "launch", *others]]) is None
+def test_a_command_to_go_on_with_names_the_number_of_processes() -> None:
+    assert go_on("eagle-kit train c.yaml --resume", {}) == "Go on with: eagle-kit train c.yaml --resume"
+    assert go_on("eagle-kit train", {"WORLD_SIZE": "1"}) == "Go on with: eagle-kit train"
+    assert go_on("eagle-kit train", {"WORLD_SIZE": "4"}).endswith("eagle-kit train (in 4 processes, as now)")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +177,11 @@ def test_what_accelerate_makes_of_our_files_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("asked", ["no", "bf16"])
 def test_what_the_launcher_says_by_itself_is_accepted(asked: str) -> None:
-    environ = {**CPU_LAUNCH, "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": asked}
+    environ = {
+        "ACCELERATE_USE_CPU": "True",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_MIXED_PRECISION": asked,
+    }
     check_launcher(environ, TrainingConfig(precision="bfloat16"))
     check_launcher({}, TrainingConfig())
 
@@ -231,12 +212,6 @@ def test_every_process_of_a_run_says_what_stopped_it(
     assert cause.startswith("error in process 2 of 3: The output folder") and remedy.startswith("  -> ")
     assert main([str(config), "seed=-1"]) == 2
     assert capsys.readouterr().err == ""  # process 0 of this machine read the same file
-
-
-def test_nothing_is_started_by_a_plain_command_or_by_a_started_process() -> None:
-    assert cpu_processes_to_start({}, COMMAND) == 1
-    assert cpu_processes_to_start(CPU_LAUNCH | {"RANK": "0", "WORLD_SIZE": "2"}, COMMAND) == 1
-    assert cpu_processes_to_start(CPU_LAUNCH, ["bash"]) == 1
 
 
 def rates(**training: object) -> list[float]:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.train.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
 
 
@@ -51,6 +52,7 @@ def _records(path: Path) -> list[dict]:
 
 
 def _run(llm: Parrot, source: str, out: Path, **options):
+    options = {"sampling": SamplingParams(max_tokens=512, seed=0), **options}
     return regenerate(llm, source, out, RegenerateOptions(**options), progress=False)
 
 
@@ -186,15 +188,19 @@ def test_shards_together_are_the_whole(tmp_path):
     assert sorted(parts[0] + parts[1], key=lambda record: record["id"]) == _records(tmp_path / "whole.jsonl")
 
 
-def test_a_shard_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="shard is 2/2"):
-        RegenerateOptions(shard=(2, 2))
+@pytest.mark.parametrize("action", ["regenerate", "capture"])
+def test_a_shard_that_does_not_exist_is_refused(action, capsys):
+    with pytest.raises(SystemExit):
+        main(["data", action, "--shard", "2/2"])
+    assert "--shard: 2/2 is none" in capsys.readouterr().err
 
 
-def test_a_file_from_before_there_were_settings_has_greedy_replies(tmp_path):
+def test_replies_made_otherwise_or_of_unknown_settings_are_not_appended(tmp_path):
     source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
     _run(Parrot(), source, out, limit=1)
-    out.with_suffix(".settings.json").unlink()
     with pytest.raises(UserError, match=r"temperature 0\.0, but now it is 0\.8"):
-        _run(Parrot(), source, out, limit=2, temperature=0.8)
+        _run(Parrot(), source, out, limit=2, sampling=SamplingParams(max_tokens=512, temperature=0.8, seed=0))
     assert _run(Parrot(), source, out, limit=2).num_written == 1
+    out.with_suffix(".settings.json").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        _run(Parrot(), source, out)

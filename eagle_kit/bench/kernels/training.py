@@ -13,7 +13,7 @@ from eagle_kit.bench.kernels import cost
 from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
 
 
@@ -113,7 +113,9 @@ def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:
     index, weights = rng.permutation(m), torch.full((m,), 1 / m, device=rng.device)
 
     def op(backend: Backend) -> Any:
-        loss, row_losses, best = linear_soft_cross_entropy(x, weight, probs, index, weights, backend=backend)
+        loss, row_losses, best = linear_soft_cross_entropy(
+            x, weight, Teacher(probs, index, weights), backend=backend
+        )
         return (row_losses, best, *torch.autograd.grad(loss, (x, weight)))
 
     return PreparedCase(op, reads=(x, weight, probs, index, weights))

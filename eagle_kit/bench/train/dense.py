@@ -16,8 +16,10 @@ from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.ttt_attention import plan_rows
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.train.algorithm.align import teacher_of, token_of
+from eagle_kit.train.algorithm.loss import TTTBatch
+from eagle_kit.train.algorithm.row_plan import RowPlan
 from eagle_kit.train.algorithm.teacher import TargetFeatures, positions_of, vocab_argmax
-from eagle_kit.train.algorithm.ttt import RowPlan, run_steps, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 
 
 class DenseInputs(NamedTuple):
@@ -47,12 +49,21 @@ class DenseInputs(NamedTuple):
         argmax[self.plan.needed] = vocab_argmax(self.hidden[self.plan.needed], self.head_weight)
         return TargetFeatures(self.aux, self.hidden, argmax)
 
+    def batch(self) -> TTTBatch:
+        """The row as the trainer has it."""
+        return TTTBatch(
+            ids=self.ids,
+            plan=self.plan,
+            row_weights=self.row_weights,
+            features=self.features(),
+            embed_weight=self.embed_weight,
+            target_head=self.target_rows,
+        )
+
 
 def our_way(head: Eagle3Head, work: DenseInputs) -> float:
     """What the trainer does; returns the loss, as all of these."""
-    return ttt_forward_backward(
-        head, work.embed_weight, work.ids, work.features(), work.target_rows, work.plan, work.row_weights
-    ).loss
+    return float(ttt_forward_backward(head, work.batch()).loss)
 
 
 def every_row(work: DenseInputs) -> DenseInputs:
@@ -133,14 +144,14 @@ def _dense_attention(
 def kept_logits_way(head: Eagle3Head, work: DenseInputs) -> float:
     """Our rows and attention, but teachers, logits and log-softmax ``[R_k, Vd]`` of all K steps are kept for
     the backward pass, as autograd does."""
-    features = work.features()
-    outputs = run_steps(head, work.embed_weight, work.ids, features, work.plan, detach_steps=False)
+    batch = work.batch()
+    outputs = run_steps(head, batch)
     with torch.no_grad():
         teacher = linear(work.hidden, work.target_rows).float().softmax(-1)
     loss = outputs[0].new_zeros((), dtype=torch.float32)
     for step, (rows, out) in enumerate(zip(work.plan.rows, outputs, strict=True)):
         at = teacher_of(rows, step)
-        weight = work.row_weights[step] * head.t2d[features.argmax[at]]
+        weight = work.row_weights[step] * head.t2d[batch.features.argmax[at]]
         loss = loss - (weight * (teacher[at] * head.logits(out).float().log_softmax(-1)).sum(-1)).sum()
     loss.backward()
     return float(loss.detach())

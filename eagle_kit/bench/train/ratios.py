@@ -25,7 +25,7 @@ from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.algorithm.ttt import plan_row
+from eagle_kit.train.algorithm.row_plan import plan_row
 
 SHARE_OF_SHAREGPT = 0.75
 """Supervised tokens of a packed row of ShareGPT, about."""

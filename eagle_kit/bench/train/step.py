@@ -24,8 +24,10 @@ from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.train.algorithm.loss import TTTBatch
+from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
-from eagle_kit.train.algorithm.ttt import RowPlan, plan_row, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
 DOCUMENTS = (300, 340, 384)
 """Tokens of the three conversations in the packed row of 1,024; the first 50 of each are its prompt."""
@@ -132,7 +134,8 @@ def _train_once(
 ) -> None:
     weights = [torch.full((count,), 1.0 / max(count, 1)) for count in plan.counts]
     rows = target.head_weight[head.target_ids]
-    ttt_forward_backward(head, target.embed_tokens.weight, ids, features, rows, plan, weights)
+    batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
+    ttt_forward_backward(head, batch)
 
 
 def _median(run: Callable[[], Any], repeats: int = 5) -> float:

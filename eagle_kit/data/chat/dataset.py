@@ -1,4 +1,4 @@
-"""From a source to packed rows, tokenised once and kept on disk.
+"""Packed rows of a source, tokenised once and kept on disk.
 
 Legend: n tokens of all conversations, T tokens of a row.
 """
@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import (
@@ -37,21 +38,6 @@ from eagle_kit.models.loading.source import cache_folder
 
 FORMAT = 2
 """Raise when the arrays or the mask change, so that old caches are made anew."""
-
-
-class DataSettings(Protocol):
-    """What :func:`prepare_dataset` reads of a run's ``data`` section."""
-
-    @property
-    def source(self) -> str | Sequence[str] | None: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def eval_conversations(self) -> int: ...
-    @property
-    def cache_dir(self) -> str | None: ...
 
 
 @dataclass
@@ -78,7 +64,7 @@ class PreparedData:
     def __post_init__(self) -> None:
         self._ids = np.load(self.folder / "ids.npy", mmap_mode="r")
         self._reply = np.load(self.folder / "reply.npy", mmap_mode="r")
-        self._ends = np.load(self.folder / "ends.npy")
+        self._starts = np.concatenate(([0], np.load(self.folder / "ends.npy")))
         self._rows = json.loads((self.folder / "rows.json").read_text())
 
     def __len__(self) -> int:
@@ -91,14 +77,12 @@ class PreparedData:
     def row_length(self, number: int) -> int:
         """Tokens of packed row ``number``."""
         return sum(
-            int(self._ends[document] - (self._ends[document - 1] if document else 0))
-            for document in self._rows[number]
+            int(self._starts[document + 1] - self._starts[document]) for document in self._rows[number]
         )
 
     def chat(self, document: int) -> TokenizedChat:
         """One tokenised conversation."""
-        start = int(self._ends[document - 1]) if document else 0
-        span = slice(start, int(self._ends[document]))
+        span = slice(int(self._starts[document]), int(self._starts[document + 1]))
         return TokenizedChat(np.asarray(self._ids[span]), np.asarray(self._reply[span]))
 
     def use_vocabulary(self, tokens: np.ndarray) -> None:
@@ -112,7 +96,7 @@ class PreparedData:
         return self.folder / "skipped.txt"
 
     def equals(self, fingerprint: str) -> bool:
-        """Whether ``fingerprint`` names the same rows and prompts: by hash, or because the cache still has
+        """True when ``fingerprint`` names the same rows and prompts: by hash, or because the cache still has
         them under it and they are the same to the bit (a copied source file, a newer format)."""
         if fingerprint == self.fingerprint:
             return True
@@ -128,13 +112,13 @@ class PreparedData:
         return same and prompts == self.heldout_prompts
 
 
-def cache_root(settings: DataSettings) -> Path:
-    """Where a run keeps tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
+def cache_root(settings: DataConfig) -> Path:
+    """Folder of tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
     return Path(settings.cache_dir).expanduser() if settings.cache_dir else cache_folder()
 
 
 def prepare_dataset(
-    settings: DataSettings,
+    settings: DataConfig,
     tokenizer: Any,
     draft_vocab_size: int | None,
     vocab_map: str | Path | None = None,
@@ -184,7 +168,7 @@ def load_prepared(
     )
 
 
-def _fill_cache(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool) -> None:
+def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
     """Make ``folder``: beside it first, then renamed."""
     work = None
     try:
@@ -204,15 +188,13 @@ def _fill_cache(settings: DataSettings, tokenizer: Any, folder: Path, progress: 
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool) -> None:
+def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
     from tqdm import tqdm
 
     skipped = SkipLog()
-    chats: list[TokenizedChat] = []
+    found: list[tuple[str, tuple[ConversationMessage, ...], TokenizedChat]] = []
     heldout: list[list[int]] = []
     held_turns: set[tuple[ConversationMessage, ...]] = set()
-    turns: list[tuple[ConversationMessage, ...]] = []
-    places: list[str] = []
     total = settings.limit * len(_sources(settings)) if settings.limit else None
     bar = tqdm(
         conversations_of(settings, skipped),
@@ -228,22 +210,19 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
         except Unusable as reason:
             skipped.add(conversation.where, str(reason))
             continue
-        if _first_turns(conversation) in held_turns:
-            skipped.add(conversation.where, "it begins like a held-out conversation")
-            continue
-        if conversation.from_start and len(heldout) < settings.eval_conversations:
-            prompt = _first_prompt(tokenizer, conversation, settings.max_length)
+        turns = _first_turns(conversation)
+        may_hold = len(heldout) < settings.eval_conversations and conversation.from_start
+        if may_hold and turns not in held_turns:
+            prompt = _first_prompt(tokenizer, turns, settings.max_length)
             if prompt:
                 heldout.append(prompt)
-                held_turns.add(_first_turns(conversation))
+                held_turns.add(turns)
                 continue
-        chats.append(chat)
-        turns.append(_first_turns(conversation))
-        places.append(conversation.where)
-    early = [turn in held_turns for turn in turns]
-    for where in (place for place, is_held in zip(places, early, strict=True) if is_held):
-        skipped.add(where, "it begins like a held-out conversation")
-    chats = [chat for chat, is_held in zip(chats, early, strict=True) if not is_held]
+        found.append((conversation.where, turns, chat))
+    for where, turns, _ in found:
+        if turns in held_turns:
+            skipped.add(where, "it begins like a held-out conversation")
+    chats = [chat for _, turns, chat in found if turns not in held_turns]
     _check_mask(chats, ", ".join(_sources(settings)), skipped)
     ids = np.concatenate([chat.ids for chat in chats])
     reply = np.concatenate([chat.reply for chat in chats])
@@ -266,11 +245,11 @@ def _build(settings: DataSettings, tokenizer: Any, folder: Path, progress: bool)
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def _sources(settings: DataSettings) -> list[str]:
+def _sources(settings: DataConfig) -> list[str]:
     return [settings.source] if isinstance(settings.source, str) else list(settings.source or ())
 
 
-def conversations_of(settings: DataSettings, skipped: SkipLog) -> Iterator[Conversation]:
+def conversations_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Conversation]:
     """Conversations of every source in turn, at most ``settings.limit`` of each."""
     for source in _sources(settings):
         yield from read_conversations(source, limit=settings.limit, skipped=skipped)
@@ -282,9 +261,9 @@ def _first_turns(conversation: Conversation) -> tuple[ConversationMessage, ...]:
     return conversation.messages[: roles.index("user") + 1]
 
 
-def _first_prompt(tokenizer: Any, conversation: Conversation, max_length: int) -> list[int]:
-    """Ids of the turns up to the first user turn, or nothing when they fill half a row."""
-    messages = [{"role": message.role, "content": message.content} for message in _first_turns(conversation)]
+def _first_prompt(tokenizer: Any, turns: tuple[ConversationMessage, ...], max_length: int) -> list[int]:
+    """Ids of ``turns`` and the generation prompt, or nothing when they fill half a row."""
+    messages = [{"role": message.role, "content": message.content} for message in turns]
     ids = prompt_token_ids(tokenizer, messages)
     return ids if len(ids) <= max_length // 2 else []
 
@@ -303,7 +282,7 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
         )
 
 
-def _fingerprint(settings: DataSettings, tokenizer: Any) -> str:
+def _fingerprint(settings: DataConfig, tokenizer: Any) -> str:
     """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
     by size."""
     sources = _sources(settings)

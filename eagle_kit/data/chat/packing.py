@@ -1,4 +1,4 @@
-"""Conversations into rows of one length, whole ones side by side.
+"""Packing of whole conversations side by side into rows of one length.
 
 Legend: T tokens of a row.
 """

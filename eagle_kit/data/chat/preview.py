@@ -1,4 +1,4 @@
-"""One conversation as the trainer sees it, for people."""
+"""Text of a conversation with its supervised tokens marked."""
 
 import sys
 from itertools import pairwise

@@ -33,7 +33,7 @@ LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
 the end of what was read may be nothing but that end."""
 NOT_UTF_8 = re.compile("[\udc80-\udcff]")
-"""What ``surrogateescape`` makes of bytes that are not UTF-8."""
+"""Result of ``surrogateescape`` for bytes that are not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass
 class SkipLog:
-    """What was left out and why. ``notes`` are remarks about whole files."""
+    """Records that were left out, with reasons; ``notes`` are remarks about whole files."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -4,7 +4,9 @@ Legend: V / Vd target / draft vocabulary.
 """
 
 import hashlib
+import io
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,12 @@ from eagle_kit.core.errors import UserError
 
 @dataclass
 class VocabMap:
-    """Which target tokens a draft can say.
+    """Target tokens that a draft can propose.
 
     Attributes:
         d2t: int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending.
-        t2d: bool ``[V]``, the tokens it can say.
-        coverage: share of the reply tokens it can say.
+        t2d: bool ``[V]``, the tokens it can propose.
+        coverage: share of the reply tokens it can propose.
         fingerprint: of the data that it was made of.
         tokenizer: :func:`tokenizer_hash` of the tokenizer whose ids these are.
     """
@@ -35,20 +37,14 @@ class VocabMap:
 
     def save(self, path: Path) -> None:
         """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
+        buffer = io.BytesIO()
+        np.savez(buffer, **vars(self))
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:  # given a name, numpy would add an ending to it
-                np.savez(
-                    file,
-                    d2t=self.d2t,
-                    t2d=self.t2d,
-                    coverage=self.coverage,
-                    fingerprint=self.fingerprint,
-                    tokenizer=self.tokenizer,
-                )
+            partial.write_bytes(buffer.getvalue())
             partial.replace(path)
         except OSError as error:
-            if partial.is_file():
+            with suppress(OSError):
                 partial.unlink()
             raise UserError(
                 f"The vocabulary map could not be written to {path}: {error.strerror or error}.",
@@ -69,13 +65,8 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = VocabMap(
-                file["d2t"],
-                file["t2d"],
-                0.0,
-                str(file["fingerprint"]),
-                str(file["tokenizer"]),
-            )
+            about = str(file["fingerprint"]), str(file["tokenizer"])
+            found = VocabMap(file["d2t"], file["t2d"], 0.0, *about)
         tokens = found.d2t + np.arange(len(found.d2t))
         if found.d2t.dtype != np.int64 or not np.array_equal(np.flatnonzero(found.t2d), tokens):
             raise ValueError("d2t and t2d name different tokens")

@@ -1,26 +1,18 @@
 """The packed rows of a run, from conversations or from a store of captured states that carries them."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.dataset import DataSettings, PreparedData, load_prepared, prepare_dataset
+from eagle_kit.data.chat.dataset import PreparedData, load_prepared, prepare_dataset
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.states.manifest import DATA, check_data_files, check_fields, field, need_manifest
 
 
-class RunDataSettings(DataSettings, Protocol):
-    """A run's ``data`` section: ``store`` is a folder, ``explicit`` what was set of what decides the rows."""
-
-    @property
-    def store(self) -> str | None: ...
-    @property
-    def explicit(self) -> dict[str, Any]: ...
-
-
 def dataset_of(
-    settings: RunDataSettings,
+    settings: DataConfig,
     tokenizer: Any,
     draft_vocab_size: int | None,
     vocab_map: str | Path | None = None,

@@ -1,4 +1,4 @@
-"""How a target's states are written: as they were computed, in bfloat16, or in 8 bits with a scale per row.
+"""Formats of a target's states: as they were computed, in bfloat16, or in 8 bits with a scale per row.
 
 ``fp8`` is e4m3 with one fp32 scale for the ``H`` values that one layer has at one token, so that the largest
 of them is 448, the largest number e4m3 has. States of different layers lie apart by orders of magnitude, and
@@ -16,11 +16,11 @@ FORMATS = ("computed", "bf16", "fp8")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SCALE = ".scale"
-"""What the name of a tensor of scales ends with."""
+"""Suffix of the name of a tensor of scales."""
 
 
 def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dict[str, torch.Tensor]:
-    """What is stored of ``tensors``.
+    """Encode ``tensors`` for a store.
 
     Args:
         tensors: by name: states, floating ``[T, L H]``; anything else as it is, whole numbers in 32 bits.

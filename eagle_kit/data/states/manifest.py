@@ -1,11 +1,10 @@
-"""The manifest of a store of captured states: what the states are of, and which fields must
-agree. Torch-free.
+"""Manifest of a store of captured states: their origin, and the fields that must agree. Torch-free.
 
 ::
 
     manifest.json          this
     data/                  the packed rows, as the data cache keeps them
-    states-*.safetensors   shards, see states.py
+    states-*.safetensors   shards, see shards.py
 """
 
 import hashlib
@@ -97,7 +96,7 @@ def check_fields(
 
     Args:
         wanted: values by dotted field name.
-        now: what the wanted values are those of, for the message.
+        now: owner of the wanted values, for the message.
     """
     for name, value in wanted.items():
         found, asked = (json.loads(json.dumps(one)) for one in (field(manifest, name), value))

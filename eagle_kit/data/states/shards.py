@@ -1,7 +1,6 @@
 """One shard of captured states: a safetensors file of some rows, with its checksums in its header.
 
-Tensors are named ``ROW/NAME``. The metadata has the rows, their tokens, a SHA-256 of everything, and one of a
-sample, for a quick look at many shards.
+Tensors are named ``ROW/NAME``. The metadata has the rows, their tokens, and a SHA-256 of everything.
 """
 
 import hashlib
@@ -16,15 +15,12 @@ from safetensors.torch import save_file
 
 from eagle_kit.core.files import sync_file
 
-SAMPLE, SAMPLED = 4096, 16
-"""Bytes that the quick checksum takes of the beginning of a tensor, and of how many tensors of a shard."""
-
 Parts = dict[str, torch.Tensor]
 """Encoded tensors of some rows, end to end along dimension 0."""
 
 
 class Shard(NamedTuple):
-    """A file, the rows in it, their tokens, its bytes, and checksums of all of it and of a sample."""
+    """A file, the rows in it, their tokens, its bytes, and the checksum of its tensors."""
 
     path: Path
     rows: tuple[int, ...]
@@ -33,12 +29,12 @@ class Shard(NamedTuple):
     sha256: str
 
     def record(self) -> dict[str, Any]:
-        """As the manifest lists it."""
+        """Entry of the manifest."""
         return {**self._asdict(), "path": self.path.name, "rows": list(self.rows)}
 
 
 class Damaged(Exception):
-    """A shard is not what was written; the text says what is wrong with it."""
+    """A shard is not as it was written; the text is a predicate of its path."""
 
 
 def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
@@ -50,7 +46,6 @@ def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
         "rows": json.dumps(numbers),
         "tokens": str(sum(len(part["argmax"]) for part in rows.values())),
         "sha256": sha256,
-        "sample": _sample_of({name: _bytes(tensor) for name, tensor in tensors.items()}),
     }
     work = folder / f".{name}.{partial}"
     try:
@@ -70,7 +65,7 @@ def read_row(shard: Shard, row: int) -> Parts:
 
 
 def check_shard(shard: Shard) -> None:
-    """Read every byte; raises :class:`Damaged` when they are not those that were written."""
+    """Read every byte; raises :class:`Damaged` when one differs from what was written."""
     try:
         with safe_open(shard.path, "pt") as file:
             found = _checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
@@ -81,36 +76,19 @@ def check_shard(shard: Shard) -> None:
 
 
 def num_bytes(parts: Iterable[Parts]) -> int:
-    """Of all their tensors."""
+    """Bytes of all tensors of ``parts``."""
     return sum(t.numel() * t.element_size() for part in parts for t in part.values())
 
 
 def read_shard(path: Path) -> Shard:
-    """What the header of a shard says; raises :class:`Damaged` when size or sample say otherwise."""
+    """The shard in ``path``, by its header; raises :class:`Damaged` when the file is not of its size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size:
-                raise ValueError("cut off")
-            header = json.loads(file.read(length))
-            about = header.pop("__metadata__")
-            spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
-            if 8 + length + max(stop for _, stop in spans.values()) != size:
-                raise ValueError("cut off")
-            pieces = {}
-            for name in _chosen(spans):
-                file.seek(8 + length + spans[name][0])
-                pieces[name] = file.read(min(SAMPLE, spans[name][1] - spans[name][0]))
-        if _hash_pieces(spans, pieces) != about["sample"]:
-            raise Damaged("has other bytes than were captured")
-        return Shard(path, tuple(json.loads(about["rows"])), int(about["tokens"]), size, about["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+        rows = tuple(json.loads(about["rows"]))
+        return Shard(path, rows, int(about["tokens"]), path.stat().st_size, about["sha256"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"is damaged ({error})") from error
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _checksum(tensors: Parts) -> str:
@@ -119,24 +97,5 @@ def _checksum(tensors: Parts) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()
-
-
-def _sample_of(data: dict[str, memoryview]) -> str:
-    spans = {name: (0, len(view)) for name, view in data.items()}
-    return _hash_pieces(spans, {name: bytes(data[name][:SAMPLE]) for name in _chosen(data)})
-
-
-def _hash_pieces(spans: Any, pieces: dict[str, bytes]) -> str:
-    """Of the sampled bytes, and of the name and size of every tensor."""
-    digest = hashlib.sha256()
-    for name in sorted(spans):
-        digest.update(f"{name} {spans[name][1] - spans[name][0]} ".encode())
-        digest.update(pieces.get(name, b""))
-    return digest.hexdigest()[:16]
-
-
-def _chosen(names: Any) -> list[str]:
-    ordered = sorted(names)
-    return ordered[:: -(-len(ordered) // SAMPLED)]

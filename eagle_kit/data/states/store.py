@@ -1,4 +1,4 @@
-"""A target's states on disk: what its forward gave for every packed row, so that it is run once.
+"""Captured states on disk: the results of the target's forward for every packed row, so that it is run once.
 
 A store is a folder of shards beside a manifest (``manifest.py``) and the packed rows, so
 it is enough to train from, here or on another machine. Shards (``shards.py``) are
@@ -95,7 +95,7 @@ class StateStore:
 
     @property
     def is_exact(self) -> bool:
-        """Whether states come back to the bit."""
+        """True when states come back to the bit."""
         return self.format == "computed" or (
             self.format == "bf16" and self.manifest["precision"] == "bfloat16"
         )
@@ -110,7 +110,7 @@ class StateStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.bytes for shard in self._shards.values())
 
     def read(self, rows: Sequence[int]) -> Parts | None:
@@ -127,7 +127,7 @@ class StateStore:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def decode(self, parts: Parts, device: torch.device) -> dict[str, torch.Tensor]:
-        """What :meth:`read` gave, on ``device`` and in the types that were captured."""
+        """Decode the result of :meth:`read` on ``device``, in the types that were captured."""
         moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
         return decode(moved, self.manifest["tensors"])
 
@@ -143,7 +143,7 @@ class StateStore:
         """Take in ``tensors``, rows of ``lengths`` tokens end to end, and write a shard when it is full.
 
         Returns:
-            What was encoded, for :meth:`decode`: the same as will be read.
+            The encoded tensors, for :meth:`decode`: the same as will be read.
 
         Raises:
             UserError: states that are not finite, a full disk, or a folder that cannot be written to.
@@ -252,7 +252,7 @@ class StateStore:
             self._take(shard)
 
     def _find_new_shards(self) -> bool:
-        """Take in shards that other processes have written; whether there were any."""
+        """Take in shards that other processes have written; True when there were any."""
         known = len(self._shards)
         for path in sorted(self.folder.glob("states-*.safetensors")):
             if path.name in self._shards:
@@ -269,7 +269,7 @@ class StateStore:
         return len(self._shards) > known
 
     def _adopt(self) -> bool:
-        """Take over the manifest that another process may have written; whether there is one."""
+        """Take over the manifest that another process may have written; True when there is one."""
         found = read_manifest(self.folder)
         if found is not None:
             check_fields(self.folder, found, identity(self.manifest), ANOTHER, "of this run")

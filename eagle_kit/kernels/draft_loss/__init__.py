@@ -3,29 +3,25 @@
 import torch
 
 from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.draft_loss import reference
-from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, linear_soft_cross_entropy
-from eagle_kit.kernels.soft_cross_entropy.reference import CHUNK_ROWS, GROUP_ROWS
+from eagle_kit.kernels.draft_loss.reference import entropy, row_loss
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, linear_soft_cross_entropy
 
 __all__ = ["NEEDS_MASS", "linear_draft_loss"]
 
 NEEDS_MASS = ("tv", "lk-alpha", "lk-hybrid")
-"""Losses in the acceptance rate, which depends on what the target says outside the draft vocabulary."""
+"""Losses in the acceptance rate, which depends on the target's probabilities outside the draft vocabulary."""
 ENTROPY_ROWS = 256
 
 
 def linear_draft_loss(
     h: torch.Tensor,
     weight: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
+    teacher: Teacher,
     *,
     loss: str = "ce",
-    mass: torch.Tensor | None = None,
     eta: float = 3.0,
     weight_grad: torch.Tensor | None = None,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
     group_rows: int | None = None,
     backend: Backend | None = None,
 ) -> SoftCrossEntropy:
@@ -34,43 +30,27 @@ def linear_draft_loss(
     Args:
         h: ``[M, H]``.
         weight: ``[Vd, H]``; frozen, it costs no gradient.
-        probs: fp32 ``[P, Vd]``, teacher distributions, renormalised over the draft vocabulary.
-        index: int64 ``[M]``, the teacher row of each row.
-        row_weights: fp32 ``[M]``.
+        teacher: distributions, and the rows that learn from them; ``mass`` for the losses of
+            :data:`NEEDS_MASS`.
         loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, whose gradient is
             that of ``ce`` and whose value is less by the teacher's entropy; or one of
             :mod:`eagle_kit.kernels.draft_loss.reference`. The first two have a Triton form, the others are
             torch's everywhere.
-        mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for the
-            losses of :data:`NEEDS_MASS`; None when the draft can say everything.
         eta: of ``lk-hybrid``.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
-    if loss in ("ce", "kl"):
-        result = linear_soft_cross_entropy(
-            h,
-            weight,
-            probs,
-            index,
-            row_weights,
-            chunk_rows=chunk_rows,
-            group_rows=group_rows,
-            weight_grad=weight_grad,
-            backend=backend,
-        )
-        return result if loss == "ce" else _less_entropy(result, probs, index, row_weights)
-    if group_rows is None:
-        group_rows = GROUP_ROWS
-        chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows  # launches cost more than what a cache saves
-    return reference.linear_draft_loss(
-        h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows, weight_grad
+    result = linear_soft_cross_entropy(
+        h,
+        weight,
+        teacher,
+        row_loss=None if loss in ("ce", "kl") else row_loss(loss, eta),
+        weight_grad=weight_grad,
+        chunk_rows=chunk_rows,
+        group_rows=group_rows,
+        backend=backend,
     )
-
-
-def _less_entropy(
-    result: SoftCrossEntropy, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
-) -> SoftCrossEntropy:
-    """Cross-entropy to divergence."""
-    entropies = torch.cat([reference.entropy(part) for part in probs.split(ENTROPY_ROWS)])[index]
-    loss = result.loss - (entropies * row_weights).sum()
-    return SoftCrossEntropy(loss, result.row_losses - entropies, result.best)
+    if loss != "kl":
+        return result
+    entropies = torch.cat([entropy(part) for part in teacher.probs.split(ENTROPY_ROWS)])[teacher.index]
+    divergence = result.loss - (entropies * teacher.row_weights).sum()
+    return SoftCrossEntropy(divergence, result.row_losses - entropies, result.best)

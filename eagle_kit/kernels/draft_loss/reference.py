@@ -1,4 +1,4 @@
-"""What a draft can learn from a target's distribution besides cross-entropy, fused with its output layer.
+"""Losses of a draft besides cross-entropy, for the fused output layer.
 
 For a row with logits z over the draft vocabulary D, q = softmax(z), the target's distribution renormalised
 over D, p, and the share m of the target's probability that D has, so that the target says v in D with
@@ -30,20 +30,16 @@ Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 
 import torch
 
-from eagle_kit.kernels.soft_cross_entropy.reference import (
-    RowLoss,
-    SoftCrossEntropy,
-    linear_soft_cross_entropy,
-)
+from eagle_kit.kernels.soft_cross_entropy.reference import RowLoss
 
 LEAST_PROBABILITY = 1e-30
-"""What a smaller probability counts as inside a logarithm."""
+"""Floor of a probability inside a logarithm."""
 LEAST_ACCEPTANCE = 1e-8
-"""What a smaller acceptance rate counts as inside a logarithm and below a fraction."""
+"""Floor of an acceptance rate inside a logarithm and below a fraction."""
 
 
 def _softmax(z: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """``z`` becomes its softmax; ``top`` is its largest value by rows."""
+    """Turn ``z`` into its softmax, in place; ``top`` is its largest value by rows."""
     z = z.sub_(top[:, None]).exp_()
     return z.div_(z.sum(-1, keepdim=True))
 
@@ -51,7 +47,7 @@ def _softmax(z: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 def _overlap(
     q: torch.Tensor, p: torch.Tensor, mass: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The acceptance rate ``[rows]`` and the gradient of one minus it with respect to logits."""
+    """Acceptance rate ``[rows]``, and the gradient of one minus it with respect to logits."""
     if mass is not None:
         p = p * mass[:, None]
     accepted = torch.minimum(p, q).sum(-1)
@@ -107,35 +103,7 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 
 def row_loss(loss: str, eta: float) -> RowLoss:
-    """The rule of one of the four losses of this module."""
+    """Rule of ``reverse-kl``, ``tv``, ``lk-alpha`` or ``lk-hybrid``, the last with ``eta``."""
     if loss == "lk-hybrid":
         return _lk_hybrid(eta)
     return {"reverse-kl": _reverse_kl, "tv": _tv, "lk-alpha": _lk_alpha}[loss]
-
-
-def linear_draft_loss(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
-    mass: torch.Tensor | None,
-    loss: str,
-    eta: float,
-    chunk_rows: int,
-    group_rows: int,
-    weight_grad: torch.Tensor | None,
-) -> SoftCrossEntropy:
-    """See :func:`eagle_kit.kernels.draft_loss.linear_draft_loss`; ``loss`` is one of this module's four."""
-    return linear_soft_cross_entropy(
-        h,
-        weight,
-        probs,
-        index,
-        row_weights,
-        chunk_rows=chunk_rows,
-        group_rows=group_rows,
-        row_loss=row_loss(loss, eta),
-        mass=mass,
-        weight_grad=weight_grad,
-    )

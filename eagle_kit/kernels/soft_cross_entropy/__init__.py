@@ -1,62 +1,70 @@
 """The training loss: linear layer and soft cross-entropy, fused."""
 
+from functools import partial
+
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
-from eagle_kit.kernels.soft_cross_entropy import reference
+from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.soft_cross_entropy.reference import (
     CHUNK_ROWS,
     GROUP_ROWS,
-    FusedRows,
+    RowLoss,
     SoftCrossEntropy,
+    Teacher,
     carried,
+    cross_entropy_rows,
+    fuse,
+    fused_rows,
+    matmul_dtype,
 )
 
-__all__ = ["SoftCrossEntropy", "carried", "linear_soft_cross_entropy"]
+__all__ = ["SoftCrossEntropy", "Teacher", "carried", "linear_soft_cross_entropy"]
 
 
 def linear_soft_cross_entropy(
     h: torch.Tensor,
     weight: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
+    teacher: Teacher,
     *,
-    chunk_rows: int = CHUNK_ROWS,
-    group_rows: int | None = None,
+    row_loss: RowLoss | None = None,
     weight_grad: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+    group_rows: int | None = None,
     backend: Backend | None = None,
 ) -> SoftCrossEntropy:
-    """See :func:`eagle_kit.kernels.soft_cross_entropy.reference.linear_soft_cross_entropy`.
+    """Weighted sum over rows of the cross-entropy between a teacher and ``softmax(h weight^T)``.
 
     Args:
-        group_rows: 640 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
-            well, since no cache holds those. ``chunk_rows`` is the reference's alone.
+        h: ``[M, H]``.
+        weight: ``[Vd, H]``; frozen, it costs no gradient.
+        teacher: distributions, and the rows that learn from them.
+        row_loss: another loss of a row's logits; it has the torch form only.
+        weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
+            none to give, see :func:`carried`.
+        chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
+            depends on them, its value does not. By default 128 and 640; on a GPU 640 and 640 in the torch
+            form, where launches cost more than a cache saves, and 4,096 in the Triton form, whose chunks are
+            its groups.
     """
-    if not uses_triton(h, backend):
-        return reference.linear_soft_cross_entropy(
-            h,
-            weight,
-            probs,
-            index,
-            row_weights,
-            chunk_rows=chunk_rows,
-            group_rows=group_rows or GROUP_ROWS,
-            weight_grad=weight_grad,
-        )
-    from eagle_kit.kernels.soft_cross_entropy import triton
+    if row_loss is None and uses_triton(h, backend):
+        from eagle_kit.kernels.soft_cross_entropy import triton
 
-    kind = h.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    chunk = group_rows or triton.CHUNK_ROWS
-    weights = row_weights.float().contiguous()
-    teacher = probs.contiguous(), index.contiguous(), weights
+        dtype, chunk = matmul_dtype(h), group_rows or triton.CHUNK_ROWS
+        weights = teacher.row_weights.float().contiguous()
+        tensors = teacher.probs.contiguous(), teacher.index.contiguous(), weights
 
-    def rows(
-        h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grown = weight.new_empty(0) if dw is None else dw
-        return triton.linear_soft_cross_entropy_(h, weight, *teacher, grown, dtype, chunk)
+        def rows(
+            h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            grown = weight.new_empty(0) if dw is None else dw
+            return triton.linear_soft_cross_entropy_(h, weight, *tensors, grown, dtype, chunk)
 
-    is_trained = is_differentiated(weight)
-    return SoftCrossEntropy(*FusedRows.apply(h, weight, weights, rows, weight_grad, is_trained))
+        return fuse(h, weight, weights, rows, weight_grad)
+    in_torch = partial(
+        fused_rows,
+        teacher=teacher,
+        row_loss=row_loss or cross_entropy_rows,
+        chunk_rows=chunk_rows or (GROUP_ROWS if h.is_cuda else CHUNK_ROWS),
+        group_rows=group_rows or GROUP_ROWS,
+    )
+    return fuse(h, weight, teacher.row_weights, in_torch, weight_grad)

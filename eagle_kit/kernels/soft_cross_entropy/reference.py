@@ -12,6 +12,7 @@ Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,24 @@ CHUNK_ROWS = 128
 """Rows whose logits are worked on while they are in cache."""
 GROUP_ROWS = 640
 """Rows that share one weight-gradient matmul."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Distributions over the draft vocabulary, and the rows that learn from them.
+
+    Attributes:
+        probs: fp32 ``[P, Vd]``, renormalised over the draft vocabulary.
+        index: int64 ``[M]``, the distribution of each row.
+        row_weights: fp32 ``[M]``.
+        mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for losses in
+            the acceptance rate; None when the draft can propose every token.
+    """
+
+    probs: torch.Tensor
+    index: torch.Tensor
+    row_weights: torch.Tensor
+    mass: torch.Tensor | None = None
 
 
 class SoftCrossEntropy(NamedTuple):
@@ -60,10 +79,12 @@ Rows = Callable[
 
 
 class FusedRows(torch.autograd.Function):
-    """The weighted sum of the losses of rows, whose gradients are known when they are: ``(h, weight,
-    row_weights, rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see
-    :func:`linear_soft_cross_entropy`. The forward adds to ``weight_grad``, so it must not be run again to
-    save memory."""
+    """Weighted sum of the losses of rows, whose gradients are made with them.
+
+    ``(h, weight, row_weights, rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see
+    :func:`eagle_kit.kernels.soft_cross_entropy.linear_soft_cross_entropy`. The forward adds to
+    ``weight_grad``, so it must not be run again to save memory.
+    """
 
     @staticmethod
     def forward(
@@ -114,19 +135,17 @@ def fused_rows(
     h: torch.Tensor,
     weight: torch.Tensor,
     dw: torch.Tensor | None,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
+    *,
+    teacher: Teacher,
+    row_loss: RowLoss,
     chunk_rows: int,
     group_rows: int,
-    row_loss: RowLoss,
-    mass: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses, best and ``dh`` of all rows, one chunk of logits at a time; ``dw`` grows by the weight's."""
     m, vd = h.shape[0], weight.shape[0]
     dh = torch.empty_like(h)
-    dtype = _matmul_dtype(h)
-    h, weight = h.to(dtype), weight.to(dtype)
+    dtype = matmul_dtype(h)
+    h, weight = h.to(dtype), weight.to(dtype)  # the weight is cast once, not once a chunk
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
     best = torch.empty(m, dtype=torch.int64, device=h.device)
     group = torch.empty(min(group_rows, m), vd, dtype=dtype, device=h.device)
@@ -134,10 +153,10 @@ def fused_rows(
         end = min(base + group_rows, m)
         for start in range(base, end, chunk_rows):
             rows = slice(start, min(start + chunk_rows, end))
-            z, teacher = linear(h[rows], weight).float(), index[rows]
+            z, at = linear(h[rows], weight).float(), teacher.index[rows]
             top, best[rows] = z.max(-1)
-            share = None if mass is None else mass[teacher]
-            row_losses[rows], gradient = row_loss(z, top, probs[teacher], row_weights[rows], share)
+            mass = None if teacher.mass is None else teacher.mass[at]
+            row_losses[rows], gradient = row_loss(z, top, teacher.probs[at], teacher.row_weights[rows], mass)
             dz = group[rows.start - base : rows.stop - base]
             dz.copy_(gradient)
             dh[rows] = linear(dz, weight.t())
@@ -146,44 +165,19 @@ def fused_rows(
     return row_losses, best, dh
 
 
-def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
-    """What autocast would run a matmul of ``x`` in; the weight is then cast once, not once a chunk."""
+def matmul_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which autocast would run a matmul of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def linear_soft_cross_entropy(
+def fuse(
     h: torch.Tensor,
     weight: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
     row_weights: torch.Tensor,
-    *,
-    chunk_rows: int = CHUNK_ROWS,
-    group_rows: int = GROUP_ROWS,
-    row_loss: RowLoss = cross_entropy_rows,
-    mass: torch.Tensor | None = None,
-    weight_grad: torch.Tensor | None = None,
+    rows: Rows,
+    weight_grad: torch.Tensor | None,
 ) -> SoftCrossEntropy:
-    """Weighted sum over rows of the cross-entropy between a teacher and ``softmax(h weight^T)``.
-
-    Args:
-        h: ``[M, H]``.
-        weight: ``[Vd, H]``; frozen, it costs no gradient.
-        probs: fp32 ``[P, Vd]``, teacher distributions.
-        index: int64 ``[M]``, the teacher row of each row.
-        row_weights: fp32 ``[M]``.
-        chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
-            depends on them, its value does not.
-        row_loss, mass: another loss of a row's logits, and what it needs to know.
-        weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
-            none to give, see :func:`carried`.
-    """
-
-    def rows(
-        h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return fused_rows(h, weight, dw, probs, index, row_weights, chunk_rows, group_rows, row_loss, mass)
-
+    """Apply :class:`FusedRows` to the work of ``rows``."""
     is_trained = is_differentiated(weight)
     return SoftCrossEntropy(*FusedRows.apply(h, weight, row_weights, rows, weight_grad, is_trained))

@@ -1,4 +1,4 @@
-"""Who learns what: the one place that knows the alignment of rows, tokens, positions and teachers.
+"""Alignment of rows, tokens, positions and teachers; no other file knows it.
 
 At row i and step k of training-time test
 
@@ -15,8 +15,8 @@ The published code of EAGLE-3 (SafeAILab/EAGLE, ``traineagle3``) multiplies by i
 its mask lies one token before the reply's tokens and ends two before its end: row i carries loss at step k
 when x[i + 1 + k] and x[i + 2 + k] are of the same reply. At step 0 that is the same; later it adds k rows
 before every reply, where no round ever starts. (In a conversation's last turn its mask runs on to the end of
-the text, which also teaches what follows the last token, and once a distribution of equal probabilities: one
-and two rows a conversation that are not imitated.)
+the text, which also teaches what follows the last token, and once a uniform distribution: one and two
+rows a conversation that are not imitated.)
 
 Legend: T packed tokens, K steps, R_k rows of step k.
 """

@@ -1,4 +1,4 @@
-"""The rows of an optimiser step as forwards: packed rows end to end, and what the loss of every row weighs.
+"""Rows of an optimiser step as forwards: packed rows end to end, and the weight of the loss of every row.
 
 Legend: T packed tokens of a forward, K steps of training-time test, R_k rows with loss at step k.
 """
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eagle_kit.data.chat.dataset import PreparedData
-from eagle_kit.train.algorithm.ttt import RowPlan, plan_row
+from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 
 
 @dataclass(frozen=True)

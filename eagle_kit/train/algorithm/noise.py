@@ -1,58 +1,49 @@
-"""Noise on captured states, so that a head learns not to lean on what its own outputs will not repeat.
+"""Noise on captured states, so that a head does not rely on details that its own outputs will not repeat.
 
-EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. What a packed row gets
+EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. The noise of a packed row
 depends on the seed, the optimiser step and the row's number alone: not on the process that has it, on the
 rows beside it, on the device, or on what was sampled before. So a run resumes to the bit.
 
 Legend: T packed tokens of a forward, L captured layers, H hidden of the target.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from eagle_kit.config.train import FeatureNoise
+from eagle_kit.train.algorithm.batch import Forward
 
 _STREAM = 0x6E6F6973
 """Keeps these draws apart from others that begin with the run's seed."""
 
 
 def add_noise(
-    aux: torch.Tensor,
-    noise: FeatureNoise,
-    num_layers: int,
-    seed: int,
-    step: int,
-    numbers: Sequence[int],
-    lengths: Sequence[int],
-    doc_start: torch.Tensor | None = None,
+    aux: torch.Tensor, forward: Forward, noise: FeatureNoise, num_layers: int, seed: int, step: int
 ) -> torch.Tensor:
-    """A copy of ``aux`` with noise.
+    """Copy of ``aux`` with noise.
 
     Args:
-        aux: ``[T, L * H]``, packed rows end to end; not changed. Of a head that captures nothing the final
-            states, L = 1.
+        aux: ``[T, L * H]``, states of the packed rows of ``forward``; not changed. The final states alone are
+            one layer.
         num_layers: L.
         seed: of the run.
         step: finished optimiser steps.
-        numbers, lengths: the packed rows and their tokens.
-        doc_start: int64 ``[T]``, where each token's document begins, for noise by the length of documents.
     """
-    sizes, scales = list(lengths), _scales(noise, len(aux), doc_start).to(aux.device)
+    scales = _scales(noise, forward.doc_start)
     return torch.cat(
         [
             _noisy(part, noise, num_layers, scale, _generator(seed, step, number))
-            for part, scale, number in zip(aux.split(sizes), scales.split(sizes), numbers, strict=True)
+            for part, scale, number in zip(
+                aux.split(forward.lengths), scales.split(forward.lengths), forward.numbers, strict=True
+            )
         ]
     )
 
 
-def _scales(noise: FeatureNoise, count: int, doc_start: torch.Tensor | None) -> torch.Tensor:
-    """The amount for each token, by the length of its document: fp32 ``[T, 1]``."""
+def _scales(noise: FeatureNoise, doc_start: torch.Tensor) -> torch.Tensor:
+    """Amount of noise for each token, by the length of its document: fp32 ``[T, 1]``."""
     if noise.per_tokens is None:
-        return torch.full((count, 1), noise.amount)
-    assert doc_start is not None
+        return torch.full((len(doc_start), 1), noise.amount, device=doc_start.device)
     lengths = torch.bincount(doc_start, minlength=len(doc_start))[doc_start]
     return (noise.amount * noise.per_tokens / lengths.float())[:, None]
 
@@ -69,11 +60,8 @@ def _noisy(
     scale: torch.Tensor,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    if noise.kind == "gaussian":
-        drawn = torch.randn(aux.shape, generator=generator)
-    else:
-        drawn = torch.rand(aux.shape, generator=generator)
-    drawn = drawn.to(aux.device)
+    draw = torch.randn if noise.kind == "gaussian" else torch.rand
+    drawn = draw(aux.shape, generator=generator).to(aux.device)
     if noise.kind == "dropout":
         return torch.where(drawn < noise.amount, 0.0, aux / (1.0 - noise.amount)).to(aux.dtype)
     if noise.kind == "uniform":

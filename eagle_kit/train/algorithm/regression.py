@@ -12,20 +12,20 @@ against the teacher w_t p + w_k p 1[best K], which does not sum to 1.
 Legend: M rows, H hidden, V vocabulary, P teacher positions.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.nn.functional import smooth_l1_loss
 
 from eagle_kit.config.train import RegressionConfig
-from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, linear_soft_cross_entropy
 
 
 def regression_loss(
     states: torch.Tensor,
     weight: torch.Tensor,
     hidden: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
+    teacher: Teacher,
     config: RegressionConfig,
 ) -> SoftCrossEntropy:
     """Weighted sum over rows of the loss above; differentiable in ``states``.
@@ -34,20 +34,19 @@ def regression_loss(
         states: ``[M, H]``, the head's output.
         weight: the target's output layer ``[V, H]``, frozen.
         hidden: ``[P, H]``, the target's final-normed states.
-        probs: fp32 ``[P, V]``, its distributions; may be overwritten.
-        index: int64 ``[M]``, the teacher position of each row.
-        row_weights: fp32 ``[M]``.
+        teacher: its distributions at these P positions, which may be overwritten, and the rows' weights.
     """
-    mass = _weigh(probs, config)
-    tokens = linear_soft_cross_entropy(states, weight, probs, index, row_weights * mass[index])
+    index, row_weights = teacher.index, teacher.row_weights
+    mass = _weigh(teacher.probs, config)[index]
+    tokens = linear_soft_cross_entropy(states, weight, replace(teacher, row_weights=row_weights * mass))
     distance = smooth_l1_loss(states.float(), hidden[index].float(), reduction="none").mean(-1)
     loss = tokens.loss + config.feature_weight * (distance * row_weights).sum()
-    rows = mass[index] * tokens.row_losses + config.feature_weight * distance.detach()
+    rows = mass * tokens.row_losses + config.feature_weight * distance.detach()
     return SoftCrossEntropy(loss, rows, tokens.best)
 
 
 def _weigh(probs: torch.Tensor, config: RegressionConfig) -> torch.Tensor:
-    """Turn distributions into normalised teachers, in place -> what each weighs, fp32 ``[P]``."""
+    """Turn distributions into normalised teachers, in place; returns the weight of each, fp32 ``[P]``."""
     mass = torch.full_like(probs[:, 0], config.token_weight)
     if config.topk_weight:
         best, tokens = probs.topk(min(config.topk, probs.shape[1]), -1)

@@ -1,5 +1,4 @@
-"""What the target says, made once per packed row: its states, its choices, its distribution over the draft
-vocabulary.
+"""States, choices and distributions of the target, made once per packed row.
 
 Legend: T packed tokens, H target hidden, V / Vd target / draft vocabulary, P positions.
 """
@@ -18,10 +17,13 @@ ROW_CHUNK = 256
 
 
 class TargetFeatures(NamedTuple):
-    """The target's view of one packed row.
+    """States of the target over one packed row.
 
-    ``aux [T, 3 H]``, the captured states; ``hidden [T, H]``, final-normed; ``argmax`` int64 ``[T]``, its most
-    likely next token at each position that some row learns from, -1 elsewhere.
+    Attributes:
+        aux: ``[T, 3 H]``, the captured states.
+        hidden: ``[T, H]``, final-normed.
+        argmax: int64 ``[T]``, the most likely next token at each position that some row learns from, -1
+            elsewhere.
     """
 
     aux: torch.Tensor
@@ -30,7 +32,7 @@ class TargetFeatures(NamedTuple):
 
 
 def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
-    """``doc_start`` int64 ``[T]`` -> positions within the document ``[T]``."""
+    """Positions within the document ``[T]``, of ``doc_start`` int64 ``[T]``."""
     return torch.arange(doc_start.shape[0], device=doc_start.device) - doc_start
 
 
@@ -45,11 +47,10 @@ def capture_features(
     """Run the target over a packed row, every document by itself.
 
     Args:
+        target: on any device; the features are returned where ``ids`` are.
         ids, doc_start: int64 ``[T]``.
         layer_ids: captured states, as inputs of these layers.
         needed: bool ``[T]``, positions whose most likely token is wanted.
-
-    The target may be on another device than ``ids``, where the features are returned.
     """
     device, home = target.embed_tokens.weight.device, ids.device
     spans = document_spans(doc_start)

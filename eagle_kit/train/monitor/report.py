@@ -15,7 +15,8 @@ from eagle_kit.models.heads.eagle1 import Eagle1Config
 from eagle_kit.models.heads.mtp import MTPConfig
 from eagle_kit.train.monitor.clock import LAPS
 from eagle_kit.train.parallel.launch import sharding_asked_for
-from eagle_kit.train.plan.estimate import Estimate, Workload, make_estimate, measure_matmul_rate
+from eagle_kit.train.plan.costs import Costs, data_workload
+from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.folder import RunFolder, versions
 from eagle_kit.train.run.progress import format_seconds
@@ -82,30 +83,20 @@ def estimate_run(
     """Memory, disk and time of the optimiser steps that follow those of ``steps`` finished ones; probes the
     matmul rate, so all processes call it."""
     data, training = components.data, config.training
-    tokens = stepper.rows_per_forward * data.num_tokens / len(data)
-    work = Workload(
-        tokens=round(tokens),
-        rows=round(tokens * data.num_supervised_tokens / max(1, data.num_tokens)),
-        steps=training.ttt_length,
-        mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
-    )
-    return make_estimate(
-        config,
-        components.target.config,
-        stepper.head.config,
-        work=work,
+    device, half = accelerator.device, training.precision == "bfloat16"
+    session = Session(
+        work=data_workload(config, data, stepper.rows_per_forward),
         forwards_per_step=stepper.forwards_per_step,
         rows_per_forward=stepper.rows_per_forward,
-        num_processes=accelerator.num_processes,
         num_rows=len(data),
         num_captures=num_captures(stepper, steps),
         num_steps=len(steps),
-        flops_per_s=measure_matmul_rate(
-            accelerator.device, torch.bfloat16 if training.precision == "bfloat16" else torch.float32
-        ),
+        flops_per_s=measure_matmul_rate(device, torch.bfloat16 if half else torch.float32),
         free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
-        sharding=sharding_asked_for(os.environ),
     )
+    target, draft = components.target.config, stepper.head.config
+    costs = Costs(config, target, draft, is_gpu=device.type == "cuda")
+    return make_estimate(costs, session, accelerator.num_processes, sharding_asked_for(os.environ))
 
 
 def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:

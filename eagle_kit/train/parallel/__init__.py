@@ -1,1 +1,1 @@
-"""How processes share a run: DDP, FSDP2, ZeRO, placement of the target, launching."""
+"""Processes of a run: DDP, FSDP2, ZeRO, placement of the target, launching."""

@@ -1,4 +1,4 @@
-"""Where the target runs: with the head, on another device, its layers over several devices, or sharded.
+"""Placement of the target: with the head, on another device, its layers over several devices, or sharded.
 
 Only captured states leave the target, so the head need not know. The embedding and the output layer, which
 every step of training-time test reads, stay whole wherever the layers are.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def loading_device(placement: str, accelerator: "Accelerator | PartialState") -> torch.device:
-    """Where the target is loaded to, before :func:`place_target`. Raises UserError for a GPU that is not
-    there."""
+    """Device that the target is loaded to, before :func:`place_target`. Raises UserError for a missing
+    GPU."""
     if placement == "same":
         return accelerator.device
     if placement in ("cpu", "auto", "fsdp"):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,27 +16,23 @@ from eagle_kit.train.monitor.trackers import tracker_options
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
+T = TypeVar("T")
+
 PATIENCE = timedelta(hours=3)
-"""How long a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
+"""Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
 
 
 def make_accelerator(config: TrainConfig) -> "Accelerator":
     """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
-    try:
-        from accelerate import Accelerator, InitProcessGroupKwargs
-        from accelerate.utils import ProjectConfiguration
-    except ImportError:
-        raise UserError(
-            "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
-        ) from None
-    accelerator = Accelerator(
+    accelerate = _accelerate()
+    accelerator: Accelerator = accelerate.Accelerator(
         cpu=_is_on_cpu(),
         mixed_precision="no",  # see eagle_kit.train.run.module.autocast
         log_with=list(tracker_options(config)) or None,
-        project_config=ProjectConfiguration(
+        project_config=accelerate.utils.ProjectConfiguration(
             project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
         ),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     _check_shares(config, accelerator.num_processes)
     _set_up(accelerator.device, config)
@@ -45,15 +41,19 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
 
 def make_process_state(config: TrainConfig) -> "PartialState":
     """Processes and device alone, set up as for training, so that the target computes the same."""
+    state: PartialState = _accelerate().PartialState(cpu=_is_on_cpu())
+    _set_up(state.device, config)
+    return state
+
+
+def _accelerate() -> Any:
     try:
-        from accelerate import PartialState
+        import accelerate
     except ImportError:
         raise UserError(
             "accelerate is not installed.", "Install it with pip install 'eagle_kit[train]'."
         ) from None
-    state = PartialState(cpu=_is_on_cpu())
-    _set_up(state.device, config)
-    return state
+    return accelerate
 
 
 def _is_on_cpu() -> bool:
@@ -81,6 +81,15 @@ def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[fl
     return total.tolist()
 
 
+def gather_objects(accelerator: "Accelerator", mine: T) -> list[T]:
+    """The objects of all processes, in their order."""
+    if accelerator.num_processes == 1:
+        return [mine]
+    parts: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(parts, mine)
+    return parts
+
+
 def largest(process: "Accelerator | PartialState", number: float) -> float:
     """The largest of all processes' numbers."""
     if process.num_processes == 1:
@@ -106,8 +115,9 @@ def _check_shares(config: TrainConfig, num_processes: int) -> None:
 
 
 def _share_cores(threads: int | None) -> None:
-    """Use every core: accelerate's launcher leaves a process one thread unless told otherwise."""
-    if threads is None and any(name.startswith("ACCELERATE_") for name in os.environ):
+    """Use every core: launchers leave a process one thread unless told otherwise."""
+    launched = "LOCAL_WORLD_SIZE" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    if threads is None and launched:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = max(1, num_cores() // local)
     if threads is not None:

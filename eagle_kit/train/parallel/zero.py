@@ -11,12 +11,10 @@ import torch
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
-from eagle_kit.train.algorithm.batch import Forward
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import TTTOutput
 from eagle_kit.train.parallel.strategy import Strategy, copy_head
 from eagle_kit.train.run.module import TTTModule
-from eagle_kit.train.run.optimizer import make_optimizer
+from eagle_kit.train.run.optimizer import make_optimizer, set_learning_rate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,21 +62,12 @@ class Zero(Strategy):
         self.module = self.engine
         self.optimizer = self.engine.optimizer
 
-    def forward(
-        self,
-        forward: Forward,
-        inputs: TargetFeatures,
-        taught: torch.Tensor,
-        row_weights: list[torch.Tensor],
-        *,
-        last: bool,
-    ) -> TTTOutput:
-        """See :meth:`Strategy.forward`. Stage 3 frees weights and gradients when the gradients of the
-        module's inputs are there; without any it would do so before they were made."""
+    def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
+        """Stage 3 frees weights and gradients when the gradients of the module's inputs are there; without
+        any it would do so before they were made."""
         if self.stage == 3:
             inputs.aux.requires_grad_()
             inputs.hidden.requires_grad_()
-        return super().forward(forward, inputs, taught, row_weights, last=last)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """See :meth:`Strategy.backward`."""
@@ -88,7 +77,7 @@ class Zero(Strategy):
 
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
         """See :meth:`Strategy.update`."""
-        self._set_rate(learning_rate)
+        set_learning_rate(self.optimizer, learning_rate)
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 

@@ -1,4 +1,4 @@
-"""What a few kinds of GPU have, from their makers' data sheets; nothing here was measured."""
+"""Kinds of GPU, from their makers' data sheets; nothing here was measured."""
 
 from dataclasses import dataclass
 

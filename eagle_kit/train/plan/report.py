@@ -7,14 +7,9 @@ from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loading.known_targets import target_architecture
+from eagle_kit.train.plan.costs import Costs
 from eagle_kit.train.plan.gpus import find_gpu
-from eagle_kit.train.plan.plan import (
-    SUPERVISED_SHARE,
-    USABLE,
-    UTILISATION,
-    Placement,
-    Planner,
-)
+from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Placement, Planner
 from eagle_kit.train.run.new_head import check_steps, draft_config
 
 COUNTS = (1, 8)
@@ -64,19 +59,20 @@ def make_planner(path: str, overrides: Sequence[str], gpu: str) -> Planner:
     target, _ = target_architecture(config.target)
     draft = draft_config(config.head, target, name=config.target, tokenizer=None)
     check_steps(config, draft)
-    return Planner(config, target, draft, find_gpu(gpu))
+    return Planner(Costs(config, target, draft, is_gpu=True), find_gpu(gpu))
 
 
 def report(path: str, planner: Planner, gpu: str) -> str:
     """Everything about one config."""
-    config, (met, total) = planner.config, planner.num_target_weights
+    costs, config = planner.costs, planner.costs.config
+    met, total = costs.target_weights
     placements = {count: planner.place(count) for count in COUNTS}
     lines = [
         f"config  {path}",
         f"target  {config.target}: {total / 1e9:.2f} B weights, {met / 1e9:.2f} B of them for one token; "
         f"sizes from {target_architecture(config.target)[1]}",
-        f"head    {config.head.kind}: {planner.num_head_weights / 1e9:.3f} B trained weights, "
-        f"{planner.draft.draft_vocab_size} of {planner.target.vocab_size} tokens",
+        f"head    {config.head.kind}: {costs.head.total / 1e9:.3f} B trained weights, "
+        f"{costs.draft.draft_vocab_size} of {costs.target.vocab_size} tokens",
         f"rows    {config.training.sequences_per_step} of {config.data.max_length} tokens a step, "
         f"{config.training.ttt_length} steps of training-time test, {config.training.precision}",
         "",
@@ -96,9 +92,9 @@ def _heads(gpu: str) -> str:
 
 
 def _memory_lines(placements: dict[int, Placement | None]) -> list[str]:
-    names = ["target", "head, gradient and AdamW", "states and activations", "teacher and logits", "judge"]
+    names = ("target", "head, gradient and optimiser", "states and activations", "teacher and logits")
     lines = []
-    for name in [*names, "runtime"]:
+    for name in (*names, "judge", "runtime"):
         cells = [_gb(p.memory.get(name)) if p else "-" for p in placements.values()]
         lines.append(f"  {name:30}" + "".join(f"{cell:>16}" for cell in cells))
     cells = [_gb(p.peak) if p else "-" for p in placements.values()]
@@ -113,23 +109,27 @@ def _how(placement: Placement | None, count: int) -> str:
     if placement is None:
         return f"not possible: training.sequences_per_step is no multiple of {count}"
     if not placement.fits:
-        return f"does not fit, not even with {HOW[placement.strategy.name]}"
-    launcher = "" if count == 1 or placement.strategy.shards_head else ", train/accelerate/multi-gpu.yaml"
+        return f"does not fit, not even with {HOW[placement.name]}"
+    launcher = (
+        "" if count == 1 or placement.layout.sharding != "none" else ", train/accelerate/multi-gpu.yaml"
+    )
     return (
-        f"{HOW[placement.strategy.name]}{launcher}; {placement.seconds_per_step:.2f} s a step, "
+        f"{HOW[placement.name]}{launcher}; {placement.seconds_per_step:.2f} s a step, "
         f"{placement.tokens_per_day / 1e6:.0f} M tokens a day"
     )
 
 
 def _disk(planner: Planner) -> str:
     tokens = planner.schedule_tokens
-    what = "the schedule's" if planner.num_steps else "for example"
-    sizes = [f"{tokens * planner.state_bytes(dtype) / 1e12:.2f} TB in {dtype}" for dtype in ("bf16", "fp8")]
+    what = "the schedule's" if planner.costs.config.training.max_steps else "for example"
+    sizes = [
+        f"{tokens * planner.costs.state_bytes(dtype) / 1e12:.2f} TB in {dtype}" for dtype in ("bf16", "fp8")
+    ]
     days = ", ".join(f"{days:.1f} on {n}" for n, days in planner.days.items())
     schedule = f"; days for them: {days}" if days else ""
     return (
         f"disk    a store of {what} {tokens / 1e6:.0f} M tokens (fewer where epochs visit them again): "
-        f"{sizes[0]}, {sizes[1]}, {1e6 / planner.state_bytes('fp8'):.0f} M tokens a TB{schedule}"
+        f"{sizes[0]}, {sizes[1]}, {1e6 / planner.costs.state_bytes('fp8'):.0f} M tokens a TB{schedule}"
     )
 
 
@@ -145,19 +145,19 @@ def table(planners: dict[str, Planner], gpu: str) -> str:
     head = ("config", "target B", "active B", "head M", "GB x1", "GB x8", "1 GPU", "8 GPUs", "M tok/day x1")
     rows: list[tuple[str, ...]] = [(*head, "x8", "kB/token fp8", "store TB")]
     for path, planner in planners.items():
-        met, total = planner.num_target_weights
+        met, total = planner.costs.target_weights
         one, eight = (planner.place(count) for count in COUNTS)
         rows.append(
             (
                 Path(path).stem,
                 f"{total / 1e9:.2f}",
                 f"{met / 1e9:.2f}",
-                f"{planner.num_head_weights / 1e6:.0f}",
+                f"{planner.costs.head.total / 1e6:.0f}",
                 *(_gb(p.peak) if p else "-" for p in (one, eight)),
                 *(_short(p) for p in (one, eight)),
                 *(f"{p.tokens_per_day / 1e6:.0f}" if p and p.fits else "-" for p in (one, eight)),
-                f"{planner.state_bytes('fp8') / 1e3:.1f}",
-                f"{planner.schedule_tokens * planner.state_bytes('fp8') / 1e12:.2f}",
+                f"{planner.costs.state_bytes('fp8') / 1e3:.1f}",
+                f"{planner.schedule_tokens * planner.costs.state_bytes('fp8') / 1e12:.2f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -174,4 +174,4 @@ def table(planners: dict[str, Planner], gpu: str) -> str:
 def _short(placement: Placement | None) -> str:
     if placement is None:
         return "rows not shared"
-    return placement.strategy.name if placement.fits else "does not fit"
+    return placement.name if placement.fits else "does not fit"

@@ -1,4 +1,4 @@
-"""An exponential moving average of a head's weights: what is judged, saved and served in their place."""
+"""Exponential moving average of a head's weights, judged, saved and served in their place."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While inside, the head has the average for weights; the two change places, nothing is copied."""
+        """Context in which the head has the average for weights; the two change places, nothing is copied."""
         self._swap()
         try:
             yield

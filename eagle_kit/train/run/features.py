@@ -1,4 +1,4 @@
-"""Where a step gets the target's view of its rows: from the target, or from captured states read ahead."""
+"""Features of the rows of a step: from the target, or from captured states read ahead."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ class FeatureSource:
         target: run over rows that no store has.
         layer_ids: captured states, as inputs of these layers.
         store: read, and filled when it may grow; None runs the target every time.
-        everyone: whether what one process says holds for all, where a target is sharded over them.
+        everyone: turns one process's answer into that of all, where a target is sharded over them.
 
     Attributes:
         wait_s: seconds that training waited for the disk so far.

@@ -1,4 +1,4 @@
-"""The run folder: what is in it, when it may be used, and which settings a resumed run may change.
+"""Run folder: its files, when it may be used, and the settings that a resumed run may change.
 
 run.yaml        the resolved config, versions, commands
 metrics.jsonl   one row per optimiser step
@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """While inside, no other trainer is. Raises UserError when one is, or nothing can be written here."""
+        """Context of the only trainer here. Raises UserError for a second one, or a read-only folder."""
         check_writable(
             self.path, "Give yourself the right to write there, or set another one with output_dir=FOLDER."
         )
@@ -67,17 +67,16 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was begun here; one that was killed early has no checkpoint yet."""
+        """True when a run was begun here; one that was killed early has no checkpoint yet."""
         return (self.path / "run.yaml").exists()
 
     def check_unused(self) -> None:
-        """Raise UserError when the folder holds something already, or cannot be made."""
+        """Raise UserError when the folder holds something already."""
         if self._is_used():
             raise UserError(
                 f"The output folder {self.path} exists and is not empty.",
                 "Add --resume to go on with that run, or set another one with output_dir=FOLDER.",
             )
-        check_writable(self.path, "Set another one with output_dir=FOLDER.")
 
     def check_resumable(self, config: TrainConfig) -> None:
         """Raise UserError unless the folder holds a run of this config, or can take one that begins."""
@@ -87,7 +86,6 @@ class RunFolder:
                     f"There is no run to resume in {self.path}, but other files: run.yaml is missing.",
                     "Set output_dir to the run's folder, or to a new one.",
                 )
-            self.check_unused()
             return
         before, now = _with_defaults(self._read()["config"]), config.model_dump(mode="json")
         changed = differences(before, now)
@@ -99,21 +97,14 @@ class RunFolder:
                 f"The run in {self.path} cannot be resumed with other settings: {list_changes(changed)}.",
                 "Restore them, or start a new run with output_dir=FOLDER.",
             )
-        check_writable(self.path, "Give yourself the right to write there.")
 
     def start(self, config: TrainConfig, command: str) -> None:
         """Create the folder and write ``run.yaml``. Raises UserError when that is impossible."""
-        try:
+        run = {"command": command, "versions": versions(), "config": config.model_dump(mode="json")}
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._tidy()
-            self._write(
-                {"command": command, "versions": versions(), "config": config.model_dump(mode="json")}
-            )
-        except OSError as error:
-            raise UserError(
-                f"The output folder {self.path} cannot be written: {error.strerror or error}.",
-                "Set another one with output_dir=FOLDER.",
-            ) from error
+            self._write(run)
 
     def discard(self) -> None:
         """Take a :meth:`start` back: the run could not begin."""
@@ -124,16 +115,11 @@ class RunFolder:
         run = self._read()
         run["config"] = config.model_dump(mode="json")
         run.setdefault("resumed", []).append({"step": step, "command": command, "versions": versions()})
-        try:
+        with self._writing():
             self._tidy()
             self._write(run)
             self.metrics.truncate(step)
             self.judgements.truncate(step)
-        except OSError as error:
-            raise UserError(
-                f"The output folder {self.path} cannot be written: {error.strerror or error}.",
-                "Free some space, or give yourself the right to write there.",
-            ) from error
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints as (step, folder), oldest first."""
@@ -152,6 +138,17 @@ class RunFolder:
             folder.rename(going)
             shutil.rmtree(going)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an OSError inside into a UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"The output folder {self.path} cannot be written: {error.strerror or error}.",
+                "Free some space, or set another one with output_dir=FOLDER.",
+            ) from error
+
     def _tidy(self) -> None:
         """Remove what is half-written; put back a ``best/`` that was set aside for a new one."""
         for old in self.path.glob(".best.old.*"):
@@ -164,7 +161,7 @@ class RunFolder:
             leftover.unlink()
 
     def _is_used(self) -> bool:
-        """Whether there is more than what a run leaves that was killed before it wrote ``run.yaml``."""
+        """True when there is more than a run leaves that was killed before it wrote ``run.yaml``."""
         if not self.path.is_dir():
             return self.path.exists()
         return any(not (path.name == LOCK or path.match(HALF_BEGUN)) for path in self.path.iterdir())
@@ -203,12 +200,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def list_changes(changed: dict[str, tuple[Any, Any]]) -> str:
-    """For a message."""
+    """Changed settings as text."""
     return ", ".join(f"{key} ({old} -> {new})" for key, (old, new) in changed.items())
 
 
 def measure(flat: dict[str, Any]) -> dict[str, Any]:
-    """What the judge measures, of a flattened config: accept lengths compare only when these are equal."""
+    """Settings of the judge, of a flattened config, that must be equal for accept lengths to compare."""
     shapes = flat.get("judge.shapes")
     return {
         "the first of judge.shapes": shapes[0] if isinstance(shapes, list) and shapes else shapes,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave."""
+"""Ctrl-C and SIGTERM as a flag, so that the step is finished and saved first."""
 
 import signal
 import sys

@@ -1,18 +1,15 @@
 """Judging a head by its accept length on held-out prompts, decoded by the engine and simulated."""
 
 import copy
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_text_atomically
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -21,7 +18,6 @@ from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.run.simulate import match_table, walk
-from eagle_kit.train.run.state import FREE_SPACE_AND_RESUME
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,8 @@ class Judgement:
     """Accept lengths of one head on this process's prompts.
 
     Attributes:
-        decoded: what the engine counted, by shape.
-        simulated: the match table walked, for the shapes that are chains.
+        decoded: counts of the engine, by shape.
+        simulated: counts of a walk along the match table, for the shapes that are chains.
         num_different: replies that differ from plain decoding; 0 in fp32.
         num_tokens: of the target's own greedy replies.
         num_sayable: those of them that are in the draft vocabulary.
@@ -42,33 +38,27 @@ class Judgement:
     num_tokens: int = 0
     num_sayable: int = 0
 
-    def add_up(self, add: Callable[[Sequence[float]], list[float]]) -> "Judgement":
-        """The judgement of all processes.
+    @staticmethod
+    def total(parts: Sequence["Judgement"]) -> "Judgement":
+        """Sum of the judgements of all processes."""
 
-        Args:
-            add: sums numbers over the processes; called once, with as many by each. Histograms are left out.
-        """
-        own = [*self.decoded.items(), *self.simulated.items()]
-        depths = [SpecShape.parse(shape).steps for shape, _ in own]
-        numbers = [float(self.num_different), float(self.num_tokens), float(self.num_sayable)]
-        for (_, stats), depth in zip(own, depths, strict=True):
-            reached = stats.num_accepted_at[:depth]
-            numbers += [
-                stats.num_verifies,
-                stats.num_emitted_tokens,
-                *reached,
-                *[0.0] * (depth - len(reached)),
-            ]
-        different, tokens, sayable, *rest = (int(number) for number in add(numbers))
-        total: list[tuple[str, SpecStats]] = []
-        for (shape, _), depth in zip(own, depths, strict=True):
-            (verifies, emitted, *reached), rest = rest[: 2 + depth], rest[2 + depth :]
-            total.append((shape, SpecStats(verifies, emitted, [], reached)))
-        first = len(self.decoded)
-        return Judgement(dict(total[:first]), dict(total[first:]), different, tokens, sayable)
+        def add(stats: Iterable[dict[str, SpecStats]]) -> dict[str, SpecStats]:
+            sums: defaultdict[str, SpecStats] = defaultdict(SpecStats)
+            for one in stats:
+                for shape, counts in one.items():
+                    sums[shape].add(counts)
+            return dict(sums)
+
+        return Judgement(
+            add(part.decoded for part in parts),
+            add(part.simulated for part in parts),
+            sum(part.num_different for part in parts),
+            sum(part.num_tokens for part in parts),
+            sum(part.num_sayable for part in parts),
+        )
 
     def row(self) -> dict[str, Any]:
-        """The figures as ``judge.jsonl`` has them; shares of verifies, of tokens for the coverage."""
+        """Figures of ``judge.jsonl``: shares of verifies, of tokens for the coverage."""
         figures: dict[str, Any] = {}
         for prefix, found in (("", self.decoded), ("simulated_", self.simulated)):
             figures |= {
@@ -86,79 +76,61 @@ class Judgement:
 
 
 class Judge:
-    """Decodes held-out prompts with the engine. The continuations of plain decoding are kept in a file.
+    """Decodes held-out prompts with the engine.
 
     Args:
         target: the target; the engine packs weights, so it gets a view that training does not notice.
         prompts: token ids of the prompts, this process's share; see :func:`choose_prompts`.
         config: lengths and shapes.
-        cache: file for the plain continuations.
+
+    Attributes:
+        replies: token ids of the target's plain greedy replies; None before the first judgement.
     """
 
-    def __init__(
-        self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig, cache: Path
-    ) -> None:
-        self.target, self.config, self.cache = share_weights(target), config, cache
-        self.prompts = list(prompts)
+    def __init__(self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig) -> None:
+        self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
+        self.replies: list[list[int]] | None = None
         longest = max((len(prompt) for prompt in self.prompts), default=1)
         self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
 
     def judge(self, head: DraftHead) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
-        shapes = [SpecShape.parse(shape) for shape in self.config.shapes]
-        decoded = {str(shape): SpecStats() for shape in shapes}
-        simulated = {str(shape): SpecStats() for shape in shapes if shape.topk == 1}
+        shapes = {shape: SpecShape.parse(shape) for shape in self.config.shapes}
+        decoded = {name: SpecStats() for name in shapes}
+        simulated = {name: SpecStats() for name, shape in shapes.items() if shape.topk == 1}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
         llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
         assert llm.head is not None
-        replies = self._continuations(llm)
+        if self.replies is None:
+            self.replies = self._decode_plainly(llm)
+        replies = self.replies
         different = set()
-        for shape in shapes:
+        for name, shape in shapes.items():
             outputs = llm.generate(
                 self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape=shape
             )
             for i, output in enumerate(outputs):
-                decoded[str(shape)].add(output.stats)
+                decoded[name].add(output.stats)
                 if output.token_ids != replies[i]:
                     different.add(i)
         if simulated:
-            depth = max(shape.steps for shape in shapes if shape.topk == 1)
+            depth = max(shapes[name].steps for name in simulated)
             device = self.target.embed_tokens.weight.device
             for prompt, reply in zip(self.prompts, replies, strict=True):
                 ids = torch.tensor(prompt + reply, device=device)
                 table = match_table(self.target, llm.head, ids, len(prompt), depth)
                 for name, stats in simulated.items():
-                    stats.add(walk(table[:, : SpecShape.parse(name).steps]))
+                    stats.add(walk(table[:, : shapes[name].steps]))
         said = torch.tensor([token for reply in replies for token in reply], device=head.t2d.device)
         return Judgement(
             decoded, simulated, len(different), len(said), int(head.t2d[said].sum()) if len(said) else 0
         )
 
-    def _continuations(self, llm: LLM) -> list[list[int]]:
-        """Plain greedy replies, from the file when it was written for these prompts."""
-        asked = json.dumps([self.prompts, self.config.max_tokens])
-        key = hashlib.sha256(asked.encode()).hexdigest()
-        kept = self._read_cache()
-        if kept.get("key") == key and "replies" in kept:
-            return kept["replies"]
+    def _decode_plainly(self, llm: LLM) -> list[list[int]]:
+        """Plain greedy replies."""
         outputs = llm.generate(self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape="none")
-        replies = [output.token_ids for output in outputs]
-        try:
-            write_text_atomically(self.cache, json.dumps({"key": key, "replies": replies}))
-        except OSError as error:
-            raise UserError(
-                f"{self.cache} could not be written: {error.strerror or error}.", FREE_SPACE_AND_RESUME
-            ) from error
-        return replies
-
-    def _read_cache(self) -> dict[str, Any]:
-        """What is in the file; nothing when it is missing or damaged, since it can be made again."""
-        try:
-            kept = json.loads(self.cache.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return kept if isinstance(kept, dict) else {}
+        return [output.token_ids for output in outputs]
 
 
 def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +29,18 @@ from eagle_kit.train.monitor.report import (
 )
 from eagle_kit.train.monitor.run_report import write_report
 from eagle_kit.train.monitor.trackers import check_trackers, draws_report, start_trackers
-from eagle_kit.train.parallel.launch import is_main, launch_words, parent_commands, sharding_asked_for
+from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
-from eagle_kit.train.parallel.processes import make_accelerator, sum_numbers
+from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
 from eagle_kit.train.parallel.strategy import on_device
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
-from eagle_kit.train.run.judge import Judge, choose_prompts
+from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
 from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.schedule import Schedule
 from eagle_kit.train.run.setup import gather, state_store
-from eagle_kit.train.run.state import (
-    TrainState,
-    load_checkpoint,
-    restore_optimizer,
-    restore_raw_weights,
-    save_checkpoint,
-)
+from eagle_kit.train.run.state import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.step import Stepper, StepResult
 
 if TYPE_CHECKING:
@@ -69,7 +63,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line asks besides the config.
+    """Settings of a session besides the config.
 
     Attributes:
         resume: go on from the last checkpoint; begin where there is none yet.
@@ -77,14 +71,24 @@ class RunOptions:
         stop_after_s: stop after this many seconds of training in this session, but not before a step is made:
             who repeats the command comes to the end.
         dry_run: print the estimate and stop; the run folder is neither made nor changed.
-        arguments: the command line as typed, for ``run.yaml`` and the model card.
+        arguments: config file and overrides, for :attr:`command`.
     """
 
     resume: bool = False
     max_steps: int | None = None
     stop_after_s: float | None = None
     dry_run: bool = False
-    arguments: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Command of this session but for ``--resume``, for ``run.yaml`` and the model card."""
+        flags = {
+            "--max-steps": None if self.max_steps is None else str(self.max_steps),
+            "--stop-after": None if self.stop_after_s is None else f"{self.stop_after_s:g}s",
+        }
+        given = [word for name, value in flags.items() if value is not None for word in (name, value)]
+        return shlex.join(["eagle-kit", "train", *self.arguments, *given])
 
 
 def train(config: TrainConfig, options: RunOptions) -> Ending:
@@ -119,24 +123,23 @@ class Trainer:
         data = self.components.data
         context = self.components.target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
-        self.state = TrainState()
-        self.head, optimizer_state = self._make_head()
+        found = self._checkpoint() if options.resume else None
+        self.state, self.head = (
+            (found.state, freeze(found.head)) if found else (TrainState(), self._new_head())
+        )
         if config.head.start_from is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.components, self.head.config)
-        if optimizer_state is not None:
-            self._check_states("computed" if store is None or store.is_exact else store.format)
+        if found is not None:
+            self._check_states(found, "computed" if store is None or store.is_exact else store.format)
         sharding = sharding_asked_for(os.environ)
         if isinstance(self.head, TiedHead):
             self.head.bind(output_layer(self.components.target, accelerator.device))
         place_target(self.components.target, config, accelerator)
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
-        if optimizer_state is not None:
-            last = folder.checkpoints()[-1][1]
-            restore_optimizer(last, self.stepper.strategy, optimizer_state)
-            if self.stepper.ema is not None:
-                restore_raw_weights(last, self.stepper.ema)
+        if found is not None:
+            found.restore(self.stepper.strategy, self.stepper.ema)
         self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
         self.judge: Judge | None = None
 
@@ -158,9 +161,9 @@ class Trainer:
         is_new = not (self.options.resume and self.folder.has_run)
         if self.accelerator.is_main_process:
             if not is_new:
-                self.folder.resume(self.config, self.command, self.state.step)
+                self.folder.resume(self.config, self.options.command, self.state.step)
             else:
-                self.folder.start(self.config, self.command)
+                self.folder.start(self.config, self.options.command)
         self.accelerator.wait_for_everyone()
         try:
             settings = flatten(self.config.model_dump(mode="json"))
@@ -181,25 +184,9 @@ class Trainer:
             print(summary(self.folder), flush=True)
         if ending is not Ending.DONE:
             reached = ending is Ending.MAX_STEPS
-            self._print(f"Go on with: {self._command(without_max_steps=reached)} --resume")
+            again = replace(self.options, max_steps=None if reached else self.options.max_steps)
+            self._print(go_on(f"{again.command} --resume", os.environ))
         return ending
-
-    @property
-    def command(self) -> str:
-        """A command that does what this session did."""
-        return self._command()
-
-    def _command(self, *, without_max_steps: bool = False) -> str:
-        words = [word for word in shlex.split(self.options.arguments) if word != "--resume"]
-        if without_max_steps:
-            words = _without_max_steps(words)
-        # Processes that accelerate did not start itself have the one that did as their parent.
-        door = launch_words(parent_commands(2))
-        if door is None and (count := self.accelerator.num_processes) > 1:
-            on_cpu = ["--cpu"] if self.accelerator.device.type == "cpu" else []
-            program = ["-m", "eagle_kit.train"]
-            door = ["accelerate", "launch", *on_cpu, "--num_processes", str(count), *program]
-        return shlex.join([*(door or ["eagle-kit", "train"]), *words])
 
     def _step_until_stopped(self, interrupt: Interrupt) -> tuple[Ending, str]:
         """The loop; returns why it ended, also as a sentence. The last step is always saved."""
@@ -233,7 +220,7 @@ class Trainer:
         return ending, why
 
     def _should_stop(self, interrupt: Interrupt, started: float | None) -> Ending | None:
-        """Whether any process was interrupted or time is up; all processes get the same answer.
+        """Reason to stop: a process was interrupted, or time is up; all processes get the same answer.
 
         Args:
             started: when this session did; None while it has made no step, which it has time for.
@@ -262,7 +249,7 @@ class Trainer:
         started = time.perf_counter()
         whole, target = self.stepper.strategy.whole_head(), self.components.target
         mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
-        figures = mine.add_up(lambda numbers: sum_numbers(self.accelerator, numbers)).row()
+        figures = Judgement.total(gather_objects(self.accelerator, mine)).row()
         decoded = figures["accept_length"]
         state, chosen = self.state, decoded[self.config.judge.shapes[0]]
         is_better = chosen > state.best_accept_length
@@ -298,7 +285,7 @@ class Trainer:
                 say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
 
     def _servable(self) -> AbstractContextManager[None]:
-        """While inside, the head has the weights that are judged and served: their average, if any."""
+        """Context in which the head has the weights that are judged and served: their average, if any."""
         ema = self.stepper.ema
         return nullcontext() if ema is None else ema.applied()
 
@@ -312,30 +299,33 @@ class Trainer:
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _make_head(self) -> tuple[DraftHead, dict[str, Any] | None]:
-        """A new head, or the one of the last checkpoint with its optimiser state."""
-        config, found, device = self.config, self.components, self.accelerator.device
-        checkpoints = self.folder.checkpoints() if self.options.resume else []
-        if checkpoints:
-            about = read_metadata(checkpoints[-1][1]).get("data")
-            learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
-            if not found.data.equals(learned):
-                raise UserError(
-                    f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
-                    f"({found.data.fingerprint}).",
-                    "Restore the data, or start a new run with output_dir=FOLDER.",
-                )
-            head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
-            check_steps(config, head.config)  # the judge may be another one
-            return freeze(head), optimizer_state
+    def _checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint, or None where there is none yet. Raises UserError for one of other data."""
+        checkpoints, data = self.folder.checkpoints(), self.components.data
+        if not checkpoints:
+            return None
+        about = read_metadata(checkpoints[-1][1]).get("data")
+        learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
+        if not data.equals(learned):
+            raise UserError(
+                f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
+                f"({data.fingerprint}).",
+                "Restore the data, or start a new run with output_dir=FOLDER.",
+            )
+        found = load_checkpoint(checkpoints[-1][1], self.accelerator.device)
+        check_steps(self.config, found.head.config)  # the judge may be another one
+        return found
+
+    def _new_head(self) -> DraftHead:
+        config, found = self.config, self.components
         draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
         check_steps(config, draft)
-        vocab = found.data.vocab_map
-        return new_head(config, draft, found.target, found.folder, vocab, device), None
+        vocab, device = found.data.vocab_map, self.accelerator.device
+        return new_head(config, draft, found.target, found.folder, vocab, device)
 
-    def _check_states(self, now: str) -> None:
+    def _check_states(self, found: Checkpoint, now: str) -> None:
         """Raise UserError when the run learned from states of another format than there are now."""
-        data = read_metadata(self.folder.checkpoints()[-1][1]).get("data")
+        data = read_metadata(found.folder).get("data")
         before = data.get("states", "computed") if isinstance(data, dict) else "computed"
         if before != now:
             raise UserError(
@@ -350,11 +340,12 @@ class Trainer:
         if not settings.every:
             return None
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
-        cache = self.folder.path / f"judge-replies-{rank}-of-{count}.json"
-        return Judge(self.components.target, self.prompts[rank::count], settings, cache)
+        return Judge(self.components.target, self.prompts[rank::count], settings)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
-        about = metadata(self.config, self.accelerator, self.components, self.state, self.command, decoded)
+        about = metadata(
+            self.config, self.accelerator, self.components, self.state, self.options.command, decoded
+        )
         store = self.stepper.store
         about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
         if store is not None:
@@ -364,17 +355,6 @@ class Trainer:
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:
             print(text, flush=True)
-
-
-def _without_max_steps(words: list[str]) -> list[str]:
-    """The command's words but for ``--max-steps N``, which argparse also takes shortened or with a ``=``."""
-    kept, values = [], iter(words)
-    for word in values:
-        if not word.startswith("--m"):
-            kept.append(word)
-        elif "=" not in word:
-            next(values, None)
-    return kept
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The training step as one module: what DDP, FSDP2 and DeepSpeed wrap.
+"""Training step as one module, to be wrapped by DDP, FSDP2 and DeepSpeed.
 
 They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a weight
 of the head happens in here.
@@ -14,18 +14,19 @@ from torch import nn
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch, TTTOutput
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import CROSS_ENTROPY, Objective, TTTOutput, ttt_forward
+from eagle_kit.train.algorithm.ttt import CROSS_ENTROPY, ttt_forward
 
 
 class TTTModule(nn.Module):
     """Training-time test of ``head``, which is its only submodule.
 
     Args:
-        head: what is trained.
+        head: trained.
         embed_weight: the target's embedding ``[V, H]``, on the head's device.
         target_rows: its output rows of the draft vocabulary ``[Vd, H_target]``, there too.
-        objective: what is minimised.
+        objective: minimised.
     """
 
     def __init__(
@@ -49,29 +50,33 @@ class TTTModule(nn.Module):
         taught: torch.Tensor,
         row_weights: list[torch.Tensor],
     ) -> TTTOutput:
-        """Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
-        the other processes wait for it. Without a ``forward`` all gradients are zeros.
+        """Loss of one forward.
 
-        ``taught`` is what the teacher is made of: ``hidden`` without the noise that the head may read. The
-        parts of :class:`TargetFeatures` come one by one, because hooks see tensors only when they are
-        arguments themselves.
+        Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
+        the other processes wait for it. Hooks see tensors only when they are arguments themselves, so the
+        parts of :class:`TargetFeatures` come one by one.
+
+        Args:
+            forward: packed rows; None for gradients of zeros.
+            aux, hidden, argmax: what the head reads, see :class:`TargetFeatures`.
+            taught: ``hidden`` without the noise that the head may read; the teacher is made of it.
+            row_weights: see :class:`TTTBatch`.
         """
         if forward is None:
-            return TTTOutput(self._nothing(aux, hidden), *torch.zeros(4, 0, dtype=torch.float64))
+            return TTTOutput.nothing(self._nothing(aux, hidden), 0)
+        embed_weight, target_head = self._frozen
+        batch = TTTBatch(
+            ids=forward.ids,
+            plan=forward.plan,
+            row_weights=row_weights,
+            features=TargetFeatures(aux, taught, argmax),
+            embed_weight=embed_weight,
+            target_head=target_head,
+            inputs=TargetFeatures(aux, hidden, argmax),
+        )
         recompute = self.training_config.gradient_checkpointing == "steps"
         with autocast(self.training_config, forward.ids.device):
-            out = ttt_forward(
-                self.head,
-                self._frozen[0],
-                forward.ids,
-                TargetFeatures(aux, taught, argmax),
-                self._frozen[1],
-                forward.plan,
-                row_weights,
-                self.objective,
-                inputs=TargetFeatures(aux, hidden, argmax),
-                recompute=recompute,
-            )
+            out = ttt_forward(self.head, batch, self.objective, recompute=recompute)
         has_idle_blocks = len(forward.plan.rows) < len(self.head.blocks)  # a curriculum has not come to them
         if out.loss.requires_grad and not has_idle_blocks:
             return out

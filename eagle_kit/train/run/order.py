@@ -1,4 +1,4 @@
-"""Which packed rows an optimiser step takes: a pure function of the seed and the step counter."""
+"""Packed rows of every optimiser step: a pure function of the seed and the step counter."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""One line that says how the run goes."""
+"""Progress line of a run."""
 
 import sys
 import time

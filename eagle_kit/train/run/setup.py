@@ -1,4 +1,4 @@
-"""Everything a run is made of, put together in the order that refuses mistakes earliest."""
+"""Target, tokenizer, data and states of a run, loaded in the order that refuses mistakes earliest."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingComponents:
-    """What training needs besides the head.
+    """Parts of a run besides the head.
 
     Attributes:
         target: frozen, in the run's precision, where ``training.target_placement`` loads it.

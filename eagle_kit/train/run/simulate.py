@@ -1,4 +1,4 @@
-"""Accept length from a match table: what a chain would have gained on a known greedy continuation.
+"""Accept length of a chain on a known greedy continuation, simulated from a match table.
 
 The draft is teacher-forced along the continuation: step k at row i embeds x[i+1+k] and is fed its own output
 of step k - 1, exactly as a decoder that accepted the k tokens before. The table is then walked as the
@@ -55,7 +55,7 @@ class RowAttend:
 def match_table(
     target: LlamaModel, head: DraftHead, ids: torch.Tensor, prompt_length: int, steps: int
 ) -> torch.Tensor:
-    """Whether the draft's best token of every row and step is the token that follows.
+    """Matches of the draft's best token with the token that follows, by row and step.
 
     Args:
         ids: int64 ``[T]``, a prompt and its greedy continuation.

@@ -1,14 +1,12 @@
-"""A checkpoint: a servable draft, and what resume needs in ``trainer/``; written whole or not at all."""
+"""Checkpoints: a servable draft, and the state of training in ``trainer/``; written whole or not at all."""
 
 import json
-import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
@@ -78,7 +76,6 @@ def save_checkpoint(
         trainer = partial / "trainer"
         trainer.mkdir()
         torch.save(dict(optimizer_state), trainer / "optimizer.pt")
-        torch.save(_rng_state(), trainer / "rng.pt")
         if ema is not None:
             torch.save(ema.raw(), trainer / RAW_WEIGHTS)
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
@@ -86,64 +83,72 @@ def save_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"The checkpoint {folder} could not be written: {error.strerror or error}.",
             FREE_SPACE_AND_RESUME,
         ) from error
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
-def load_checkpoint(folder: Path, device: torch.device) -> tuple[DraftHead, dict[str, Any], TrainState]:
-    """Read a checkpoint back: the head in fp32, the optimiser's state and the counters; sets the RNG states.
+class Checkpoint(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        folder: where it lies.
+        head: the draft, in fp32: the average of the weights, if one was kept.
+        optimizer_state: whole.
+        state: the counters.
+        raw_weights: the weights that training goes on with, beside an average; None without one.
+    """
+
+    folder: Path
+    head: DraftHead
+    optimizer_state: dict[str, Any]
+    state: TrainState
+    raw_weights: dict[str, torch.Tensor] | None
+
+    def restore(self, strategy: "Strategy", ema: Ema | None) -> None:
+        """Give ``strategy``'s optimiser its state, and the head its own weights where it has the average now.
+
+        Raises:
+            UserError: they are of another optimiser or head.
+        """
+        try:
+            groups = strategy.optimizer.param_groups
+            found, wanted = optimizer_name(self.optimizer_state["param_groups"]), optimizer_name(groups)
+            if found == wanted:
+                strategy.load_optimizer_state(self.optimizer_state)
+                if ema is not None:
+                    ema.restore(self.raw_weights or {})
+                return
+        except Exception as error:  # load_state_dict trusts what it is given
+            raise _damaged(self.folder, error) from error
+        where = self.folder / "trainer"
+        raise UserError(
+            f"The optimiser state in {where} is of {found}; training.optimizer is {wanted}.",
+            f"Set training.optimizer={found}, or start a new run with output_dir=FOLDER.",
+        )
+
+
+def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint:
+    """Read a checkpoint back.
+
+    No state of a random number generator is kept: what a step draws depends on the seed and the counters.
 
     Raises:
         UserError: a file of the checkpoint is missing or damaged.
     """
     head = load_draft(folder, dtype=torch.float32, device=str(device))
     trainer = folder / "trainer"
+
+    def load(name: str) -> Any:
+        return torch.load(trainer / name, map_location="cpu", weights_only=True)
+
     try:
-        optimizer_state = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
-        rng = torch.load(trainer / "rng.pt", map_location="cpu", weights_only=True)
         state = TrainState(**json.loads((trainer / "state.json").read_text(encoding="utf-8")))
-        _set_rng_state(rng)
-    except Exception as error:  # unpickling raises whatever the broken bytes make it raise
-        raise _damaged(folder, error) from error
-    return head, optimizer_state, state
-
-
-def restore_optimizer(folder: Path, strategy: "Strategy", optimizer_state: Mapping[str, Any]) -> None:
-    """Give ``strategy``'s optimiser the state that :func:`load_checkpoint` read from ``folder``.
-
-    Raises:
-        UserError: it is not the state of such an optimiser.
-    """
-    try:
-        groups = strategy.optimizer.param_groups
-        found, wanted = optimizer_name(optimizer_state["param_groups"]), optimizer_name(groups)
-        if found != wanted:
-            raise UserError(
-                f"The optimiser state in {folder / 'trainer'} is of {found}; training.optimizer is {wanted}.",
-                f"Set training.optimizer={found}, or start a new run with output_dir=FOLDER.",
-            )
-        strategy.load_optimizer_state(optimizer_state)
-    except UserError:
-        raise
-    except Exception as error:  # load_state_dict trusts what it is given
-        raise _damaged(folder, error) from error
-
-
-def restore_raw_weights(folder: Path, ema: Ema) -> None:
-    """The head was read from ``folder`` with the average for weights, which ``ema`` began with: give it the
-    weights that training goes on with.
-
-    Raises:
-        UserError: they are missing or damaged.
-    """
-    try:
-        ema.restore(torch.load(folder / "trainer" / RAW_WEIGHTS, map_location="cpu", weights_only=True))
+        raw_weights = load(RAW_WEIGHTS) if (trainer / RAW_WEIGHTS).exists() else None
+        return Checkpoint(folder, head, load("optimizer.pt"), state, raw_weights)
     except Exception as error:  # unpickling raises whatever the broken bytes make it raise
         raise _damaged(folder, error) from error
 
@@ -154,29 +159,3 @@ def _damaged(folder: Path, error: Exception) -> UserError:
         f"The trainer state in {folder / 'trainer'} cannot be read: {reason}.",
         f"Delete {folder} to resume from the checkpoint before it.",
     )
-
-
-def _rng_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
-        "python": (version, list(words), gauss),
-    }
-
-
-def _set_rng_state(rng: dict[str, Any]) -> None:
-    torch.set_rng_state(rng["torch"])
-    if rng["cuda"] and len(rng["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(rng["cuda"])
-    keys, position, has_gauss, cached = rng["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, words, gauss = rng["python"]
-    random.setstate((version, tuple(words), gauss))

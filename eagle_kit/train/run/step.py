@@ -16,12 +16,12 @@ from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
+from eagle_kit.train.algorithm.loss import Objective, TTTOutput
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import Objective
 from eagle_kit.train.monitor.clock import StepClock
+from eagle_kit.train.parallel.choose import make_strategy
 from eagle_kit.train.parallel.processes import sum_numbers
-from eagle_kit.train.parallel.strategy import make_strategy
 from eagle_kit.train.run.ema import Ema
 from eagle_kit.train.run.features import FeatureSource
 from eagle_kit.train.run.module import TTTModule, autocast
@@ -100,7 +100,7 @@ class Stepper:
         head: in fp32, trained in place.
         schedule: learning rate by step.
         store: captured states on disk, or None to run the target every time.
-        sharding: how the processes share the head, see ``train.parallel.strategy.make_strategy``.
+        sharding: of the head, see ``train.parallel.choose.make_strategy``.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Stepper:
         )
         clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        sums = self._backward(forwards, counts, num_documents, state.step, clock)
+        loss, sums = self._backward(forwards, counts, num_documents, state.step, clock)
         rate = self.schedule.learning_rate(state.step)
         grad_norm = self.strategy.update(rate, self.training.clip_norm)
         if self.ema is not None:
@@ -161,7 +161,7 @@ class Stepper:
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         clock.lap("optimizer")
-        summed = sum_numbers(self.accelerator, sums)
+        loss, *flat = sum_numbers(self.accelerator, [loss, *sums.flatten().tolist()])
         clock.lap("communication")
         seconds = time.perf_counter() - started
         state.step += 1
@@ -171,13 +171,15 @@ class Stepper:
         state.tokens += tokens
         state.supervised_tokens += int(counts[0])
         state.seconds += seconds
-        losses, matches, leading, learned = (summed[1 + i * steps : 1 + (i + 1) * steps] for i in range(4))
+        sums = torch.tensor(flat, dtype=torch.float64).view(4, steps)
+        total = TTTOutput(torch.tensor(loss), sums)
+        supervised = torch.tensor(counts, dtype=torch.float64).clamp_min(1.0)
         return StepResult(
-            loss=summed[0],
-            loss_per_step=[value / max(1.0, count) for value, count in zip(losses, learned, strict=True)],
-            learned_per_step=[value / max(1.0, count) for value, count in zip(learned, counts, strict=True)],
-            match_per_step=[value / max(1.0, count) for value, count in zip(matches, counts, strict=True)],
-            simulated_accept_length=1.0 + sum(leading) / max(1.0, counts[0]),
+            loss=loss,
+            loss_per_step=(total.losses / total.learned.clamp_min(1.0)).tolist(),
+            learned_per_step=(total.learned / supervised).tolist(),
+            match_per_step=(total.matches / supervised).tolist(),
+            simulated_accept_length=1.0 + sum(total.leading.tolist()) / max(1.0, counts[0]),
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=tokens,
@@ -221,11 +223,9 @@ class Stepper:
         num_documents: float,
         step: int,
         clock: StepClock,
-    ) -> list[float]:
-        """Add every forward's gradient; returns this process's loss, then K loss sums, matches, leading
-        matches and rows that carried loss, end to end."""
-        total = 0.0
-        sums = torch.zeros(4, len(counts), dtype=torch.float64)
+    ) -> tuple[float, torch.Tensor]:
+        """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.sums`."""
+        total, sums = 0.0, torch.zeros(4, len(counts), dtype=torch.float64)
         for number, forward in enumerate(forwards, 1):
             last = number == len(forwards)
             step_weights = self.training.weights[: len(counts)]
@@ -241,15 +241,14 @@ class Stepper:
                 self.strategy.backward(out.loss, last=last)
             clock.lap("backward")
             total += float(out.loss.detach())
-            sums += torch.stack(out[1:])
-        return [total, *sums.flatten().tolist()]
+            sums += out.sums
+        return total, sums
 
     def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
-        """What the head reads in training; the teacher's state stays as it is."""
+        """Features that the head reads, with noise; the teacher's states stay as they are."""
         noise, layers = self.training.feature_noise, len(self.head.capture)
         if noise is None:
             return features
         clean = features.aux if layers else features.hidden
-        rows = forward.numbers, forward.lengths, forward.doc_start
-        noisy = add_noise(clean, noise, max(1, layers), self.seed, step, *rows)
+        noisy = add_noise(clean, forward, noise, max(1, layers), self.seed, step)
         return features._replace(**{"aux" if layers else "hidden": noisy})

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
-from eagle_kit.kernels.soft_cross_entropy import carried
+from eagle_kit.kernels.soft_cross_entropy import Teacher, carried
 
 ROWS, VD, V, SIZE, POSITIONS, ETA = 101, 257, 401, 23, 57, 2.5
 LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_autograd(loss, chunk, group):
     row_losses = formula(loss, z, full[index])
     expected = torch.autograd.grad((row_losses * weights).sum() * 2, (h, w))
     out = linear_draft_loss(
-        h, w, probs, index, weights, loss=loss, mass=mass, eta=ETA, chunk_rows=chunk, group_rows=group
+        h, w, Teacher(probs, index, weights, mass), loss=loss, eta=ETA, chunk_rows=chunk, group_rows=group
     )
     torch.testing.assert_close(out.row_losses.double(), row_losses.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.loss.double(), (row_losses * weights).sum(), rtol=1e-5, atol=1e-5)
@@ -69,12 +69,12 @@ def test_loss_and_gradients_equal_autograd(loss, chunk, group):
 def test_blocks_that_share_one_gradient_of_the_weight_have_that_of_all_rows(loss):
     h, w, full, index, weights = inputs()
     probs, mass = teacher(full)
-    whole = linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=mass)
+    whole = linear_draft_loss(h, w, Teacher(probs, index, weights, mass), loss=loss)
     wanted = torch.autograd.grad(whole.loss * 2, (h, w))
     gathered, total = torch.zeros_like(w), torch.zeros(())
     for rows in torch.arange(ROWS).split(40):
         part = linear_draft_loss(
-            h[rows], w, probs, index[rows], weights[rows], loss=loss, mass=mass, weight_grad=gathered
+            h[rows], w, Teacher(probs, index[rows], weights[rows], mass), loss=loss, weight_grad=gathered
         )
         assert torch.autograd.grad(part.loss, w, retain_graph=True, allow_unused=True) == (None,)
         total = total + part.loss
@@ -88,8 +88,8 @@ def test_blocks_that_share_one_gradient_of_the_weight_have_that_of_all_rows(loss
 def test_a_draft_that_says_everything_needs_no_mass(loss):
     h, w, full, index, weights = inputs(1)
     probs, _ = teacher(full)
-    alone = linear_draft_loss(h, w, probs, index, weights, loss=loss)
-    whole = linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=torch.ones(POSITIONS))
+    alone = linear_draft_loss(h, w, Teacher(probs, index, weights), loss=loss)
+    whole = linear_draft_loss(h, w, Teacher(probs, index, weights, torch.ones(POSITIONS)), loss=loss)
     torch.testing.assert_close(alone.row_losses, whole.row_losses)
 
 
@@ -101,11 +101,8 @@ def test_a_perfect_draft_loses_nothing_but_what_it_cannot_say(loss):
     out = linear_draft_loss(
         logits,
         torch.eye(VD),
-        logits.softmax(-1),
-        torch.arange(9),
-        torch.ones(9),
+        Teacher(logits.softmax(-1), torch.arange(9), torch.ones(9), mass),
         loss=loss,
-        mass=mass,
         eta=ETA,
     )
     best = {"tv": 1 - mass, "lk-alpha": -mass.log(), "lk-hybrid": (1 - torch.exp(-ETA * mass)) * (1 - mass)}
@@ -116,7 +113,7 @@ def test_a_perfect_draft_loses_nothing_but_what_it_cannot_say(loss):
 def test_logits_far_apart_and_teachers_of_probability_zero_stay_finite(loss):
     h = torch.tensor([[200.0, -200.0, 0.0], [-200.0, 200.0, 0.0]], requires_grad=True)
     probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-    out = linear_draft_loss(h, torch.eye(3), probs, torch.arange(2), torch.ones(2), loss=loss)
+    out = linear_draft_loss(h, torch.eye(3), Teacher(probs, torch.arange(2), torch.ones(2)), loss=loss)
     out.loss.backward()
     assert out.row_losses.isfinite().all() and h.grad.isfinite().all()
     assert out.row_losses[0] > 0.9 and abs(float(out.row_losses[1])) < 1e-6
@@ -134,7 +131,7 @@ def test_gradient_descent_raises_the_acceptance_rate(loss):
     for _ in range(60):
         optimizer.zero_grad()
         out = linear_draft_loss(
-            z, torch.eye(VD), probs, torch.arange(POSITIONS), torch.ones(POSITIONS), loss=loss, mass=mass
+            z, torch.eye(VD), Teacher(probs, torch.arange(POSITIONS), torch.ones(POSITIONS), mass), loss=loss
         )
         out.loss.backward()
         optimizer.step()
@@ -147,10 +144,10 @@ def test_autocast_runs_the_matmuls_in_bfloat16_and_keeps_fp32_gradients(loss):
     h, w, full, index, weights = inputs(4)
     probs, mass = teacher(full)
     exact = torch.autograd.grad(
-        linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=mass).loss, (h, w)
+        linear_draft_loss(h, w, Teacher(probs, index, weights, mass), loss=loss).loss, (h, w)
     )
     with torch.autocast("cpu", torch.bfloat16):
-        out = linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=mass)
+        out = linear_draft_loss(h, w, Teacher(probs, index, weights, mass), loss=loss)
     for ours, theirs in zip(torch.autograd.grad(out.loss, (h, w)), exact, strict=True):
         assert ours.dtype == torch.float32 and not torch.equal(ours, theirs)
         assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.995
@@ -161,6 +158,7 @@ def test_only_losses_in_the_acceptance_rate_read_the_mass():
     probs, mass = teacher(full)
     for loss in LOSSES:
         values = [
-            linear_draft_loss(h, w, probs, index, weights, loss=loss, mass=m).loss for m in (mass, 0.5 * mass)
+            linear_draft_loss(h, w, Teacher(probs, index, weights, m), loss=loss).loss
+            for m in (mass, 0.5 * mass)
         ]
         assert (values[0] != values[1]) == (loss in NEEDS_MASS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from eagle_kit.kernels.soft_cross_entropy import linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 UNIT = 2.0**-24
@@ -117,7 +117,7 @@ def test_the_fused_loss_equals_autograd_on_whole_logits(triton_device, chunk):
     row_losses = -(probs[index].double() * z.log_softmax(-1)).sum(-1)
     loss = (row_losses * weights.double()).sum() * 3
     wanted = torch.autograd.grad(loss, (exact_h, exact_w))
-    out = linear_soft_cross_entropy(h, w, probs, index, weights, group_rows=chunk, backend="triton")
+    out = linear_soft_cross_entropy(h, w, Teacher(probs, index, weights), group_rows=chunk, backend="triton")
     torch.testing.assert_close(out.loss.double() * 3, loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.row_losses.double(), row_losses, rtol=1e-5, atol=1e-5)
     assert torch.equal(out.best, z.argmax(-1))
@@ -130,7 +130,7 @@ def test_the_gradient_is_the_slope_of_the_loss(triton_device):
     h, w, probs, index, weights = fused_case(6, 150, 11, 4, torch.float32, triton_device)
 
     def loss(h, w):
-        return linear_soft_cross_entropy(h, w, probs, index, weights, backend="triton").loss
+        return linear_soft_cross_entropy(h, w, Teacher(probs, index, weights), backend="triton").loss
 
     slopes = torch.autograd.grad(loss(h, w), (h, w))
     generator = torch.Generator().manual_seed(9)
@@ -153,7 +153,7 @@ def test_half_types_and_autocast_follow_the_reference(triton_device, dtype):
         both = []
         for backend in ("triton", "reference"):
             with torch.autocast(triton_device, dtype, enabled=autocast):
-                out = linear_soft_cross_entropy(*tensors, probs, index, weights, backend=backend)
+                out = linear_soft_cross_entropy(*tensors, Teacher(probs, index, weights), backend=backend)
             both.append((out, torch.autograd.grad(out.loss, tensors)))
         (ours, our_grads), (theirs, their_grads) = both
         torch.testing.assert_close(ours.row_losses, theirs.row_losses, rtol=1e-3, atol=1e-2)
@@ -164,13 +164,13 @@ def test_half_types_and_autocast_follow_the_reference(triton_device, dtype):
 
 def test_a_frozen_weight_costs_no_gradient_and_a_given_one_grows(triton_device):
     h, w, probs, index, weights = fused_case(23, 300, 16, 9, torch.float32, triton_device)
-    out = linear_soft_cross_entropy(h, w.detach(), probs, index, weights, backend="triton")
+    out = linear_soft_cross_entropy(h, w.detach(), Teacher(probs, index, weights), backend="triton")
     dh, dw = torch.autograd.grad(
-        linear_soft_cross_entropy(h, w, probs, index, weights, backend="triton").loss, (h, w)
+        linear_soft_cross_entropy(h, w, Teacher(probs, index, weights), backend="triton").loss, (h, w)
     )
     assert torch.equal(*torch.autograd.grad(out.loss, h), dh)
     grown = torch.ones_like(w)
-    linear_soft_cross_entropy(h, w, probs, index, weights, weight_grad=grown, backend="triton")
+    linear_soft_cross_entropy(h, w, Teacher(probs, index, weights), weight_grad=grown, backend="triton")
     torch.testing.assert_close(grown, 1 + dw)
 
 
@@ -179,14 +179,16 @@ def test_no_row_and_fake_tensors(triton_device):
     h = torch.ones(0, 8, device=triton_device, requires_grad=True)
     probs, index = torch.ones(1, 20, device=triton_device) / 20, torch.zeros(0, dtype=torch.int64)
     out = linear_soft_cross_entropy(
-        h, w, probs, index.to(triton_device), torch.zeros(0, device=triton_device), backend="triton"
+        h, w, Teacher(probs, index.to(triton_device), torch.zeros(0, device=triton_device)), backend="triton"
     )
     dh, dw = torch.autograd.grad(out.loss, (h, w))
     assert out.loss == 0 and dh.shape == (0, 8) and (dw == 0).all()
     with FakeTensorMode():
         h, w = torch.ones(5, 8, requires_grad=True), torch.ones(20, 8, requires_grad=True)
         index = torch.zeros(5, dtype=torch.int64)
-        out = linear_soft_cross_entropy(h, w, torch.ones(1, 20), index, torch.ones(5), backend="triton")
+        out = linear_soft_cross_entropy(
+            h, w, Teacher(torch.ones(1, 20), index, torch.ones(5)), backend="triton"
+        )
         assert out.loss.shape == () and out.best.dtype == torch.int64 and out.row_losses.shape == (5,)
         assert [g.shape for g in torch.autograd.grad(out.loss, (h, w))] == [h.shape, w.shape]
 

@@ -7,12 +7,16 @@ from tiny import packed_row, randomise, tiny_target
 
 from eagle_kit.checkpoints.eagle1 import to_published
 from eagle_kit.config.train import FeatureNoise, HeadConfig, RegressionConfig
+from eagle_kit.kernels.soft_cross_entropy import Teacher
 from eagle_kit.models.heads.eagle1 import Eagle1Head
 from eagle_kit.models.loading.published import published_names
+from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.regression import regression_loss
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
-from eagle_kit.train.algorithm.ttt import Objective, plan_row, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 from eagle_kit.train.run.new_head import _eagle1_config
 
 
@@ -42,14 +46,16 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
     step_weights = [0.7**k for k in range(steps)]
     result = ttt_forward_backward(
         head,
-        target.embed_tokens.weight,
-        ids,
-        features,
-        target.head_weight,
-        plan,
-        [torch.full((n,), w) for n, w in zip(plan.counts, step_weights, strict=True)],
+        TTTBatch(
+            ids,
+            plan,
+            [torch.full((n,), w) for n, w in zip(plan.counts, step_weights, strict=True)],
+            features,
+            target.embed_tokens.weight,
+            target.head_weight,
+            inputs=read,
+        ),
         Objective(regression=RegressionConfig(**dict(zip(NAMES, weights, strict=True))), detach_steps=detach),
-        inputs=read,
     )
 
     oracle = PublishedEagle1(to_published(head, torch.float64), config.num_heads, config.num_kv_heads)
@@ -68,7 +74,7 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
     torch.testing.assert_close(result.losses, sums, rtol=1e-5, atol=1e-4)
     loss = sum(w * total for w, (total, _) in zip(step_weights, per_step, strict=True))
     loss.backward()
-    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert float(result.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, parameter in head.named_parameters():
         parts = [part if part.startswith("fc.") else f"layers.0.{part}" for part in published_names(name)]
         want = torch.cat([oracle.w(part).grad for part in parts]).float()
@@ -91,7 +97,7 @@ def test_the_loss_equals_autograd_on_its_formula_in_fp64(weights):
 
     mine = states.clone().requires_grad_()
     config = RegressionConfig(feature_weight=feature, token_weight=token, topk_weight=best, topk=k)
-    result = regression_loss(mine, output, hidden, probs.clone(), index, c, config)
+    result = regression_loss(mine, output, hidden, Teacher(probs.clone(), index, c), config)
     result.loss.backward()
 
     theirs = states.double().requires_grad_()
@@ -106,12 +112,21 @@ def test_the_loss_equals_autograd_on_its_formula_in_fp64(weights):
     assert torch.equal(result.best, log_q.argmax(-1))
 
 
+def forward(numbers, lengths, doc_start=None):
+    """Packed rows of ``lengths`` tokens, without tokens or plan."""
+    if doc_start is None:
+        doc_start = torch.zeros(sum(lengths), dtype=torch.int64)
+    return Forward(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
+
+
 def test_noise_on_final_states_depends_on_seed_step_and_row_alone():
     uniform, zeros = FeatureNoise(kind="uniform", amount=0.25), torch.zeros(12, 6)
-    drawn = add_noise(zeros, uniform, 1, 1, 2, [4, 9], [5, 7])
-    assert torch.equal(drawn[5:], add_noise(zeros[:7], uniform, 1, 1, 2, [9], [7])) and not zeros.any()
+    drawn = add_noise(zeros, forward([4, 9], [5, 7]), uniform, 1, 1, 2)
+    assert (
+        torch.equal(drawn[5:], add_noise(zeros[:7], forward([9], [7]), uniform, 1, 1, 2)) and not zeros.any()
+    )
     for seed, step in ((1, 3), (2, 2)):
-        assert not torch.equal(drawn, add_noise(zeros, uniform, 1, seed, step, [4, 9], [5, 7]))
+        assert not torch.equal(drawn, add_noise(zeros, forward([4, 9], [5, 7]), uniform, 1, seed, step))
     assert not torch.equal(drawn[:5], drawn[5:10])
 
 
@@ -120,7 +135,7 @@ def test_noise_has_the_published_distribution():
     lengths = [700, 300]
     doc_start = torch.tensor([0] * 700 + [700] * 300)
     published = FeatureNoise(kind="uniform", amount=0.1, per_tokens=512)
-    drawn = add_noise(torch.zeros(1000, 64), published, 1, 0, 0, [0], [1000], doc_start)
+    drawn = add_noise(torch.zeros(1000, 64), forward([0], [1000], doc_start), published, 1, 0, 0)
     for part, length in zip(drawn.split(lengths), lengths, strict=True):
         bound = 0.1 * 512 / length
         assert 0.999 * bound < part.abs().max() <= bound

@@ -1,7 +1,5 @@
 """Every loss for twenty steps on a small target that has learned a language, and the drafts it accepts."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tiny import tiny_head
@@ -11,8 +9,10 @@ from eagle_kit.config.train import JudgeConfig, TrainingConfig
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
-from eagle_kit.train.algorithm.ttt import Objective, plan_row, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 from eagle_kit.train.run.judge import Judge, share_weights
 from eagle_kit.train.run.optimizer import make_optimizer
 
@@ -23,7 +23,7 @@ VOCAB, DRAFT_VOCAB = 11, 9
 class Language:
     """A target that learned one, replies of its own to learn from, and prompts that are held out."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self) -> None:
         self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=50, train_head=False)[0]
         drawn = torch.randint(VOCAB, (TEXTS + 8, PROMPT), generator=torch.Generator().manual_seed(1))
         prompts = drawn.tolist()
@@ -37,7 +37,7 @@ class Language:
         place = torch.arange(len(self.ids)) - self.doc_start
         self.reply = torch.where(place >= PROMPT, number, -1)
         config = JudgeConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
-        self.judge = Judge(self.target, prompts[TEXTS:], config, cache)
+        self.judge = Judge(self.target, prompts[TEXTS:], config)
 
     def accept_length(self, head: torch.nn.Module) -> float:
         return self.judge.judge(head).decoded[SHAPE].accept_length
@@ -53,13 +53,13 @@ class Language:
         embed = self.target.embed_tokens.weight
         for _ in range(steps):
             optimizer.zero_grad()
-            ttt_forward_backward(head, embed, self.ids, features, rows, plan, weights, objective)
+            ttt_forward_backward(head, TTTBatch(self.ids, plan, weights, features, embed, rows), objective)
             optimizer.step()
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
-    return Language(tmp_path_factory.mktemp("judge") / "replies.json")
+def language() -> Language:
+    return Language()
 
 
 @pytest.mark.parametrize(

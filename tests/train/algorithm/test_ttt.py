@@ -7,8 +7,10 @@ import torch
 from tiny import packed_row, tiny_head, tiny_target
 
 from eagle_kit.kernels.rope.reference import rotate
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
-from eagle_kit.train.algorithm.ttt import Objective, plan_row, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
 STEPS = 5
 
@@ -116,22 +118,19 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows):
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
     result = ttt_forward_backward(
         head,
-        target.embed_tokens.weight,
-        ids,
-        features,
-        target.head_weight[head.target_ids],
-        plan,
-        rows_weights,
+        TTTBatch(
+            ids, plan, rows_weights, features, target.embed_tokens.weight, target.head_weight[head.target_ids]
+        ),
         Objective.of(loss, ETA, head, target.head_weight),
     )
     total, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights, loss, rows)
     total.backward()
-    assert result.counts.tolist() == [count for _, count, _ in per_step] and min(result.counts) > 5
+    assert plan.counts == [count for _, count, _ in per_step] and min(plan.counts) > 5
     assert result.matches.tolist() == [hits for _, _, hits in per_step]
     torch.testing.assert_close(
         result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4
     )
-    assert result.loss == pytest.approx(float(total.detach()), rel=1e-5)
+    assert float(result.loss) == pytest.approx(float(total.detach()), rel=1e-5)
     for (name, ours), theirs in zip(head.named_parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
@@ -176,14 +175,14 @@ def test_a_row_without_a_reply_changes_nothing():
     ids, reply, doc_start = packed_row()
     plan = plan_row(torch.full_like(reply, -1), doc_start, STEPS)
     features = TargetFeatures(torch.zeros(61, 144), torch.zeros(61, 48), torch.full((61,), -1))
-    result = ttt_forward_backward(
-        head,
-        target.embed_tokens.weight,
+    batch = TTTBatch(
         ids,
-        features,
-        target.head_weight[head.target_ids],
         plan,
         [torch.zeros(0)] * 5,
+        features,
+        target.embed_tokens.weight,
+        target.head_weight[head.target_ids],
     )
-    assert result.loss == 0.0 and result.counts.sum() == 0
+    result = ttt_forward_backward(head, batch)
+    assert result.loss == 0.0 and not result.sums.any() and result.sums.shape == (4, 5)
     assert all(parameter.grad is None for parameter in head.parameters())

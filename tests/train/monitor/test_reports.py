@@ -17,7 +17,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.monitor.clock import LAPS, StepClock
 from eagle_kit.train.monitor.run_report import compare_runs
-from eagle_kit.train.run.judge import Judgement
+from eagle_kit.train.run.judge import Judge, Judgement
 
 
 def lines(path: Path) -> list[dict]:
@@ -43,8 +43,12 @@ def fake_run(folder: Path, lengths: list[float], shape: str = "3,1,4") -> Path:
     return folder
 
 
-def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(make_run: Callable) -> None:
+def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(
+    make_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(judge={"every": 20, "shapes": ["3,1,4", "2,2,5"]}, head={"draft_vocab_size": 60})
+    judges, judge = [], Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda self, head: judges.append(self) or judge(self, head))
     assert run("--max-steps", "20") == 0
     row = lines(run.output / "judge.jsonl")[0]
     for shape, reached in row["acceptance_per_position"].items():
@@ -55,13 +59,12 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(make_run
         assert row["accept_length"][shape] >= 1 + sum(reached) - 4 / verifies
     assert row["simulated_acceptance_per_position"]["3,1,4"] == row["acceptance_per_position"]["3,1,4"]
     assert set(row["simulated_acceptance_per_position"]) == {"3,1,4"}
-    replies = json.loads((run.output / "judge-replies-0-of-1.json").read_text())["replies"]
     config = json.loads((run.output / "best" / "config.json").read_text())
     assert config["draft_vocab_size"] == 60
     from eagle_kit.checkpoints.draft import load_draft
 
     sayable = set(load_draft(run.output / "best").target_ids.tolist())
-    said = [token for reply in replies for token in reply]
+    said = [token for reply in judges[0].replies for token in reply]
     assert row["vocab_coverage"] == sum(token in sayable for token in said) / len(said)
     assert 0 < row["vocab_coverage"] < 1
     assert row["tokens"] == sum(step["tokens"] for step in lines(run.output / "metrics.jsonl"))
@@ -70,12 +73,9 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(make_run
 def test_judgements_of_processes_add_up() -> None:
     one = Judgement({"3,1,4": SpecStats(4, 7, [], [2, 1])}, {"3,1,4": SpecStats(4, 7, [], [2, 1])}, 1, 10, 8)
     two = Judgement({"3,1,4": SpecStats(6, 8, [], [2])}, {"3,1,4": SpecStats(6, 8, [], [2])}, 0, 12, 9)
-    sent: list[list[float]] = []
-    two.add_up(lambda numbers: sent.append(list(numbers)) or list(numbers))
-    both = one.add_up(lambda numbers: [a + b for a, b in zip(numbers, sent[0], strict=True)])
-    row = both.row()
+    row = Judgement.total([one, two]).row()
     assert row["accept_length"] == row["simulated_accept_length"] == {"3,1,4": 1.5}
-    assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1, 0.0]}
+    assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1]}
     assert (row["vocab_coverage"], row["num_different_replies"]) == (17 / 22, 1)
 
 

@@ -63,7 +63,7 @@ def check_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
-    names = ("model.safetensors", "trainer/optimizer.pt", "trainer/rng.pt")
+    names = ("model.safetensors", "trainer/optimizer.pt")
     return {name: (checkpoint / name).read_bytes() for name in names}
 
 

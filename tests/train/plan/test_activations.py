@@ -12,8 +12,10 @@ from eagle_kit.kernels.backend import triton_available, use
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.train.algorithm.loss import LOSS_BLOCK, TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import LOSS_BLOCK, _run_layers, plan_row, run_steps, ttt_forward_backward
+from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 from eagle_kit.train.plan.activations import Numerics, saved_bytes, training_bytes
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}
@@ -54,6 +56,9 @@ class Row:
     def autocast(self):
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
+    def batch(self, weights):
+        return TTTBatch(self.ids, self.plan, weights, self.features, self.embeds, self.target_rows)
+
     def saved(self):
         """Bytes of all storages saved by the head's steps, but those of weights, their casts and inputs."""
         parameters = list(self.head.parameters())
@@ -68,9 +73,8 @@ class Row:
                 found[x.untyped_storage().data_ptr()] = x
             return x
 
-        run = run_steps if len(self.head.blocks) == 1 else _run_layers
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), self.autocast():
-            outputs = run(self.head, self.embeds, self.ids, self.features, self.plan, False)
+            outputs = run_steps(self.head, self.batch([]))
         assert outputs
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
@@ -85,9 +89,7 @@ class Row:
         for plan in self.plan.attention:
             assert plan.blocks  # masks of a CPU's attention belong to the plan and are made before
         with LiveBytes() as live, self.autocast():
-            result = ttt_forward_backward(
-                self.head, self.embeds, self.ids, self.features, self.target_rows, self.plan, weights
-            )
+            result = ttt_forward_backward(self.head, self.batch(weights))
         assert result.loss > 0
         return live.peak
 

@@ -7,15 +7,9 @@ from eagle_kit.config.train import DataConfig, TrainConfig
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.plan.estimate import (
-    Workload,
-    capture_flops,
-    head_flops,
-    make_estimate,
-    measure_matmul_rate,
-    num_draft_weights,
-    num_target_weights,
-)
+from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops
+from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
+from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
 TARGET = TargetConfig(
     model_type="llama",
@@ -43,20 +37,18 @@ def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, 
         training=training,
         judge={"every": judge},
     )
-    return make_estimate(
-        config,
-        TARGET,
-        DraftConfig.for_target(TARGET, 64),
+    session = Session(
         work=WORK,
         forwards_per_step=3,
         rows_per_forward=2,
-        num_processes=2,
         num_rows=100,
         num_captures=num_captures,
         num_steps=50,
         flops_per_s=1e9,
         free_disk=1e12,
     )
+    costs = Costs(config, TARGET, DraftConfig.for_target(TARGET, 64), is_gpu=False)
+    return make_estimate(costs, session, num_processes=2)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +56,7 @@ def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, 
 )
 def test_number_of_trained_weights_is_exact(flags: dict[str, object]) -> None:
     draft = DraftConfig.for_target(TARGET, 64, **flags)
-    assert num_draft_weights(draft) == sum(p.numel() for p in Eagle3Head(draft).parameters())
+    assert head_sizes(draft).total == sum(p.numel() for p in Eagle3Head(draft).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -73,7 +65,7 @@ def test_number_of_target_weights_leaves_out_norms_only(tied: bool) -> None:
 
     config = replace(TARGET, tie_word_embeddings=tied)
     matrices = sum(p.numel() for p in LlamaModel(config).parameters() if p.ndim == 2)
-    assert num_target_weights(config) == matrices
+    assert num_weights(config)[1] == matrices
 
 
 def test_arithmetic_of_the_head_grows_with_steps() -> None:
@@ -149,9 +141,18 @@ def test_measured_rate_is_plausible() -> None:
 
 def test_a_target_counts_as_far_as_it_is_held():
     """From a store nothing is held but what the head reads; sharded, that is whole all the same."""
-    ends, whole = 4 * 331 * 48, 4 * num_target_weights(TARGET)
-    assert estimate().memory["target"] == whole
-    assert estimate(store="states", judge=0).memory["target"] == ends
-    assert estimate(store="states").memory["target"] == whole, "the judge runs it"
+    ends, rows, whole = 4 * 331 * 48, 4 * 64 * 48, 4 * num_weights(TARGET)[1]
+    assert estimate().memory["target"] == whole + rows
+    assert estimate(store="states", judge=0).memory["target"] == ends + rows
+    assert estimate(store="states").memory["target"] == whole + rows, "the judge runs it"
     sharded = estimate(judge=0, target_placement="fsdp").memory["target"]
-    assert sharded == ends + (whole - ends) / 2
+    gathered = 2 * (whole - ends) / TARGET.num_layers
+    assert sharded == pytest.approx(ends + rows + (whole - ends) / 2 + gathered)
+
+
+def test_judging_and_training_take_turns() -> None:
+    judged, plain = estimate(), estimate(judge=0)
+    assert "judge" in judged.memory and "judge" not in plain.memory
+    training = plain.memory["states and activations"] + plain.memory["teacher and logits"]
+    assert judged.peak == pytest.approx(plain.peak + max(0.0, judged.memory["judge"] - training))
+    assert plain.peak == pytest.approx(sum(plain.memory.values()))

@@ -11,8 +11,10 @@ import torch
 
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.train.algorithm.loss import TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.algorithm.ttt import plan_row, ttt_forward
+from eagle_kit.train.algorithm.ttt import ttt_forward
 
 LONG = """
 import json, re, sys
@@ -88,7 +90,7 @@ def one_step(
     )
     plan = plan_row(reply, doc_start, steps)
     weights = [torch.full(rows.shape, 1.0 / max(1, len(rows))) for rows in plan.rows]
-    out = ttt_forward(head, embed, ids, features, target_head, plan, weights, recompute=recompute)
+    out = ttt_forward(head, TTTBatch(ids, plan, weights, features, embed, target_head), recompute=recompute)
     out.loss.backward()
     gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()

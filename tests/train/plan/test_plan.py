@@ -50,13 +50,16 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
 ) -> None:
     planner = make_planner(str(path), (), "h100-80g")
     with torch.device("meta"):
-        target, head = LlamaModel(planner.target), make_head(planner.draft)
+        target, head = LlamaModel(planner.costs.target), make_head(planner.costs.draft)
     trained = sum(parameter.numel() for parameter in head.parameters())
-    assert planner.num_head_weights == trained
-    assert planner.num_target_weights[1] == sum(p.numel() for p in target.parameters() if p.ndim > 1)
-    if isinstance(planner.draft, MTPConfig):
+    assert planner.costs.head.total == trained
+    assert planner.costs.target_weights[1] == sum(p.numel() for p in target.parameters() if p.ndim > 1)
+    if isinstance(planner.costs.draft, MTPConfig):
         head.bind(target.lm_head)
-    assert head.output.weight.shape == (planner.draft.draft_vocab_size, planner.target.hidden_size)
+    assert head.output.weight.shape == (
+        planner.costs.draft.draft_vocab_size,
+        planner.costs.target.hidden_size,
+    )
     eight = planner.place(8)
     assert eight is not None and eight.fits
     assert sum(eight.memory.values()) >= eight.peak > eight.memory["target"]
@@ -79,13 +82,13 @@ def test_the_table_of_the_documentation_is_what_the_tool_prints() -> None:
 def test_strategies_follow_from_the_sizes() -> None:
     names = {
         ("llama-3.1-8b-eagle3", "h100-80g"): ("fits", "fits"),
-        ("llama-3.3-70b-eagle3", "h100-80g"): ("from a store", "both sharded"),
+        ("llama-3.3-70b-eagle3", "h100-80g"): ("from a store", "target sharded"),
         ("qwen3-32b-eagle3", "h200"): ("fits", "fits"),
         ("deepseek-v3-eagle3-mla", "h200"): ("from a store", "from a store"),
     }
     for (config, gpu), expected in names.items():
         placements = [planner_of(config, gpu).place(count) for count in (1, 8)]
-        assert tuple(p.strategy.name for p in placements if p) == expected
+        assert tuple(p.name for p in placements if p) == expected
     assert (
         planner_of("deepseek-v3-eagle3-mla", "h200").gpus_to_capture() == 32
     )  # two layers of 23 GB are gathered at a time
@@ -97,7 +100,7 @@ def test_memory_of_an_8b_target_is_what_its_parts_add_up_to() -> None:
     placement = planner.place(1)
     teacher = 2 * 32000 * 4096
     assert placement.memory["target"] == pytest.approx(2 * 8_030_261_248 + teacher, rel=1e-3)  # norms aside
-    assert placement.memory["head, gradient and AdamW"] == 18 * planner.num_head_weights
+    assert placement.memory["head, gradient and optimiser"] == 18 * planner.costs.head.total
     assert placement.peak <= USABLE * GPUS["h100-80g"].memory
     longer = planner_of("llama-3.1-8b-eagle3", "h100-80g", "data.max_length=8192").place(1)
     assert longer.memory["states and activations"] == pytest.approx(
@@ -109,12 +112,12 @@ def test_arithmetic_is_what_torch_counts() -> None:
     """Our targets on the meta device under torch's counter, attention aside, and the plan's speed from it."""
     planner = planner_of("qwen3-0.6b-eagle3", "h100-80g", "judge.every=0")
     with torch.device("meta"):
-        model = LlamaModel(planner.target)
-        model.rope.inv_freq = torch.empty(planner.target.rope_dim // 2, device="meta")
+        model = LlamaModel(planner.costs.target)
+        model.rope.inv_freq = torch.empty(planner.costs.target.rope_dim // 2, device="meta")
         ids = torch.zeros(32, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.logits(model(ids, ids, lambda layer, q, k, v: q).hidden)
-    met, _ = planner.num_target_weights
+    met, _ = planner.costs.target_weights
     assert counter.get_total_flops() == pytest.approx(2 * 32 * met, rel=1e-6)
 
 
@@ -124,7 +127,7 @@ def test_speed_is_arithmetic_over_the_assumed_rate() -> None:
     rate = UTILISATION * 989e12
     at_least = 16 * 4096 * 2 * 6.98e9 / rate  # the layers of the target alone
     head = (
-        16 * 4096 * SUPERVISED_SHARE * 7 * 3 * 2 * planner.num_head_weights / rate
+        16 * 4096 * SUPERVISED_SHARE * 7 * 3 * 2 * planner.costs.head.total / rate
     )  # every weight, every row
     assert at_least < one.seconds_per_step < 1.5 * (at_least + head)
     assert 6 < eight.tokens_per_day / one.tokens_per_day <= 8

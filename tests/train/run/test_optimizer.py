@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from eagle_kit.config.train import FeatureNoise, TrainingConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.train.algorithm.batch import Forward
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.parallel.strategy import Replicated
 from eagle_kit.train.run.ema import Ema
@@ -148,6 +149,13 @@ def test_the_average_is_the_recurrence_and_changes_places_with_the_weights() -> 
 AUX = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1, 1, 80, 80, 80])
 
 
+def forward(numbers, lengths, doc_start=None):
+    """Packed rows of ``lengths`` tokens, without tokens or plan."""
+    if doc_start is None:
+        doc_start = torch.zeros(sum(lengths), dtype=torch.int64)
+    return Forward(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
+
+
 @pytest.mark.parametrize(
     "noise",
     [
@@ -158,7 +166,7 @@ AUX = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.ten
 )
 def test_noise_depends_on_seed_step_and_row_alone(noise) -> None:
     def noisy(numbers, lengths, aux=AUX, seed=3, step=7):
-        return add_noise(aux, noise, 2, seed, step, numbers, lengths)
+        return add_noise(aux, forward(numbers, lengths), noise, 2, seed, step)
 
     torch.manual_seed(1)
     together = noisy([4, 9], [20, 30])
@@ -174,7 +182,7 @@ def test_noise_has_the_size_it_is_asked_for() -> None:
     aux = torch.ones(4000, 6) * torch.tensor([1.0, 1, 1, 80, 80, 80])
 
     def change(**noise):
-        return add_noise(aux, FeatureNoise(**noise), 2, 0, 0, [1], [4000]) - aux
+        return add_noise(aux, forward([1], [4000]), FeatureNoise(**noise), 2, 0, 0) - aux
 
     uniform = change(kind="uniform", amount=0.1)
     assert 0.099 < uniform.abs().max() <= 0.1001 and abs(uniform.mean()) < 1e-3

@@ -1,0 +1,197 @@
+"""Loss of training-time test: output layer and loss in blocks of rows.
+
+The teacher of a block is made once and used by all K steps.
+
+Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.config.train import RegressionConfig
+from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, carried
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.train.algorithm.align import teacher_of
+from eagle_kit.train.algorithm.regression import regression_loss
+from eagle_kit.train.algorithm.row_plan import RowPlan
+from eagle_kit.train.algorithm.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs
+
+LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
+"""Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:
+each adds to the gradient of the whole output weight."""
+
+
+@dataclass(frozen=True)
+class TTTBatch:
+    """One packed row of training-time test, with the frozen weights of the target that it needs.
+
+    Attributes:
+        ids: int64 ``[T]``.
+        plan: rows that carry loss.
+        row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
+        features: the target's states, which the head learns from.
+        embed_weight: the target's embedding ``[V, H]``.
+        target_head: the target's output rows of the draft vocabulary ``[Vd, H_target]``.
+        inputs: states that the head reads in place of ``features`` (noise); None reads ``features``.
+    """
+
+    ids: torch.Tensor
+    plan: RowPlan
+    row_weights: list[torch.Tensor]
+    features: TargetFeatures
+    embed_weight: torch.Tensor
+    target_head: torch.Tensor
+    inputs: TargetFeatures | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Loss to minimise.
+
+    Attributes:
+        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`.
+        eta: of ``lk-hybrid``.
+        target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
+            the draft vocabulary is a part of the target's; None otherwise.
+        regression: EAGLE-1's loss with these weights, in place of ``loss``.
+        detach_steps: no gradient flows through the state that a step hands to the next.
+    """
+
+    loss: str = "ce"
+    eta: float = 3.0
+    target_head: torch.Tensor | None = None
+    regression: RegressionConfig | None = None
+    detach_steps: bool = False
+
+    @classmethod
+    def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
+        """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
+        is_partial = loss in NEEDS_MASS and head.token_map is not None
+        return cls(loss, eta, head_weight if is_partial else None)
+
+
+class TTTOutput(NamedTuple):
+    """Loss of one packed row, and its figures.
+
+    Attributes:
+        loss: to differentiate, fp32; without a graph when no row learns.
+        sums: fp64 ``[4, K]`` on the CPU, sums over the rows of each step, by name below.
+    """
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def nothing(cls, loss: torch.Tensor, steps: int) -> "TTTOutput":
+        """Output of a row without loss."""
+        return cls(loss, torch.zeros(4, steps, dtype=torch.float64))
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """Unweighted losses of the rows that carry loss."""
+        return self.sums[0]
+
+    @property
+    def matches(self) -> torch.Tensor:
+        """Number of rows whose most likely draft token is the target's."""
+        return self.sums[1]
+
+    @property
+    def leading(self) -> torch.Tensor:
+        """Number of rows that match at this step and at all before."""
+        return self.sums[2]
+
+    @property
+    def learned(self) -> torch.Tensor:
+        """Number of rows that carry loss: supervised, and the target's token is in the draft vocabulary."""
+        return self.sums[3]
+
+
+def ttt_loss(
+    head: DraftHead, outputs: list[torch.Tensor], batch: TTTBatch, objective: Objective
+) -> TTTOutput:
+    """Weighted loss over all steps.
+
+    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss.
+
+    Args:
+        outputs: the head's states at the rows of each step, K tensors ``[R_k, H]``.
+    """
+    plan, argmax = batch.plan, batch.features.argmax
+    normed = [head.norm_for_head(out) for out in outputs]
+    result = TTTOutput.nothing(outputs[0].new_zeros((), dtype=torch.float32), len(plan.rows))
+    total, sums = result
+    weight, weight_grad = head.output.weight, None
+    if weight.requires_grad and torch.is_grad_enabled():
+        weight_grad = torch.zeros_like(weight)
+    first_rows = plan.computed[0]
+    block = LOSS_BLOCK_ON_GPU if first_rows.is_cuda else LOSS_BLOCK
+    for start in range(0, first_rows.shape[0], block):
+        low = int(first_rows[start])
+        high = int(first_rows[min(start + block, first_rows.shape[0]) - 1])
+        h, at, weights, mine = [], [], [], []
+        for step, rows in enumerate(plan.rows):
+            inside = torch.nonzero((rows >= low) & (rows <= high))[:, 0]
+            positions = teacher_of(rows[inside], step)
+            sayable = head.t2d[argmax[positions]]
+            inside, positions = inside[sayable], positions[sayable]
+            h.append(normed[step][inside])
+            at.append(positions)
+            weights.append(batch.row_weights[step][inside])
+            mine.append(rows[inside])
+        teachers = torch.cat(at)
+        if teachers.numel() == 0:
+            continue
+        wanted, index = torch.unique(teachers, return_inverse=True)
+        hidden = batch.features.hidden[wanted]
+        probs, mass = draft_vocab_probs(hidden, batch.target_head), None
+        if objective.target_head is not None:
+            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head)
+        teacher = Teacher(probs, index, torch.cat(weights), mass)
+        part = _block_loss(objective, weight, torch.cat(h), hidden, teacher, weight_grad)
+        total = total + part.loss
+        _count(sums, mine, head.to_target(part.best) == argmax[teachers], part.row_losses, len(plan.needed))
+    if weight_grad is not None and total.requires_grad:
+        total = total + carried(weight, weight_grad)
+    return TTTOutput(total, sums)
+
+
+def _block_loss(
+    objective: Objective,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    hidden: torch.Tensor,
+    teacher: Teacher,
+    weight_grad: torch.Tensor | None,
+) -> SoftCrossEntropy:
+    """Loss of a block's rows: ``states [M, H]`` learn from ``teacher``, made of the target's ``hidden
+    [P, H]``. The gradient of the output layer ``weight``, if it learns, is added to ``weight_grad``."""
+    if objective.regression is not None:
+        return regression_loss(states, weight, hidden, teacher, objective.regression)
+    return linear_draft_loss(
+        states, weight, teacher, loss=objective.loss, eta=objective.eta, weight_grad=weight_grad
+    )
+
+
+def _count(
+    sums: torch.Tensor,
+    rows: list[torch.Tensor],
+    is_match: torch.Tensor,
+    row_losses: torch.Tensor,
+    num_tokens: int,
+) -> None:
+    """Add the figures of a block to ``sums [4, K]``; ``is_match`` and ``row_losses`` are of the ``rows`` of
+    all steps, end to end."""
+    sizes = [mine.shape[0] for mine in rows]
+    alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
+    pieces = zip(rows, is_match.split(sizes), row_losses.split(sizes), strict=True)
+    for step, (mine, hits, losses) in enumerate(pieces):
+        still = torch.zeros_like(alive)
+        still[mine] = hits & alive[mine]
+        alive = still
+        figures = (losses.sum().double(), hits.sum().double(), alive.sum().double())
+        sums[:3, step] += torch.stack(figures).cpu()
+        sums[3, step] += len(mine)

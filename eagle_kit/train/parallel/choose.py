@@ -1,0 +1,37 @@
+"""The strategy that a launcher asked for."""
+
+from typing import TYPE_CHECKING
+
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.train.parallel.fsdp import FullySharded
+from eagle_kit.train.parallel.strategy import Replicated, Strategy
+from eagle_kit.train.parallel.zero import Zero
+from eagle_kit.train.run.module import TTTModule
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def make_strategy(
+    sharding: str, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator"
+) -> Strategy:
+    """The strategy named ``sharding``, see :func:`eagle_kit.train.parallel.launch.sharding_asked_for`.
+
+    Raises:
+        UserError: a setting that needs whole weights, where they are sharded.
+    """
+    if sharding == "none":
+        return Replicated(module, training, accelerator)
+    for name, value, plain in (
+        ("optimizer", training.optimizer, "adamw"),
+        ("ema_decay", training.ema_decay, None),
+    ):
+        if value != plain:
+            raise UserError(
+                f"training.{name} is {value}, which needs whole weights, but the launch shards them.",
+                f"Leave training.{name} out, or launch without sharding.",
+            )
+    if sharding == "fsdp2":
+        return FullySharded(module, training, accelerator)
+    return Zero(int(sharding.removeprefix("zero")), module, training, accelerator)
