@@ -140,11 +140,10 @@ def last_line(summary: dict[str, Any], draft: str) -> str:
 
     row = find_row(summary, draft, SHAPES[-1], TASKS[0])
     paths = summary["paths"]
-    plot = next(path for name, path in paths.items() if name.startswith("plot"))
     return (
         f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "
         f"accept_length={row['accept_length'] or 0:.2f} speedup={row['speedup'] or 0:.2f} "
-        f"plot={plot} summary={paths['summary']}"
+        f"plot={paths['plot']} summary={paths['summary']}"
     )
 
 

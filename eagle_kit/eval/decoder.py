@@ -6,6 +6,7 @@ which one goes first rotates: drift then hits all of them alike, and their ratio
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -123,7 +124,7 @@ class Decoder:
                 if run != PLAIN:
                     difference = compare_outputs(engine, plain, output)
                     answer.identical = difference is None
-                    answer.difference = None if difference is None else difference.to_record()
+                    answer.difference = None if difference is None else asdict(difference)
                 answers.append(answer)
         return answers
 

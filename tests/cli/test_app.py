@@ -204,7 +204,7 @@ def test_the_demo_ends_with_a_line_for_machines():
     summary = {
         "greedy_identical": True,
         "rows": [{**row, "draft": "mine"}, {**row, "accept_length": 2.345, "speedup": 0.987}],
-        "paths": {"answers": "a", "summary": "s.json", "plot_speedup": "p.png"},
+        "paths": {"answers": "a", "summary": "s.json", "plot": "p.png"},
     }
     assert last_line(summary, "shipped") == (
         "demo: greedy_identical=yes accept_length=2.35 speedup=0.99 plot=p.png summary=s.json"

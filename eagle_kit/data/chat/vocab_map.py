@@ -4,7 +4,6 @@ Legend: V / Vd target / draft vocabulary.
 """
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import replacing
 
 
 @dataclass
@@ -35,9 +35,8 @@ class VocabMap:
 
     def save(self, path: Path) -> None:
         """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:  # given a name, numpy would add an ending to it
+            with replacing(path) as work, work.open("wb") as file:  # given a name, numpy would add an ending
                 np.savez(
                     file,
                     d2t=self.d2t,
@@ -46,10 +45,7 @@ class VocabMap:
                     fingerprint=self.fingerprint,
                     tokenizer=self.tokenizer,
                 )
-            partial.replace(path)
         except OSError as error:
-            if partial.is_file():
-                partial.unlink()
             raise UserError(
                 f"The vocabulary map could not be written to {path}: {error.strerror or error}.",
                 "Give another file.",

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eagle_kit.core.files import sync_file
+from eagle_kit.core.files import replacing
 
 SAMPLE, SAMPLED = 4096, 16
 """Bytes that the quick checksum takes of the beginning of a tensor, and of how many tensors of a shard."""
@@ -41,8 +41,8 @@ class Damaged(Exception):
     """A shard is not what was written; the text says what is wrong with it."""
 
 
-def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
-    """Write a shard into ``folder``, under ``partial`` first. Raises OSError or SafetensorError."""
+def write_shard(folder: Path, rows: dict[int, Parts]) -> Shard:
+    """Write a shard into ``folder``. Raises OSError or SafetensorError."""
     tensors = {f"{row}/{name}": tensor for row, part in rows.items() for name, tensor in part.items()}
     numbers, sha256 = sorted(rows), _checksum(tensors)
     name = f"states-{numbers[0]:07d}-{sha256[:12]}.safetensors"
@@ -52,13 +52,8 @@ def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
         "sha256": sha256,
         "sample": _sample_of({name: _bytes(tensor) for name, tensor in tensors.items()}),
     }
-    work = folder / f".{name}.{partial}"
-    try:
+    with replacing(folder / name) as work:
         save_file(tensors, work, metadata)
-        sync_file(work)
-        work.replace(folder / name)
-    finally:
-        work.unlink(missing_ok=True)
     return read_shard(folder / name)
 
 
