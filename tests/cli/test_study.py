@@ -140,12 +140,12 @@ def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys
     assert len(whole.splitlines()) > 10
     capsys.readouterr()
 
-    preparation = study_command.Preparation(replies, _command(study, replies), tmp_path / "out")
-    assert preparation.is_done
-    preparation.mark.unlink()  # as after kill -9
+    preparation = study_command.Preparation(replies, _command(study, replies))
+    assert preparation.state == "made"
+    preparation.leave_mark(whole=False)  # as after kill -9
     replies.write_text("".join(whole.splitlines(keepends=True)[:7]))
     assert main(["study", str(study)]) == 0
-    assert replies.read_text() == whole and preparation.is_done
+    assert replies.read_text() == whole and preparation.state == "made"
 
 
 def test_a_file_that_was_brought_along_is_taken_as_it_is(prepared, capsys):
@@ -161,7 +161,7 @@ def test_a_file_of_another_command_is_refused(prepared, capsys, tmp_path):
     command = _command(study, replies)
     replies.parent.mkdir()
     replies.write_text("theirs")
-    study_command.Preparation(replies, f"{command} --limit 3", tmp_path / "out").finish()
+    study_command.Preparation(replies, f"{command} --limit 3").leave_mark(whole=True)
     assert main(["study", str(study), "--dry-run"]) == 2
     assert f"was made by another command: {command} --limit 3" in capsys.readouterr().err
 
