@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch, train, export, evaluate; exit code 1 when a speculative answer differs from the plain one."""
+    from eagle_kit.checkpoints.export import export_draft
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
     from eagle_kit.models.loading.source import resolve_target
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     _train(args)
     head = args.out / "draft"
     _say(started, f"exporting to {head}")
-    _export(args.out, head, target)
+    export_draft(args.out, head, target=str(target))
     drafts = {"demo": head}
     if args.shipped.is_dir():
         drafts["shipped"] = args.shipped
@@ -111,12 +112,6 @@ def num_steps(minutes: float) -> int:
     rate = measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     per_minute = min(60 * EFFICIENCY * rate / FLOPS_PER_STEP, MOST_STEPS_PER_MINUTE)
     return max(int(minutes * per_minute), 4)
-
-
-def _export(run: Path, head: Path, target: Path) -> None:
-    from eagle_kit.checkpoints.export import export_draft
-
-    export_draft(run, head, target=str(target))
 
 
 def _measure(args: argparse.Namespace, target: Path, drafts: dict[str, Path]) -> dict[str, Any]:

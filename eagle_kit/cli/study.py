@@ -15,7 +15,6 @@ from eagle_kit.cli.jobs import Job, interruptible, run_jobs
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_json_atomically
 from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ PREPARE = ("data regenerate", "data vocab")
 class Preparation:
     """A file that the runs read, and the command of ours that makes it, without ``--out PATH``.
 
-    A mark beside a file of our making holds the command and says if the file is whole. A file without a mark
-    was brought along and is taken as it is.
+    A file that is there is taken as it is, unless a mark beside it says that it is being made.
     """
 
     path: Path
@@ -39,23 +37,15 @@ class Preparation:
     @property
     def mark(self) -> Path:
         """Path of the mark."""
-        return self.path.with_name(f"{self.path.name}.prepared")
+        return self.path.with_name(f".{self.path.name}.preparing")
 
     @property
-    def state(self) -> str:
-        """``to be made``, ``made`` or ``taken as it is``."""
-        if not self.path.is_file():
-            return "to be made"
-        if not self.mark.is_file():
-            return "taken as it is"
-        return "made" if self._marked["whole"] else "to be made"
-
-    @property
-    def _marked(self) -> dict[str, Any]:
-        return json.loads(self.mark.read_text(encoding="utf-8"))
+    def is_done(self) -> bool:
+        """True when the file is there and whole."""
+        return self.path.is_file() and not self.mark.exists()
 
     def check(self) -> None:
-        """Raise UserError for something that is no such command, or when another one made the file."""
+        """Raise UserError for something that is no such command."""
         from eagle_kit.cli.app import parse
 
         try:
@@ -70,23 +60,14 @@ class Preparation:
                 f"{self.path} cannot be prepared by {self.command!r}.",
                 f"Give a whole command that begins with {' or '.join(PREPARE)}, without --out.",
             )
-        if self.path.is_file() and self.mark.is_file() and self._marked["command"] != self.command:
-            raise UserError(
-                f"{self.path} was made by another command: {self._marked['command']}",
-                "Restore that one, or name another file.",
-            )
-
-    def leave_mark(self, whole: bool) -> None:
-        """Write the mark."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.mark, {"command": self.command, "whole": whole})
 
     def job(self, out: Path) -> Job:
         """The command, which goes on where it was broken off; ``out`` is the folder of the study."""
-        self.leave_mark(whole=False)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.mark.touch()
         words = [sys.executable, "-m", "eagle_kit.cli", *shlex.split(self.command), "--out", str(self.path)]
         log = out / "logs" / f"{'-'.join(self.path.parts).replace('/', '')}.log"
-        return Job(str(self.path), words, log, lambda: self.leave_mark(whole=True))
+        return Job(str(self.path), words, log, self.mark.unlink)
 
 
 @dataclass(frozen=True)
@@ -189,14 +170,15 @@ def run(args: argparse.Namespace) -> int:
     check(study, files, runs)
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {out}, logs in {out / 'logs'}")
     for file in files:
-        print(f"{file.path}: {file.state}, eagle-kit {file.command}")
+        state = "there, taken as it is" if file.is_done else f"to be made, eagle-kit {file.command}"
+        print(f"{file.path}: {state}")
     if args.dry_run:
         for one in runs:
             print(f"{one.name}: {one.config} {' '.join(one.overrides)}")
         return 0
     try:
         with interruptible(seconds):
-            run_jobs([file.job(out) for file in files if file.state == "to be made"], args.jobs, "prepare")
+            run_jobs([file.job(out) for file in files if not file.is_done], args.jobs, "prepare")
             missing = [one.job() for one in runs if not one.is_done]
             run_jobs(missing, args.jobs, "train", len(runs) - len(missing))
             return _measure(study, runs)
