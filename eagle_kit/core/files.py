@@ -1,4 +1,4 @@
-"""Writing without surprises: folder and room before, one writer at a time, the bytes on the disk after."""
+"""Writing files and folders: checks before, one writer at a time, atomic replacement."""
 
 import json
 import os
@@ -88,9 +88,10 @@ def replacing(path: Path) -> Iterator[Path]:
     remove(work)
     try:
         yield work
-        for file in work.rglob("*") if work.is_dir() else (work,):
-            if file.is_file():
-                sync_file(file)
+        for written in work.rglob("*") if work.is_dir() else (work,):
+            if written.is_file():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
         if path.is_dir():
             path.rename(old)
         work.replace(path)
@@ -107,12 +108,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         path.unlink()
-
-
-def sync_file(path: Path) -> None:
-    """Return when the bytes of ``path`` are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def write_bytes_atomically(path: Path, data: bytes) -> None:

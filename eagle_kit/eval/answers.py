@@ -38,7 +38,7 @@ class Answer:
         prefill_s: seconds to the first token.
         decode_s: seconds from the first token to the last, shared by the batch.
         decode_share_s: this answer's part of the batch's decoding seconds; equals decode_s in a batch of one.
-        identical: whether the tokens equal the plain ones; None for plain itself.
+        identical: True when the tokens equal the plain ones; None for plain itself.
         difference: the first difference, see identity.Difference.
     """
 
@@ -104,7 +104,7 @@ class AnswerStore:
     Opening reads what an earlier, broken-off run left; nothing is written before the first :meth:`add`.
 
     Args:
-        folder: where the files are.
+        folder: of the files.
         settings: everything that decides the answers and their speed. A folder with others raises UserError.
         runs: the settings every prompt is decoded with; a prompt that lacks one of them counts as not done.
     """

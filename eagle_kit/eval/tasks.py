@@ -23,7 +23,7 @@ class EvalPrompt:
 
     Attributes:
         id: its name within the task, unique.
-        category: what it is counted under besides the task.
+        category: group that it is counted in besides the task.
         turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
         context: messages (role, content) that stand before the first turn as they are.
     """

@@ -147,7 +147,7 @@ class Bars:
         across: label of the horizontal axis.
         groups: their names.
         line: value of a vertical line to compare with; None draws none.
-        start: where the bars begin.
+        start: value at which the bars begin.
     """
 
     across: str

@@ -103,15 +103,14 @@ def _model_config(config: PretrainConfig, tokenizer: Any) -> Any:
     import transformers
 
     sizes = dict(config.model)
-    kind = sizes.pop("model_type", None)
-    if kind is None:
-        raise UserError("`model` has no `model_type`.", "Write one, such as deepseek_v3.")
+    kind = sizes.pop("model_type", "none given")
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     try:
         return transformers.AutoConfig.for_model(kind, **sizes, vocab_size=len(tokenizer), **ends)
     except ValueError as error:
         raise UserError(
-            f"transformers has no model of the type {kind} with these sizes ({error}).", "Correct `model`."
+            f"transformers has no model of the type {kind} with these sizes ({error}).",
+            "Correct `model`, whose `model_type` is one such as deepseek_v3.",
         ) from None
 
 

@@ -55,7 +55,7 @@ def compare(
     Args:
         groups: run folders by label; several folders of one label are repetitions with other seeds. The first
             label is what the others are measured against.
-        folder: where ``report.html`` and ``compare.png`` go; made when missing.
+        folder: of ``report.html`` and ``compare.png``; made when missing.
         shape: whose accept length is compared; None is the one that chose ``best/`` in the first run.
 
     Raises:
