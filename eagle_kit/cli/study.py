@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     check(study, files, runs)
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {out}, logs in {out / 'logs'}")
     for file in files:
-        state = "there, taken as it is" if file.is_done else f"to be made, eagle-kit {file.command}"
+        state = "taken as it is" if file.is_done else f"to be made, eagle-kit {file.command}"
         print(f"{file.path}: {state}")
     if args.dry_run:
         for one in runs:

@@ -92,7 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
             if written.is_file():
                 with written.open("rb") as file:
                     os.fsync(file.fileno())
-        if path.is_dir():
+        if work.is_dir() and path.is_dir():  # a file never takes the place of a folder
             path.rename(old)
         work.replace(path)
     finally:  # an interrupt between the two renames must not cost the older folder either

@@ -70,4 +70,7 @@ def test_a_replaced_file_or_folder_is_the_old_one_or_all_of_the_new(tmp_path: Pa
         assert [path.name for path in folder.iterdir()] == ["old"]
     write_json_atomically(file, {"ü": 1}, indent=0)
     assert [path.name for path in folder.iterdir()] == ["new"] and file.read_text() == '{\n"ü": 1\n}\n'
+    with pytest.raises(OSError, match="folder"):
+        write_text_atomically(folder, "a file in the place of a folder")
+    assert (folder / "new").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "folder"]
