@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from eagle_kit.checkpoints.layout import (
 )
 from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, sync_files
+from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, replacing
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.heads.eagle1 import Eagle1Head
@@ -87,30 +86,18 @@ def write_draft(
     }
     if card is not None:
         texts[CARD] = card
-    partial, old = (
-        folder.with_name(f".{folder.name}.{suffix}.{os.getpid()}") for suffix in ("partial", "old")
-    )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         need = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + (1 << 20)
         check_disk_space(folder.parent, need)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod(0o644)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        sync_files(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
+        with replacing(folder) as partial:
+            partial.mkdir()
+            save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
+            (partial / WEIGHTS).chmod(0o644)
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"The draft could not be written to {folder} ({error}).", ANOTHER_FOLDER) from error
-    finally:  # an interrupt between the two renames must not cost the older draft either
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _published(head: DraftHead, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

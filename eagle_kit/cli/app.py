@@ -1,4 +1,4 @@
-"""`eagle-kit COMMAND`: finds the command and runs it; a mistake of the user is two lines and exit code 2."""
+"""`eagle-kit COMMAND`: find the command and run it; a mistake of the user is two lines and exit code 2."""
 
 import argparse
 import os
@@ -14,19 +14,19 @@ from eagle_kit.core.process import INTERRUPTED
 
 
 class Command(NamedTuple):
-    """A command: its line of help and the module with ``configure(parser)`` and ``run(args) -> int``."""
+    """A line of help, and the module with ``configure(parser)`` and ``run(args) -> int``."""
 
     help: str
     module: str
 
 
 COMMANDS = {
-    "doctor": Command("what this machine has, how fast it is, what is missing", "eagle_kit.cli.doctor"),
+    "doctor": Command("show this machine, its speed, and missing packages", "eagle_kit.cli.doctor"),
     "demo": Command("train a head for a few minutes, serve it and measure it", "eagle_kit.cli.demo"),
     "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
     "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
-    "report": Command("the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
+    "report": Command("draw the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "import": Command("bring a draft of another project into our layout", "eagle_kit.cli.import_"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
@@ -77,20 +77,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. Light: no command's work is imported for its help."""
+    """Build the parser of all commands. Light: no command's work is imported for its help."""
     parser = argparse.ArgumentParser(
         prog="eagle-kit", description="Train an EAGLE-3 draft head, serve it, and measure it."
     )
     parser.add_argument("--version", action="version", version=f"eagle-kit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=f"{_sentence(command.help)}")
+        sub = commands.add_parser(
+            name, help=command.help, description=f"{command.help[:1].upper()}{command.help[1:]}."
+        )
         if name not in DELEGATED:
             module = import_module(command.module)
             module.configure(sub)
             sub.set_defaults(run=module.run)
     return parser
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."

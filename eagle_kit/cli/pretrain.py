@@ -3,27 +3,23 @@
 import argparse
 
 from eagle_kit.config.loading.command_line import add_config
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import INTERRUPTED
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``pretrain``."""
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last save")
-    parser.add_argument("--minutes", type=float, metavar="M", help="save and stop after them")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; exit code 0 when it is done or was stopped by its time, having saved."""
+    """Train; exit code 130 when it was stopped by Ctrl-C or SIGTERM, having saved."""
     from eagle_kit.config.loading.loader import load_config
     from eagle_kit.config.pretrain import PretrainConfig
     from eagle_kit.train.pretrain import pretrain
 
-    if args.minutes is not None and args.minutes <= 0:
-        raise UserError(f"--minutes is {args.minutes}.", "Give a number above 0.")
-    folder = pretrain(
-        load_config(PretrainConfig, args.config, args.overrides), resume=args.resume, minutes=args.minutes
-    )
-    if folder is not None:
-        print(f"The target is in {folder}.")
+    config = load_config(PretrainConfig, args.config, args.overrides)
+    if not pretrain(config, resume=args.resume):
+        return INTERRUPTED
+    print(f"The target is in {config.output_dir}.")
     return 0

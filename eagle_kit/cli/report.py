@@ -1,4 +1,4 @@
-"""`eagle-kit report RUN ...`: the curves of a run as a page, or of several in one picture and one table."""
+"""`eagle-kit report RUN ...`: curves of a run as a page, or of several in one picture and one table."""
 
 import argparse
 from pathlib import Path
@@ -19,8 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and print where and what."""
-    from eagle_kit.train.monitor.run_report import compare_runs, write_report
+    """Draw the page and print its path; of several runs, the table as well."""
+    from eagle_kit.train.run.report import compare_runs, write_report
 
     groups = groups_of(args.runs)
     folders = [folder for group in groups.values() for folder in group]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         raise UserError("Several runs have no folder in common.", "Give --out DIR.")
     result = compare_runs(groups, args.out, args.shape)
-    print(f"{result.table()}\n\n{result.png}\n{result.page}")
+    print(f"{result.table.markdown()}\n\n{result.png}\n{result.page}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`eagle-kit validate DRAFT --target T`: does this draft fit this target, and if not, why."""
+"""`eagle-kit validate DRAFT --target T`: check a draft against its target."""
 
 import argparse
 from pathlib import Path

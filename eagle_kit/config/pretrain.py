@@ -10,33 +10,27 @@ class _Section(BaseModel):
 
 
 class TextConfig(_Section):
-    """What it reads.
+    """Text to learn from.
 
     Attributes:
         source: conversations as ``data.source`` of a head's config names them.
-        limit: most conversations read; null reads all.
-        max_tokens: of the text that is kept; it stops earlier than ``limit`` when they are reached.
-        min_ascii: least share of ASCII characters of a conversation: a small vocabulary has no room for many
-            scripts.
+        max_tokens: most tokens of the text.
         vocab_size: of the byte-level BPE tokenizer that is made from the same text.
     """
 
     source: str
-    limit: int | None = Field(default=None, ge=1)
     max_tokens: int = Field(default=20_000_000, ge=1000)
-    min_ascii: float = Field(default=0.99, ge=0, le=1)
     vocab_size: int = Field(default=4096, ge=300, le=65536)
 
 
 class OptimisationConfig(_Section):
-    """How it learns. ``length`` is tokens of a row, ``rows`` the rows of a step."""
+    """Optimisation: ``length`` is tokens of a row, ``rows`` the rows of a step."""
 
     length: int = Field(default=256, ge=8)
     rows: int = Field(default=16, ge=1)
     steps: int = Field(ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=50, ge=0)
-    weight_decay: float = Field(default=0.1, ge=0)
     save_every: int = Field(default=100, ge=1)
 
 

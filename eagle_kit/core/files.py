@@ -1,10 +1,13 @@
-"""Writing without surprises: folder and room before, one writer at a time, the bytes on the disk after."""
+"""Writing files and folders: checks before, one writer at a time, atomic replacement."""
 
+import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -72,23 +75,52 @@ def sole_writer(of: Path, lock: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def sync_files(folder: Path) -> None:
-    """Return when the bytes of every file in ``folder`` are on the disk."""
-    for path in folder.iterdir():
-        sync_file(path)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write a file or a folder to, and put it in its place at the end.
+
+    A reader sees what was there before or all of the new, whose bytes are on the disk first. When the body
+    raises, what was there stays and the new is deleted; a killed process leaves ``.NAME.HOST.PID.partial``,
+    and between two renames of a folder what was there before as ``.NAME.HOST.PID.old``.
+    """
+    mine = f".{path.name}.{socket.gethostname()}.{os.getpid()}"
+    work, old = path.with_name(f"{mine}.partial"), path.with_name(f"{mine}.old")
+    remove(work)
+    try:
+        yield work
+        for written in work.rglob("*") if work.is_dir() else (work,):
+            if written.is_file():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+        if work.is_dir() and path.is_dir():  # a file never takes the place of a folder
+            path.rename(old)
+        work.replace(path)
+    finally:  # an interrupt between the two renames must not cost the older folder either
+        if old.exists() and not path.exists():
+            old.rename(path)
+        remove(work)
+        remove(old)
 
 
-def sync_file(path: Path) -> None:
-    """Return when the bytes of ``path`` are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all in it; one that is not there is no error."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        path.unlink()
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` so that a reader sees the old file or the new one, never a part."""
+    with replacing(path) as work:
+        work.write_bytes(data)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Write ``text`` in UTF-8 so that a reader sees the old file or the new one, never a part."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_json_atomically(path: Path, value: Any, indent: int = 2) -> None:
+    """Write ``value`` as JSON so that a reader sees the old file or the new one, never a part."""
+    write_text_atomically(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -25,6 +25,11 @@ class SpecShape(NamedTuple):
     def __str__(self) -> str:
         return f"{self.steps},{self.topk},{self.tokens}"
 
+    @property
+    def label(self) -> str:
+        """The shape with its kind, such as ``4,1,5 (chain)``."""
+        return f"{self} ({'chain' if self.topk == 1 else 'tree'})"
+
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
         """Read ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""

@@ -1,4 +1,4 @@
-"""One answer as a record, and the folder that keeps them so that a run can be broken off and resumed."""
+"""Answers as records, and the folder that keeps them so that a run can be broken off and resumed."""
 
 import hashlib
 import json
@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_json_atomically, write_text_atomically
 from eagle_kit.core.stats import SpecStats
 
 ANSWERS_FILE, SETTINGS_FILE, SUMMARY_FILE = "answers.jsonl", "settings.json", "summary.json"
 
 
 class Setting(NamedTuple):
-    """What decodes: plain decoding (no draft), or a draft with a shape."""
+    """One way to decode: plain decoding (no draft), or a draft with a shape."""
 
     draft: str | None
     shape: str
-
-    @property
-    def label(self) -> str:
-        return "plain" if self.draft is None else f"{self.draft} {self.shape}"
 
 
 PLAIN = Setting(None, "none")
@@ -41,7 +38,7 @@ class Answer:
         prefill_s: seconds to the first token.
         decode_s: seconds from the first token to the last, shared by the batch.
         decode_share_s: this answer's part of the batch's decoding seconds; equals decode_s in a batch of one.
-        identical: whether the tokens equal the plain ones; None for plain itself.
+        identical: True when the tokens equal the plain ones; None for plain itself.
         difference: the first difference, see identity.Difference.
     """
 
@@ -64,6 +61,7 @@ class Answer:
 
     @property
     def setting(self) -> Setting:
+        """Draft and shape."""
         return Setting(self.draft, self.shape)
 
     @property
@@ -106,7 +104,7 @@ class AnswerStore:
     Opening reads what an earlier, broken-off run left; nothing is written before the first :meth:`add`.
 
     Args:
-        folder: where the files are.
+        folder: of the files.
         settings: everything that decides the answers and their speed. A folder with others raises UserError.
         runs: the settings every prompt is decoded with; a prompt that lacks one of them counts as not done.
     """
@@ -135,18 +133,16 @@ class AnswerStore:
         """Write the settings, with ``about`` (machine, versions, command) of the first start beside them."""
         self.about = self.about or about
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / SETTINGS_FILE, {"settings": self.settings, "about": self.about})
-        kept = [json.dumps(answer.to_record(), ensure_ascii=False) + "\n" for answer in self.answers]
-        write_text(self._path, "".join(kept))
+        write_json_atomically(self.folder / SETTINGS_FILE, {"settings": self.settings, "about": self.about})
+        write_text_atomically(self._path, _as_lines(self.answers))
         self._started = True
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Append the answers of all settings to one batch of prompts, and flush them to the disk."""
         assert self._started, "start() comes first"
         answers = list(answers)
-        text = "".join(json.dumps(answer.to_record(), ensure_ascii=False) + "\n" for answer in answers)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
+            file.write(_as_lines(answers))
             file.flush()
             os.fsync(file.fileno())
         for answer in answers:
@@ -190,6 +186,10 @@ class AnswerStore:
         self._by_key = {key: group for key, group in groups.items() if runs <= group.keys()}
 
 
+def _as_lines(answers: Iterable[Answer]) -> str:
+    return "".join(json.dumps(answer.to_record(), ensure_ascii=False) + "\n" for answer in answers)
+
+
 def fingerprint(path: str | Path) -> str | None:
     """Short hash of a local checkpoint folder's files, None for a name that is no folder.
 
@@ -210,18 +210,3 @@ def fingerprint(path: str | Path) -> str | None:
                 stream.seek(-(1 << 20), os.SEEK_END)
                 digest.update(stream.read())
     return digest.hexdigest()[:16]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is either the old one or the whole new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file beside its place, then rename it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

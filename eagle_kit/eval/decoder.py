@@ -6,6 +6,7 @@ which one goes first rotates: drift then hits all of them alike, and their ratio
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -20,22 +21,16 @@ Engines = dict[str | None, EvalEngine]
 """By draft name; None is the plain one."""
 
 
+@dataclass(frozen=True)
 class Decoder:
-    """Goes through the prompts of ``tasks`` and fills ``store`` with the answers of all ``runs``."""
+    """Decodes the prompts of ``tasks`` with all ``runs`` and fills ``store`` with the answers."""
 
-    def __init__(
-        self,
-        tasks: list[Task],
-        runs: list[Setting],
-        params: SamplingParams,
-        batch_size: int,
-        store: AnswerStore,
-        *,
-        show_progress: bool,
-    ) -> None:
-        self.tasks, self.runs, self.params = tasks, runs, params
-        self.batch_size, self.store = batch_size, store
-        self.show_progress = show_progress
+    tasks: list[Task]
+    runs: list[Setting]
+    params: SamplingParams
+    batch_size: int
+    store: AnswerStore
+    show_progress: bool
 
     @property
     def num_pending(self) -> int:
@@ -90,7 +85,7 @@ class Decoder:
     def _decode(
         self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
-        """One turn of a batch of prompts with every setting, beginning with setting ``first``."""
+        """Decode one turn of a batch of prompts with every setting, beginning with setting ``first``."""
         messages = [
             p.messages([self._plain_reply(task, p, earlier) for earlier in range(turn)]) for p in prompts
         ]
@@ -112,19 +107,33 @@ class Decoder:
         turn: int,
         outputs: dict[Setting, list[RequestOutput]],
     ) -> list[Answer]:
-        """Outputs as records, each compared with the plain one."""
+        """Turn outputs into records, each compared with the plain one."""
         answers = []
         for run in self.runs:
             seconds = batch_decode_seconds(outputs[run])
             num_tokens = sum(max(len(output.token_ids) - 1, 0) for output in outputs[run])
             for prompt, output, plain in zip(prompts, outputs[run], outputs[PLAIN], strict=True):
-                answer = _answer(task, prompt, turn, run, output)
-                answer.decode_share_s = seconds * answer.num_decode_tokens / num_tokens if num_tokens else 0.0
-                if run != PLAIN:
-                    difference = compare_outputs(engine, plain, output)
-                    answer.identical = difference is None
-                    answer.difference = None if difference is None else difference.to_record()
-                answers.append(answer)
+                difference = None if run == PLAIN else compare_outputs(engine, plain, output)
+                share = max(len(output.token_ids) - 1, 0) / num_tokens if num_tokens else 0.0
+                answers.append(
+                    Answer(
+                        task.name,
+                        prompt.id,
+                        prompt.category,
+                        turn,
+                        *run,
+                        num_prompt_tokens=len(output.prompt_ids),
+                        token_ids=list(output.token_ids),
+                        finish_reason=output.finish_reason,
+                        stats=output.stats,
+                        prefill_s=output.prefill_s,
+                        decode_s=output.decode_s,
+                        decode_share_s=seconds * share,
+                        identical=None if run == PLAIN else difference is None,
+                        difference=None if difference is None else asdict(difference),
+                        text=output.text,
+                    )
+                )
         return answers
 
     def _plain_reply(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
@@ -144,21 +153,3 @@ def batch_decode_seconds(outputs: Sequence[RequestOutput]) -> float:
         clock += output.prefill_s
         last_token = max(last_token, clock + output.decode_s)
     return max(last_token - clock, 0.0)
-
-
-def _answer(task: Task, prompt: EvalPrompt, turn: int, run: Setting, output: RequestOutput) -> Answer:
-    return Answer(
-        task=task.name,
-        id=prompt.id,
-        category=prompt.category,
-        turn=turn,
-        draft=run.draft,
-        shape=run.shape,
-        num_prompt_tokens=len(output.prompt_ids),
-        token_ids=list(output.token_ids),
-        finish_reason=output.finish_reason,
-        stats=output.stats,
-        prefill_s=output.prefill_s,
-        decode_s=output.decode_s,
-        text=output.text,
-    )

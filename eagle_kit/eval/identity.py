@@ -1,7 +1,7 @@
-"""Is an answer the plain greedy answer? If not, where does it leave it, and how close was the call?"""
+"""Comparison of an answer with the plain greedy one: first different token, and the gap of the logits."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -26,9 +26,6 @@ class Difference:
     plain_text: str
     text: str
     logit_gap: float | None
-
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:

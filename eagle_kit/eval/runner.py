@@ -1,4 +1,4 @@
-"""``run_eval``: settle the settings, decode what is not done yet, then summary, plots and report."""
+"""``run_eval``: settle the settings, decode what is not done yet, then summary, plot and report."""
 
 import functools
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_json_atomically
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.eval.answers import (
@@ -15,15 +16,14 @@ from eagle_kit.eval.answers import (
     AnswerStore,
     Setting,
     fingerprint,
-    write_json,
 )
 from eagle_kit.eval.decoder import Decoder
 from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place
-from eagle_kit.eval.plots import plot_summary, require_matplotlib
-from eagle_kit.eval.report import report
+from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.summary import summarise
 from eagle_kit.eval.tasks import Task, load_tasks
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
+from eagle_kit.report.plots import require_matplotlib
 
 DEFAULT_SHAPES = ("4,1,5", "5,4,16")
 
@@ -53,7 +53,7 @@ def run_eval(
 ) -> dict[str, Any]:
     """Measure drafts on tasks against plain decoding.
 
-    Writes answers.jsonl (as it goes), settings.json, summary.json and the plots into ``out`` and prints the
+    Writes answers.jsonl (as it goes), settings.json, summary.json and the plot into ``out`` and prints the
     report. Called again with the same ``out`` and settings, it goes on where it was broken off.
 
     Args:
@@ -66,9 +66,9 @@ def run_eval(
         limit: most prompts of each task, drawn by ``seed`` evenly over its categories; None for all.
         batch_size: prompts decoded together.
         seed: draws the prompts of ``limit``; decoding is greedy and needs none.
-        draft_names: what to call the drafts; default their folders' names.
+        draft_names: names of the drafts; default those of their folders.
         dtype, device, max_context: of the engine, see LLM.
-        plots: draw the plots; needs matplotlib.
+        plots: draw the plot; needs matplotlib.
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
         engines: makes the engines from (target, drafts); default ``LLM``.
@@ -80,7 +80,7 @@ def run_eval(
         UserError: a bad shape, task, draft or option, or an ``out`` that holds a run with other settings.
     """
     if plots:
-        require_matplotlib()
+        require_matplotlib("give --no-plots")
     if batch_size < 1:
         raise UserError(f"The batch size is {batch_size}.", "Decode at least one prompt at a time.")
     params = SamplingParams(max_tokens=max_tokens)
@@ -141,7 +141,7 @@ def _finish(
     plots: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Summary, plots and report of all answers."""
+    """Write the summary and the plot of all answers; print the report."""
     summary = {
         "format": 1,
         **store.about,
@@ -152,9 +152,10 @@ def _finish(
     }
     paths = {"answers": str(store.folder / ANSWERS_FILE), "summary": str(store.folder / SUMMARY_FILE)}
     if plots:
-        paths |= {f"plot_{name}": path for name, path in plot_summary(summary, store.folder).items()}
+        picture = plot(summary, store.folder)
+        paths |= {} if picture is None else {"plot": str(picture)}
     summary["paths"] = paths
-    write_json(store.folder / SUMMARY_FILE, summary)
+    write_json_atomically(store.folder / SUMMARY_FILE, summary)
     if not quiet:
         print(report(summary))
     return summary
@@ -201,7 +202,7 @@ def _public_name(target: str | Path) -> str:
 
 
 def _speed_settings() -> dict[str, Any]:
-    """What else decides speed: a run must not be resumed on another machine."""
+    """Facts of the machine that decide speed: a run must not be resumed on another one."""
     import torch
 
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.records import Unusable, to_conversation
 
 KNOWN_TASKS = ("human_eval", "ours")
 _FORMS = 'Write {"question_id", "category", "turns": [...]}, {"prompt": "..."} or {"messages": [...]} a line.'
@@ -22,7 +23,7 @@ class EvalPrompt:
 
     Attributes:
         id: its name within the task, unique.
-        category: what it is counted under besides the task.
+        category: group that it is counted in besides the task.
         turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
         context: messages (role, content) that stand before the first turn as they are.
     """
@@ -151,8 +152,8 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
             raise UserError(f"Line {number} of {file} is not a JSON object.", _FORMS) from None
         try:
             prompt = _read_record(record, task, number)
-        except _BadLine as error:
-            raise UserError(f"Line {number} of {file} {error}.", _FORMS) from None
+        except Unusable as error:
+            raise UserError(f"Line {number} of {file} cannot be used: {error}.", _FORMS) from None
         if prompt.id in first_line:
             raise UserError(
                 f"Line {number} of {file} has the id {prompt.id!r} of line {first_line[prompt.id]}.",
@@ -165,20 +166,16 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
     return prompts
 
 
-class _BadLine(Exception):
-    """What is wrong with a line, as the end of a sentence."""
-
-
 def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not isinstance(record, dict):
-        raise _BadLine("is not a JSON object")
+        raise Unusable("no JSON object")
     prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
     category = record.get("category", task)
     if not isinstance(category, str) or not category:
-        raise _BadLine("has a category that is not a name")
+        raise Unusable("a category that is not a name")
     present = [key for key in ("turns", "prompt", "messages") if key in record]
     if len(present) != 1:
-        raise _BadLine(f"has {' and '.join(present) or 'none'} of turns, prompt and messages")
+        raise Unusable(f"{' and '.join(present) or 'none'} of turns, prompt and messages")
     value = record[present[0]]
     context: tuple[tuple[str, str], ...] = ()
     if present[0] == "messages":
@@ -186,25 +183,17 @@ def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
     else:
         turns = tuple(value) if isinstance(value, list) else (value,)
         if isinstance(value, list) != (present[0] == "turns"):
-            raise _BadLine("has turns that are not a list, or a prompt that is one")
+            raise Unusable("turns that are not a list, or a prompt that is one")
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise _BadLine("has an empty prompt or one that is not text")
+        raise Unusable("an empty prompt or one that is not text")
     return EvalPrompt(prompt_id, category, turns, context)
 
 
-def _read_messages(messages: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    if not isinstance(messages, list):
-        raise _BadLine("has messages that are not a list")
-    pairs: list[tuple[str, str]] = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise _BadLine("has a message without role and text")
-        role = message.get("role")
-        if role not in ("system", "user", "assistant"):
-            raise _BadLine(f"has a message of the unknown role {role!r}")
-        pairs.append((role, message["content"]))
-    while pairs and pairs[-1][0] == "assistant":
-        pairs.pop()
-    if not pairs or pairs[-1][0] != "user":
-        raise _BadLine("has messages without a user turn at their end")
-    return tuple(pairs[:-1]), (pairs[-1][1],)
+def _read_messages(value: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Context and turn of a list of messages: replies at its end are left out."""
+    messages = list(to_conversation({"messages": value}, "").messages)
+    while messages[-1].role == "assistant":
+        messages.pop()
+    if messages[-1].role != "user":
+        raise Unusable("messages without a user turn at their end")
+    return tuple((message.role, message.content) for message in messages[:-1]), (messages[-1].content,)

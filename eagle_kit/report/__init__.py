@@ -1,1 +1,1 @@
-"""Tables, plots and pages, shared by training, evaluation and benchmarks."""
+"""Tables, figures, pages, environment of a measurement: shared by training, evaluation and benchmarks."""

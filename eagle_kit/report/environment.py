@@ -1,15 +1,19 @@
-"""What a measurement ran on: machine, versions, command, date."""
+"""Environment of a measurement: machine, versions, command, date."""
 
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.process import num_cores
+
+PACKAGES = ("eagle_kit", "torch", "transformers", "accelerate", "numpy", "safetensors")
 
 
 def describe_machine(device: str) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def machine_title(machine: dict[str, Any]) -> str:
 
 
 def cpu_model() -> str:
-    """The CPU's own name where the system tells it, else its architecture."""
+    """Name of the CPU where the system tells it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.lower().startswith(("model name", "hardware")):
@@ -47,13 +51,16 @@ def cpu_model() -> str:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a result."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "eagle_kit"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed as a package"
+    """Versions of Python and of the installed packages that decide a result."""
+    return {"python": platform.python_version(), **package_versions(PACKAGES)}
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the named distributions that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

@@ -21,6 +21,7 @@ from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
+from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.algorithm.batch import make_forward
 from eagle_kit.train.algorithm.teacher import capture_features
 from eagle_kit.train.parallel.launch import go_on
@@ -29,7 +30,6 @@ from eagle_kit.train.parallel.processes import largest, make_process_state
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
-from eagle_kit.train.run.folder import versions
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import draft_config
 from eagle_kit.train.run.progress import format_seconds
@@ -92,7 +92,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         draft,
         command=options.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=versions(),
+        versions=describe_versions(),
     )
     store = StateStore(out, manifest, found.data.folder, shard_bytes=options.shard_bytes)
     missing, (part, parts) = store.missing(), options.shard

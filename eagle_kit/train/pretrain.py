@@ -4,10 +4,8 @@ The model and its optimisation are those of ``transformers``; the tokenizer is a
 itself. The result is a Hugging Face folder like any other target.
 """
 
-import json
-import time
 from collections.abc import Iterator
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from eagle_kit.config.pretrain import PretrainConfig, TextConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_json_atomically
 from eagle_kit.train.run.interrupt import Interrupt
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -23,17 +22,20 @@ CHAT_TEMPLATE = (
     "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML."""
+MIN_ASCII = 0.99
+"""Least share of ASCII characters of a conversation: a small vocabulary has no room for many scripts."""
+TOKENIZER_CHARS = 20_000_000
+"""Characters that the tokenizer is learned from."""
 
 
-def pretrain(config: PretrainConfig, *, resume: bool = False, minutes: float | None = None) -> Path | None:
-    """Make a tokenizer and a model, train it, write the folder.
+def pretrain(config: PretrainConfig, *, resume: bool = False) -> bool:
+    """Make a tokenizer and a model, train it, write ``output_dir``.
 
     Args:
         resume: go on from the last save in ``output_dir``.
-        minutes: save and stop after them; a later call with ``resume`` goes on.
 
     Returns:
-        The folder; None when the run was stopped before its end, having saved.
+        False when Ctrl-C or SIGTERM stopped the run before its end, having saved.
 
     Raises:
         UserError: an unknown model type or source, or a run that is there or is not.
@@ -41,7 +43,7 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, minutes: float | N
     import torch
     import transformers
 
-    folder = Path(config.output_dir)
+    folder, wanted = Path(config.output_dir), config.training
     run = folder / "training"
     if run.exists() and not resume:
         raise UserError(f"There is a run in {run}.", "Go on with --resume, or choose another output_dir.")
@@ -49,21 +51,19 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, minutes: float | N
         raise UserError(f"There is no saved run in {run}.", "Leave --resume out.")
     transformers.set_seed(config.seed)
     run.mkdir(parents=True, exist_ok=True)
-    tokenizer, ids = _text(config.text, run)
+    tokenizer, ids = _read_text(config.text, run)
     tokenizer.save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_config(_model_config(config, tokenizer))
     model.config.architectures = [type(model).__name__]
-    print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {len(ids) / 1e6:.1f} M tokens"
-    )
-    wanted = config.training
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size / 1e6:.1f} M parameters, {len(ids) / 1e6:.1f} M tokens")
     arguments = transformers.TrainingArguments(
         output_dir=str(run),
         per_device_train_batch_size=wanted.rows,
         max_steps=wanted.steps,
         learning_rate=wanted.learning_rate,
         warmup_steps=wanted.warmup_steps,
-        weight_decay=wanted.weight_decay,
+        weight_decay=0.1,
         adam_beta2=0.95,
         lr_scheduler_type="cosine",
         save_steps=wanted.save_every,
@@ -74,106 +74,69 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, minutes: float | N
         data_seed=config.seed,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
     )
+    whole = len(ids) // wanted.length * wanted.length
+    rows = torch.from_numpy(ids[:whole].astype(np.int64)).view(-1, wanted.length)
     with Interrupt() as interrupt:
-        stop = _Stop(interrupt, minutes)
+
+        class StopOnSignal(transformers.TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if interrupt.requested:
+                    control.should_save = control.should_training_stop = True
+
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=_Rows(ids, wanted.length), callbacks=[stop.callback()]
+            model,
+            arguments,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            callbacks=[StopOnSignal()],
         )
         trainer.train(resume_from_checkpoint=resume or None)
     if trainer.state.global_step < wanted.steps:
         print(f"Stopped at step {trainer.state.global_step} of {wanted.steps}; --resume goes on.")
-        return None
+        return False
     model.save_pretrained(folder)
-    (folder / "training.json").write_text(
-        json.dumps({"config": config.model_dump(), "log": trainer.state.log_history}, indent=1) + "\n",
-        encoding="utf-8",
-    )
-    return folder
+    log = {"config": config.model_dump(), "log": trainer.state.log_history}
+    write_json_atomically(folder / "training.json", log, indent=1)
+    return True
 
 
 def _model_config(config: PretrainConfig, tokenizer: Any) -> Any:
     import transformers
 
     sizes = dict(config.model)
-    kind = sizes.pop("model_type", None)
-    if kind is None:
-        raise UserError("`model` has no `model_type`.", "Write one, such as deepseek_v3.")
+    kind = sizes.pop("model_type", "none given")
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     try:
-        return transformers.AutoConfig.for_model(
-            kind,
-            **sizes,
-            vocab_size=len(tokenizer),
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=None,
-        )
+        return transformers.AutoConfig.for_model(kind, **sizes, vocab_size=len(tokenizer), **ends)
     except ValueError as error:
         raise UserError(
-            f"transformers has no model of the type {kind} with these sizes ({error}).", "Correct `model`."
+            f"transformers has no model of the type {kind} with these sizes ({error}).",
+            "Correct `model`, whose `model_type` is one such as deepseek_v3.",
         ) from None
 
 
-class _Rows:
-    """Pieces of ``length`` tokens, for a causal language model."""
-
-    def __init__(self, ids: np.ndarray, length: int) -> None:
-        self._ids, self._length = ids, length
-
-    def __len__(self) -> int:
-        return len(self._ids) // self._length
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        import torch
-
-        piece = self._ids[row * self._length : (row + 1) * self._length]
-        ids = torch.from_numpy(piece.astype(np.int64))
-        return {"input_ids": ids, "labels": ids}
-
-
-class _Stop:
-    """Ends a run, saved, when its time is over or a signal came."""
-
-    def __init__(self, interrupt: Interrupt, minutes: float | None) -> None:
-        self._interrupt = interrupt
-        self._end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-
-    def callback(self) -> Any:
-        import transformers
-
-        outer = self
-
-        class Callback(transformers.TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if outer._interrupt.requested or time.monotonic() > outer._end:
-                    control.should_save = control.should_training_stop = True
-
-        return Callback()
-
-
-def _text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
-    """The tokenizer and the tokens, uint16 ``[n]``, made once a run."""
+def _read_text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
+    """Make the tokenizer and the tokens, uint16 ``[n]``, once a run."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_file, ids_file = run / "tokenizer.json", run / "tokens.npy"
-    if not ids_file.exists():
+    is_new = not ids_file.exists()
+    if is_new:
         print("Reading the text, making the tokenizer ...")
         _make_tokenizer(text).save(str(tokenizer_file))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token=END, pad_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
-    if not ids_file.exists():
-        parts, size = [], 0
-        for chats in _batches(text, 256):
-            for encoding in tokenizer.backend_tokenizer.encode_batch(chats):
-                parts.append(np.array(encoding.ids, dtype=np.uint16))
-                size += len(encoding.ids)
-            if size >= text.max_tokens:
-                break
+    if is_new:
+        chats, parts, size = _chats(text.source), [], 0
+        while size < text.max_tokens and (batch := list(islice(chats, 256))):
+            encoded = tokenizer.backend_tokenizer.encode_batch(batch)
+            parts += [np.array(encoding.ids, dtype=np.uint16) for encoding in encoded]
+            size += sum(len(encoding.ids) for encoding in encoded)
         np.save(ids_file, np.concatenate(parts)[: text.max_tokens])
     return tokenizer, np.load(ids_file, mmap_mode="r")
 
 
 def _make_tokenizer(text: TextConfig) -> Any:
-    """A byte-level BPE, learned from the beginning of the text."""
+    """Learn a byte-level BPE from the beginning of the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -187,32 +150,24 @@ def _make_tokenizer(text: TextConfig) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    chars, some = 0, []
-    for chat in chain.from_iterable(_batches(text, 256)):
+    some: list[str] = []
+    chars = 0
+    for chat in _chats(text.source):
         some.append(chat)
         chars += len(chat)
-        if chars > 20_000_000:
+        if chars > TOKENIZER_CHARS:
             break
     if not some:
-        raise UserError(
-            f"{text.source} has no text for a tokenizer.", "Lower text.min_ascii, or use another source."
-        )
+        raise UserError(f"{text.source} has no text for a tokenizer.", "Use another source.")
     tokenizer.train_from_iterator(some, trainer)
     return tokenizer
 
 
-def _batches(text: TextConfig, size: int) -> Iterator[list[str]]:
-    """Rendered conversations, some at a time."""
+def _chats(source: str) -> Iterator[str]:
+    """Rendered conversations, those of other scripts left out."""
     from eagle_kit.data.chat.records import SkipLog, read_conversations
 
-    batch: list[str] = []
-    for chat in read_conversations(text.source, limit=text.limit, skipped=SkipLog()):
+    for chat in read_conversations(source, skipped=SkipLog()):
         rendered = "".join(f"{START}{m.role}\n{m.content}{END}\n" for m in chat.messages)
-        if sum(map(str.isascii, rendered)) < text.min_ascii * len(rendered):
-            continue
-        batch.append(rendered)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        if sum(map(str.isascii, rendered)) >= MIN_ASCII * len(rendered):
+            yield rendered

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically
+from eagle_kit.core.files import check_writable, sole_writer, write_json_atomically
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.records import Conversation, SkipLog, read_conversations
@@ -169,7 +169,7 @@ def _continue(
         return report
     dialogues = islice(_new_dialogues(llm, source, options, done, report.skipped), left)
     try:
-        write_text_atomically(settings_path(path), json.dumps(settings, indent=1) + "\n")
+        write_json_atomically(settings_path(path), settings, indent=1)
         opened = path.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error

@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_remedy_and_exit_code_2(capsys
         (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
         (["generate", "--prompt", "x", "--batch-size", "0"], "--batch-size is 0"),
         (["export", "run", "--out", "o", "--eval", "/no/summary.json"], "does not exist"),
-        (["data", "preview", "/no/config.yaml"], "does not exist"),
+        (["data", "preview", "/no/config.yaml"], "No such file"),
         (["data", "preview", str(CONFIG), "data.sorce=x"], "unknown key `data.sorce`"),
         (["data", "regenerate", "--source", "a", "--out", "b", "--max-turns", "0"], "max_turns is 0"),
         (["demo", "--minutes", "0"], "--minutes is 0"),
@@ -204,7 +204,7 @@ def test_the_demo_ends_with_a_line_for_machines():
     summary = {
         "greedy_identical": True,
         "rows": [{**row, "draft": "mine"}, {**row, "accept_length": 2.345, "speedup": 0.987}],
-        "paths": {"answers": "a", "summary": "s.json", "plot_speedup": "p.png"},
+        "paths": {"answers": "a", "summary": "s.json", "plot": "p.png"},
     }
     assert last_line(summary, "shipped") == (
         "demo: greedy_identical=yes accept_length=2.35 speedup=0.99 plot=p.png summary=s.json"

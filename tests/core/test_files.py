@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import sole_writer
+from eagle_kit.core.files import replacing, sole_writer, write_json_atomically, write_text_atomically
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from eagle_kit.core.files import sole_writer
+from eagle_kit.core.files import replacing, sole_writer, write_json_atomically, write_text_atomically
 
 lock = Path(sys.argv[1])
 with sole_writer(lock.parent, lock):
@@ -51,3 +51,26 @@ def test_a_lock_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     lock = tmp_path / "file" / "deep" / ".lock"
     with pytest.raises(UserError, match="cannot be written"), sole_writer(lock.parent, lock):
         pass
+
+
+def test_a_replaced_file_or_folder_is_the_old_one_or_all_of_the_new(tmp_path: Path) -> None:
+    file, folder = tmp_path / "file.txt", tmp_path / "folder"
+    write_text_atomically(file, "old")
+    with replacing(folder) as work:
+        work.mkdir()
+        (work / "old").touch()
+    for path in (file, folder):
+        with pytest.raises(ValueError, match="broken off"), replacing(path) as work:
+            work.write_text("half") if path == file else (work.mkdir(), (work / "half").touch())
+            raise ValueError("broken off")
+    assert file.read_text() == "old" and [path.name for path in folder.iterdir()] == ["old"]
+    with replacing(folder) as work:
+        work.mkdir()
+        (work / "new").touch()
+        assert [path.name for path in folder.iterdir()] == ["old"]
+    write_json_atomically(file, {"ü": 1}, indent=0)
+    assert [path.name for path in folder.iterdir()] == ["new"] and file.read_text() == '{\n"ü": 1\n}\n'
+    with pytest.raises(OSError, match="folder"):
+        write_text_atomically(folder, "a file in the place of a folder")
+    assert (folder / "new").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "folder"]

@@ -282,11 +282,9 @@ def test_the_report_is_printed(prompts: Path, tmp_path: Path, capsys: Any) -> No
     assert str(tmp_path / "out" / "summary.json") in printed
 
 
-def test_plots_are_drawn(prompts: Path, tmp_path: Path) -> None:
+def test_a_plot_is_drawn(prompts: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     summary = evaluate(prompts, tmp_path / "out", Fakes(), drafts=["head0", "head2"], plots=True)
-    names = ["accept_length", "acceptance_per_position", "speedup", "summary"]
-    for name in names:
-        path = Path(summary["paths"][f"plot_{name}"])
-        assert path == tmp_path / "out" / f"{name}.png"
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    path = Path(summary["paths"]["plot"])
+    assert path == tmp_path / "out" / "summary.png"
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000

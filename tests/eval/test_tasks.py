@@ -71,9 +71,9 @@ def test_a_later_turn_carries_the_given_replies() -> None:
     ("line", "cause"),
     [
         ("{not json", "is not a JSON object"),
-        ("[1]", "is not a JSON object"),
-        ("{}", "has none of turns, prompt and messages"),
-        ('{"prompt": "a", "turns": ["b"]}', "has turns and prompt"),
+        ("[1]", "no JSON object"),
+        ("{}", ": none of turns, prompt and messages"),
+        ('{"prompt": "a", "turns": ["b"]}', ": turns and prompt"),
         ('{"turns": []}', "empty prompt"),
         ('{"turns": ["a", 3]}', "empty prompt or one that is not text"),
         ('{"turns": "a"}', "turns that are not a list"),
@@ -81,8 +81,8 @@ def test_a_later_turn_carries_the_given_replies() -> None:
         ('{"prompt": "  "}', "empty prompt"),
         ('{"prompt": "a", "category": 3}', "category"),
         ('{"messages": [{"role": "tool", "content": "a"}]}', "unknown role 'tool'"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "without a user turn"),
-        ('{"messages": [{"role": "user"}]}', "without role and text"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
+        ('{"messages": [{"role": "user"}]}', "content is not text"),
         ('{"id": "good", "prompt": "again"}', "has the id 'good' of line 1"),
     ],
 )

@@ -65,14 +65,6 @@ def test_wrong_setting_is_refused_by_name(tmp_path: Path, override: str, named: 
         load_config(TrainConfig, write(tmp_path, MINIMAL), [override])
 
 
-def test_number_without_a_point_in_yaml_is_refused_with_its_spelling(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, MINIMAL + "training: {learning_rate: 3e-4}\n")
-    assert main([str(path)]) == 2
-    assert "3.0e-4" in capsys.readouterr().err
-
-
 def test_unknown_key_exits_with_2_and_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

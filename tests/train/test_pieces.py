@@ -11,9 +11,9 @@ import pytest
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
-from eagle_kit.train.monitor.metrics import JsonLines
 from eagle_kit.train.parallel.launch import check_launcher, go_on, sharding_asked_for
 from eagle_kit.train.run.interrupt import Interrupt
+from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.order import DataOrder
 from eagle_kit.train.run.schedule import Schedule, ttt_length_at
 

@@ -1,4 +1,4 @@
-"""What the commands that read a config share: its arguments, and how a mistake of the user is printed."""
+"""Arguments of the commands that read a config, and the print of a user's mistake."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from eagle_kit.core.errors import UserError
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``CONFIG [key=value ...]``."""
+    """Declare ``CONFIG [key=value ...]``."""
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
@@ -15,7 +15,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def print_error(error: UserError, where: str = "") -> None:
-    """Cause and remedy on a line each, on standard error.
+    """Print cause and remedy on a line each to standard error.
 
     Args:
         where: names one of several processes.

@@ -1,6 +1,6 @@
-"""YAML read as a person means it: repeated keys are refused, and only true and false are booleans.
+"""YAML with the booleans and numbers of YAML 1.2, which refuses repeated keys.
 
-PyYAML follows YAML 1.1, where ``off``, ``no`` and ``on`` are booleans: ``wandb: off`` would be False.
+PyYAML follows YAML 1.1, where ``off``, ``no`` and ``on`` are booleans and ``3e-4`` is text.
 """
 
 import re
@@ -14,7 +14,7 @@ from eagle_kit.core.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the booleans of YAML 1.2 that refuses a key given twice."""
+    """SafeLoader with the booleans and numbers of YAML 1.2 that refuses a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -32,23 +32,28 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, "tTfF")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF"))
+_EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping. Raises UserError, with the line where there is one."""
-    if not path.exists():
-        raise UserError(f"The config file {path} does not exist.", "Give the path of a YAML file.")
-    if not path.is_file():
-        raise UserError(f"{path} is not a file.", "Give the path of a YAML file.")
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}.", "Give the path of a YAML file."
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not a text file: byte {error.start} is not UTF-8.", "Give the path of a YAML file."
         ) from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}{_where(error)} is not YAML: {_what(error)}.", "Correct that line.") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}," if mark else ""
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
+        raise UserError(f"{path}{where} is not YAML: {what}.", "Correct that line.") from None
     if not isinstance(found, dict):
         kind = "empty" if found is None else f"a {type(found).__name__}"
         raise UserError(f"{path} is {kind}, not a mapping of keys to values.", "Write lines of `key: value`.")
@@ -58,12 +63,3 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """Read a command-line value: a YAML scalar, list or mapping. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=_Loader)
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}," if mark else ""
-
-
-def _what(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read")

@@ -5,9 +5,6 @@ Legend: n tokens of all conversations, T tokens of a row.
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import replacing
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import (
     Conversation,
@@ -170,22 +168,17 @@ def load_prepared(
 
 def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
     """Make ``folder``: beside it first, then renamed."""
-    work = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        _build(settings, tokenizer, work, progress)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(work, folder)
+        with replacing(folder) as work:
+            work.mkdir()
+            _build(settings, tokenizer, work, progress)
     except OSError as error:
         if not (folder / "summary.json").is_file():  # another process may have finished first
             raise UserError(
                 f"The tokenised data could not be written to {folder} ({error}).",
                 "Free some space, or set data.cache_dir to another folder.",
             ) from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:

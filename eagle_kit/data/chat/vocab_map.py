@@ -4,9 +4,6 @@ Legend: V / Vd target / draft vocabulary.
 """
 
 import hashlib
-import io
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import replacing
 
 
 @dataclass
@@ -37,15 +35,10 @@ class VocabMap:
 
     def save(self, path: Path) -> None:
         """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
-        buffer = io.BytesIO()
-        np.savez(buffer, **vars(self))
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_bytes(buffer.getvalue())
-            partial.replace(path)
+            with replacing(path) as work, work.open("wb") as file:  # given a name, numpy would add an ending
+                np.savez(file, **vars(self))
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             raise UserError(
                 f"The vocabulary map could not be written to {path}: {error.strerror or error}.",
                 "Give another file.",

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eagle_kit.core.files import sync_file
+from eagle_kit.core.files import replacing
 
 Parts = dict[str, torch.Tensor]
 """Encoded tensors of some rows, end to end along dimension 0."""
@@ -37,8 +37,8 @@ class Damaged(Exception):
     """A shard is not as it was written; the text is a predicate of its path."""
 
 
-def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
-    """Write a shard into ``folder``, under ``partial`` first. Raises OSError or SafetensorError."""
+def write_shard(folder: Path, rows: dict[int, Parts]) -> Shard:
+    """Write a shard into ``folder``. Raises OSError or SafetensorError."""
     tensors = {f"{row}/{name}": tensor for row, part in rows.items() for name, tensor in part.items()}
     numbers, sha256 = sorted(rows), _checksum(tensors)
     name = f"states-{numbers[0]:07d}-{sha256[:12]}.safetensors"
@@ -47,13 +47,8 @@ def write_shard(folder: Path, rows: dict[int, Parts], partial: str) -> Shard:
         "tokens": str(sum(len(part["argmax"]) for part in rows.values())),
         "sha256": sha256,
     }
-    work = folder / f".{name}.{partial}"
-    try:
+    with replacing(folder / name) as work:
         save_file(tensors, work, metadata)
-        sync_file(work)
-        work.replace(folder / name)
-    finally:
-        work.unlink(missing_ok=True)
     return read_shard(folder / name)
 
 

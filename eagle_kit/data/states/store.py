@@ -8,7 +8,6 @@ different rows.
 Bytes and dtypes are those of :mod:`eagle_kit.data.states.format`.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, write_text_atomically
+from eagle_kit.core.files import check_disk_space, remove, replacing, write_json_atomically
 from eagle_kit.data.states.format import decode, encode
 from eagle_kit.data.states.manifest import (
     DATA,
@@ -172,7 +171,7 @@ class StateStore:
         try:
             self._start()
             check_disk_space(self.folder, 2 * num_bytes(self._buffer.values()), WITHOUT_STORE)
-            self._take(write_shard(self.folder, self._buffer, _partial()))
+            self._take(write_shard(self.folder, self._buffer))
         except (OSError, SafetensorError, Damaged) as error:
             raise UserError(
                 f"The captured states of row {first} could not be written to {self.folder}: {error}.",
@@ -185,7 +184,7 @@ class StateStore:
         self._find_new_shards()
         self._adopt()
         self.manifest["shards"] = [shard.record() for shard in self.shards()]
-        write_text_atomically(self.folder / NAME, json.dumps(self.manifest, indent=1) + "\n")
+        write_json_atomically(self.folder / NAME, self.manifest, indent=1)
 
     def missing(self) -> list[int]:
         """Rows of the data that are not stored, those of other processes looked for."""
@@ -220,18 +219,16 @@ class StateStore:
             return
         data = self.folder / DATA
         if self.data_folder is not None:
-            work = self.folder / f".{DATA}.{_partial()}"
-            work.mkdir(exist_ok=True)
-            for name in DATA_FILES:
-                shutil.copyfile(self.data_folder / name, work / name)
             try:
-                work.rename(data)
-            except OSError:  # another process was first
-                shutil.rmtree(work)
-                if not data.is_dir():
+                with replacing(data) as work:
+                    work.mkdir()
+                    for name in DATA_FILES:
+                        shutil.copyfile(self.data_folder / name, work / name)
+            except OSError:
+                if not data.is_dir():  # another process was first
                     raise
             self.manifest["data"]["files"] = describe_files(data)
-        write_text_atomically(self.folder / NAME, json.dumps(self.manifest, indent=1) + "\n")
+        write_json_atomically(self.folder / NAME, self.manifest, indent=1)
 
     def _open_shards(self) -> None:
         remove_leftovers(self.folder)
@@ -293,15 +290,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         owner = path.name.split(".")[-2]
         if owner.isdigit() and not _is_alive(int(owner)):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def _partial() -> str:
-    """The end of a name that is this process's own."""
-    return f"{socket.gethostname()}.{os.getpid()}.partial"
+            remove(path)
 
 
 def _is_alive(process: int) -> bool:

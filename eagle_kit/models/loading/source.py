@@ -3,9 +3,7 @@
 import hashlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import check_disk_space, replacing
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ SAMPLE = 4096
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Raised when a conversion writes something else than before, so that older ones are made again."""
+ANOTHER_CACHE = "Free some space there, or set EAGLE_KIT_CACHE to another folder."
 
 
 def cache_folder() -> Path:
@@ -145,26 +145,17 @@ def _convert_packaged(name: str) -> Path:
         file=sys.stderr,
         flush=True,
     )
-    work = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(folder.parent, 8 * source.stat().st_size)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
-        _dequantise(source, work / "new")
-        (work / "new" / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
-        if not _is_converted(folder, wanted):  # another process may have finished first
-            if folder.exists():
-                folder.rename(work / "old")
-            (work / "new").rename(folder)
+        check_disk_space(folder.parent, 8 * source.stat().st_size, ANOTHER_CACHE)
+        with replacing(folder) as work:
+            _dequantise(source, work)
+            (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     except OSError as error:
         if not _is_converted(folder, wanted):
             raise UserError(
-                f"The target {name} could not be converted in {folder.parent} ({error}).",
-                "Free some space there, or set EAGLE_KIT_CACHE to another folder.",
+                f"The target {name} could not be converted in {folder.parent} ({error}).", ANOTHER_CACHE
             ) from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
     return folder
 
 
@@ -189,15 +180,6 @@ def _package_file(name: str, packaged: PackagedTarget) -> Path:
             "The package gguf is not installed.", "Install it with pip install 'eagle_kit[demo]'."
         )
     return Path(spec.origin).parent / packaged.file
-
-
-def _check_room(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise UserError(
-            f"Converting needs {num_bytes / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free in {folder}.",
-            "Free some space there, or set EAGLE_KIT_CACHE to another folder.",
-        )
 
 
 def _dequantise(source: Path, out: Path) -> None:

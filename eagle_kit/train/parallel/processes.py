@@ -11,7 +11,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.train.monitor.trackers import tracker_options
+from eagle_kit.train.run.trackers import tracker_options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState

@@ -8,8 +8,6 @@ best/           the servable draft with the longest decoded accept length
 .lock           while a trainer writes here
 """
 
-import importlib.metadata
-import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,7 +21,8 @@ from pydantic import ValidationError
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically
-from eagle_kit.train.monitor.metrics import JsonLines
+from eagle_kit.report.environment import describe_versions
+from eagle_kit.train.run.metrics import JsonLines
 
 FREE_TO_CHANGE = (
     "output_dir",
@@ -44,8 +43,6 @@ FREE_TO_CHANGE = (
 LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
 ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."
-
-VERSIONED_PACKAGES = ("eagle-kit", "torch", "transformers", "accelerate", "numpy", "safetensors")
 
 
 class RunFolder:
@@ -100,7 +97,7 @@ class RunFolder:
 
     def start(self, config: TrainConfig, command: str) -> None:
         """Create the folder and write ``run.yaml``. Raises UserError when that is impossible."""
-        run = {"command": command, "versions": versions(), "config": config.model_dump(mode="json")}
+        run = {"command": command, "versions": describe_versions(), "config": config.model_dump(mode="json")}
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._tidy()
@@ -114,7 +111,9 @@ class RunFolder:
         """Note the resumed run in ``run.yaml``, drop rows after ``step`` and whatever is half-written."""
         run = self._read()
         run["config"] = config.model_dump(mode="json")
-        run.setdefault("resumed", []).append({"step": step, "command": command, "versions": versions()})
+        run.setdefault("resumed", []).append(
+            {"step": step, "command": command, "versions": describe_versions()}
+        )
         with self._writing():
             self._tidy()
             self._write(run)
@@ -151,10 +150,10 @@ class RunFolder:
 
     def _tidy(self) -> None:
         """Remove what is half-written; put back a ``best/`` that was set aside for a new one."""
-        for old in self.path.glob(".best.old.*"):
+        for old in self.path.glob(".best.*.old"):
             if not (self.path / "best").exists():
                 old.rename(self.path / "best")
-        for pattern in (".best.*", ".step-*.partial*", "..step-*.partial.*"):
+        for pattern in (".best.*", ".step-*.partial*", "..step-*.partial"):
             for leftover in self.path.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.path.glob(HALF_BEGUN):
@@ -212,17 +211,6 @@ def measure(flat: dict[str, Any]) -> dict[str, Any]:
         "judge.prompts": flat.get("judge.prompts"),
         "judge.max_tokens": flat.get("judge.max_tokens"),
     }
-
-
-def versions() -> dict[str, str]:
-    """Python, platform and the packages that decide the figures."""
-    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in VERSIONED_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,12 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
-from eagle_kit.train.monitor.report import (
+from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
+from eagle_kit.train.parallel.placement import output_layer, place_target
+from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
+from eagle_kit.train.parallel.strategy import on_device
+from eagle_kit.train.run.curves import RunCurves
+from eagle_kit.train.run.describe import (
     describe,
     describe_judge,
     estimate_run,
@@ -27,21 +32,17 @@ from eagle_kit.train.monitor.report import (
     metadata,
     summary,
 )
-from eagle_kit.train.monitor.run_report import write_report
-from eagle_kit.train.monitor.trackers import check_trackers, draws_report, start_trackers
-from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
-from eagle_kit.train.parallel.placement import output_layer, place_target
-from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
-from eagle_kit.train.parallel.strategy import on_device
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
 from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
 from eagle_kit.train.run.progress import ProgressLine
+from eagle_kit.train.run.report import write_report
 from eagle_kit.train.run.schedule import Schedule
 from eagle_kit.train.run.setup import gather, state_store
 from eagle_kit.train.run.state import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.step import Stepper, StepResult
+from eagle_kit.train.run.trackers import check_trackers, draws_report, start_trackers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -180,8 +181,8 @@ class Trainer:
             self.stepper.close()
         self._print(f"{why} The run is in {self.folder.path}.")
         self._report()
-        if self.accelerator.is_main_process:
-            print(summary(self.folder), flush=True)
+        if self.accelerator.is_main_process and self.state.step:
+            print(summary(RunCurves.read(self.folder.path)), flush=True)
         if ending is not Ending.DONE:
             reached = ending is Ending.MAX_STEPS
             again = replace(self.options, max_steps=None if reached else self.options.max_steps)

@@ -1,7 +1,6 @@
 """Checkpoints: a servable draft, and the state of training in ``trainer/``; written whole or not at all."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, sync_files
+from eagle_kit.core.files import check_disk_space, replacing
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.run.ema import Ema
 from eagle_kit.train.run.optimizer import optimizer_name
@@ -69,26 +68,20 @@ def save_checkpoint(
     weight_bytes = sum(p.numel() * 4 for p in head.parameters())
     copies = 1 + ADAMW_COPIES + (ema is not None)
     check_disk_space(folder.parent, copies * weight_bytes, FREE_SPACE_AND_RESUME)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        save_draft(head, partial, metadata=dict(metadata))
-        trainer = partial / "trainer"
-        trainer.mkdir()
-        torch.save(dict(optimizer_state), trainer / "optimizer.pt")
-        if ema is not None:
-            torch.save(ema.raw(), trainer / RAW_WEIGHTS)
-        (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        sync_files(trainer)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with replacing(folder) as partial:
+            save_draft(head, partial, metadata=dict(metadata))
+            trainer = partial / "trainer"
+            trainer.mkdir()
+            torch.save(dict(optimizer_state), trainer / "optimizer.pt")
+            if ema is not None:
+                torch.save(ema.raw(), trainer / RAW_WEIGHTS)
+            (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"The checkpoint {folder} could not be written: {error.strerror or error}.",
             FREE_SPACE_AND_RESUME,
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class Checkpoint(NamedTuple):

@@ -19,9 +19,9 @@ from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.monitor.clock import StepClock
 from eagle_kit.train.parallel.choose import make_strategy
 from eagle_kit.train.parallel.processes import sum_numbers
+from eagle_kit.train.run.clock import StepClock
 from eagle_kit.train.run.ema import Ema
 from eagle_kit.train.run.features import FeatureSource
 from eagle_kit.train.run.module import TTTModule, autocast

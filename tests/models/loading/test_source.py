@@ -117,7 +117,7 @@ def test_a_failed_conversion_leaves_nothing(conversions, monkeypatch):
 def test_a_full_disk_is_noticed_before_the_conversion(conversions, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 0))
-    with pytest.raises(UserError, match="MB are free"):
+    with pytest.raises(UserError, match="MB are needed"):
         resolve_target(NAME)
     assert conversions == []
 

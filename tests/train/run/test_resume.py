@@ -285,10 +285,10 @@ def test_resume_says_where_it_goes_on_and_clears_what_a_crash_left(
 ) -> None:
     run = make_run(judge={"every": 2})
     assert run("--max-steps", "2") == 0
-    (run.output / "best").rename(run.output / ".best.old.77")  # killed while best/ was replaced
-    (run.output / ".best.partial.77").mkdir()
+    (run.output / "best").rename(run.output / ".best.here.77.old")  # killed while best/ was replaced
+    (run.output / ".best.here.77.partial").mkdir()
     (run.output / ".step-3.partial").mkdir()
-    before = weights(run.output / ".best.old.77")
+    before = weights(run.output / ".best.here.77.old")
     capsys.readouterr()
     assert run("--resume", "--max-steps", "2") == 0
     assert "from step 2 of 2" in capsys.readouterr().out

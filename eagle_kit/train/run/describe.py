@@ -1,4 +1,4 @@
-"""What a run says about itself: before step one, after a judgement, and inside a checkpoint."""
+"""Texts of a run: before its first step, after a judgement, at its end, and inside a checkpoint."""
 
 import os
 import shutil
@@ -13,12 +13,12 @@ from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
 from eagle_kit.models.heads.eagle1 import Eagle1Config
 from eagle_kit.models.heads.mtp import MTPConfig
-from eagle_kit.train.monitor.clock import LAPS
+from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
 from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
-from eagle_kit.train.run.folder import RunFolder, versions
+from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.state import TrainState
@@ -57,7 +57,7 @@ def _captured(draft: HeadArchitecture) -> str:
 
 
 def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:
-    """What is decoded while training, and which prompts are not."""
+    """Prompts that are decoded while training, and those that are left out."""
     judge = config.judge
     if not judge.every:
         return "judge   never: judge.every is 0, so there will be no best/"
@@ -120,7 +120,7 @@ def metadata(
     command: str,
     accept_length: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What goes into a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
+    """Contents of a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
     data, device = components.data, accelerator.device
     kind = (
         torch.cuda.get_device_name(device)
@@ -147,7 +147,7 @@ def metadata(
         "seconds": round(state.seconds, 1),
         "machine": f"{accelerator.num_processes} x {kind}",
         "accept_length": accept_length or {},
-        "versions": versions(),
+        "versions": describe_versions(),
     }
 
 
@@ -186,27 +186,16 @@ def judgement_scalars(row: dict[str, Any]) -> dict[str, float]:
     return scalars
 
 
-def summary(folder: RunFolder) -> str:
+def summary(run: RunCurves) -> str:
     """The last lines of a session: where the time of the whole run went, and its best head."""
-    rows, judged = folder.metrics.rows(), folder.judgements.rows()
-    lines = []
-    laps = [row["seconds"] for row in rows if isinstance(row.get("seconds"), dict)]
-    if laps:
-        totals = {name: sum(lap.get(name, 0.0) for lap in laps) for name in LAPS}
-        whole = sum(totals.values())
-        shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in totals.items())
-        judging = sum(row["seconds"] for row in judged)
-        lines.append(
-            f"time    {format_seconds(whole)} in {len(laps)} steps: {shares}; judging "
-            f"{format_seconds(judging)}"
-        )
-    if judged:
-        shape = next(iter(judged[0]["accept_length"]))
-        best = max(judged, key=lambda row: row["accept_length"].get(shape, 0.0))
-        lines.append(
-            f"best    accept length {best['accept_length'].get(shape, 0.0):.3f} ({shape}) at step "
-            f"{best['step']}, in {folder.path / 'best'}"
-        )
-    if (folder.path / "report.html").exists():
-        lines.append(f"curves  {folder.path / 'report.html'}")
+    whole = sum(run.seconds.values())
+    shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in run.seconds.items())
+    judging = format_seconds(sum(row["seconds"] for row in run.judged))
+    lines = [f"time    {format_seconds(whole)} in {len(run.metrics)} steps: {shares}; judging {judging}"]
+    if run.judged:
+        row, length = run.best(run.shapes[0])
+        where = f"({run.shapes[0]}) at step {row['step']}, in {run.path / 'best'}"
+        lines.append(f"best    accept length {length:.3f} {where}")
+    if (run.path / "report.html").exists():
+        lines.append(f"curves  {run.path / 'report.html'}")
     return "\n".join(lines)

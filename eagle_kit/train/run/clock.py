@@ -1,4 +1,4 @@
-"""Where the time of an optimiser step goes: data, capture, forward, backward, communication, optimizer.
+"""Time of an optimiser step by part: data, capture, forward, backward, communication, optimizer.
 
 A lap is the time since the last one. On CUDA laps are events on the current stream, so that nothing waits
 while the step runs; they are read when its row is written.

@@ -15,9 +15,9 @@ from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.train.monitor.clock import LAPS, StepClock
-from eagle_kit.train.monitor.run_report import compare_runs
+from eagle_kit.train.run.clock import LAPS, StepClock
 from eagle_kit.train.run.judge import Judge, Judgement
+from eagle_kit.train.run.report import compare_runs
 
 
 def lines(path: Path) -> list[dict]:

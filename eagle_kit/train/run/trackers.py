@@ -1,21 +1,21 @@
-"""wandb and tensorboard through accelerate's trackers, and whether the local report is drawn."""
+"""wandb and tensorboard through accelerate's trackers, and the choice of drawing the local report."""
 
 import os
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.monitor.plots import has_matplotlib
+from eagle_kit.report.plots import has_matplotlib
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 def tracker_options(config: TrainConfig, step: int = 0) -> dict[str, dict[str, Any]]:
-    """What each tracker that is asked for is started with, by accelerate's name.
+    """Options of each tracker that is asked for, by accelerate's name.
 
     Args:
-        step: finished steps; what tensorboard has of later ones, from before a kill, is no longer shown.
+        step: finished steps; tensorboard no longer shows later ones, from before a kill.
     """
     options: dict[str, dict[str, Any]] = {}
     if config.tracking.wandb != "off":
@@ -44,7 +44,7 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 def draws_report(config: TrainConfig) -> bool:
-    """Whether ``report.html`` is drawn: as the config says, else where matplotlib is installed."""
+    """Return True when ``report.html`` is drawn: as the config says, else where matplotlib is installed."""
     wanted = config.tracking.report
     return has_matplotlib() if wanted is None else wanted
 

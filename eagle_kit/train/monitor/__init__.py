@@ -1,1 +1,0 @@
-"""Clock, metrics, trackers, curves and reports of a run."""
