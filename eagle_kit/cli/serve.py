@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             type=float,
             default=1.0,
             metavar="P",
-            help="LOSSY below 1: keep more drafts than the target would (default %(default)s)",
+            help="LOSSY below 1: keep more drafts than the target's distribution allows (default %(default)s)",
         )
     for name, value in (
         ("min-match-window-size", 1),
@@ -250,8 +250,7 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
         if args.speculative_sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
         say(
-            "warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's "
-            "distribution."
+            "warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's distribution."
         )
         options["verifier"] = Relaxed(single, acc)
     prefix = "speculative_ngram_"
@@ -273,12 +272,11 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: Any) -> None:
         say(str(llm.memory_plan))
     if shape.steps and not args.no_self_test:
         say_self_test(args, model, llm, dtype)
-    from eagle_kit.kernels.linear.choice import MACHINE
-
     started = time.perf_counter()
-    if num_graphs := llm.engine().runner.warm_up():
+    runner = llm.engine().runner
+    if num_graphs := runner.warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
-    for line in MACHINE.report():
+    for line in runner.linear_forms.report():
         say(f"linear     {line}")
 
 

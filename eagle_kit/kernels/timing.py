@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagle_kit.kernels.linear import onednn
+
 FLUSH_L2_TIMES = 5
 EAGER_FLUSHES = 8
 """Flushes before an operation that is not a graph: about half a millisecond, in which the host gets ahead."""
@@ -37,11 +39,9 @@ class Timing(NamedTuple):
 
     def in_us(self) -> dict[str, Any]:
         """For JSON, in microseconds."""
-        parts = {
-            name: round(1e6 * value, 3)
-            for name, value in zip(("median", "low", "high"), self[:3], strict=True)
-        }
-        return {**parts, "repeats": self.repeats, "how": self.how}
+        spread = {"median": self.median, "low": self.low, "high": self.high}
+        in_us = {name: round(1e6 * value, 3) for name, value in spread.items()}
+        return {**in_us, "repeats": self.repeats, "how": self.how}
 
 
 class Timer:
@@ -113,6 +113,17 @@ class Timer:
 
     def _repeats(self, seconds: float) -> int:
         return max(self.least, min(self.most, int(self.budget_s / max(seconds, 1e-9))))
+
+
+@torch.inference_mode()
+def matmul_rates(size: int = 2048) -> dict[str, float]:
+    """FLOP/s of a square fp32 product on the CPU, by torch and by oneDNN where it is there."""
+    a, b = torch.randn(2, size, size)
+    timer = Timer(torch.device("cpu"), budget_s=0.0, least=7)
+    forms: dict[str, Callable[[], torch.Tensor]] = {"torch_mm": lambda: a @ b}
+    if onednn.available():
+        forms["onednn"] = lambda: onednn.matmul(a, b)
+    return {name: 2 * size**3 / timer.time(run).median for name, run in forms.items()}
 
 
 def _capture(run: Callable[[], Any]) -> "torch.cuda.CUDAGraph | None":
