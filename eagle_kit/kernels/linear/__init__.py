@@ -120,6 +120,5 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def packed_parts(module: nn.Module) -> list[Any]:
-    """Packed weights that :func:`pack_weights` left in the parts of ``module``: tuples with tensors in
-    them."""
+    """Packed weights that :func:`pack_weights` left in ``module``: tuples with tensors in them."""
     return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]
