@@ -26,6 +26,11 @@ FINISH_S = 20.0
 """Kept back of the time on a GPU for the last case, the plot and the report."""
 
 
+def no_targets(rows: Rows, counts: bool) -> list[Verdict]:
+    """Nothing to judge."""
+    return []
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """A kind of benchmark with its cases.
@@ -41,7 +46,7 @@ class Benchmark:
     kind: str
     cases: Sequence[Case]
     settings: dict[str, Any] = field(default_factory=dict)
-    verdicts: Callable[[Rows, bool], list[Verdict]] = lambda rows, counts: []
+    verdicts: Callable[[Rows, bool], list[Verdict]] = no_targets
     plot: Callable[[dict[str, Any], Path], None] | None = None
 
 

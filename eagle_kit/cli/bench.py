@@ -20,12 +20,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     a sub-command leave what was given before its name."""
     parser.set_defaults(kind=None)
     _models(parser)
+    _compare(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="{decode,train,engine,serve}")
 
     def add(kind: str, text: str) -> argparse.ArgumentParser:
         return kinds.add_parser(kind, help=text, description=text, argument_default=argparse.SUPPRESS)
 
-    _models(add("decode", "Windows, cycles and plain decoding of a target and a draft."))
+    decode = add("decode", "Windows, cycles and plain decoding of a target and a draft.")
+    _models(decode)
+    _compare(decode)
     _train(add("train", "Time and memory of a training step against doing it the plain way."))
     engine = add("engine", "Whole cycles against their floor, with random weights.")
     engine.add_argument("--model", metavar="NAME", help=f"{MODEL} (default llama-3.1-8b; tiny on a CPU)")
@@ -45,8 +48,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help=f"folder, hub id or known name (default {DEFAULT_TARGET})")
     parser.add_argument("--draft", metavar="DIR", help="draft checkpoint, to time whole cycles too")
-    parser.add_argument("--no-compare", action="store_true", help="leave out transformers' own generate")
     add_arguments(parser)
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-compare", action="store_true", help="leave out transformers' own generate")
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
@@ -84,14 +90,15 @@ def _models_here(args: argparse.Namespace, target: str, options: Options) -> int
     """Measure decoding, training, or both."""
     from eagle_kit.bench.case import Machine
     from eagle_kit.bench.decode import make_cases
-    from eagle_kit.bench.runner import Benchmark, conduct
+    from eagle_kit.bench.runner import Benchmark, conduct, no_targets
     from eagle_kit.bench.train.step import cases, training_targets
 
     made = [] if args.kind == "train" else make_cases(target, args.draft, not args.no_compare)
     if args.kind != "decode":
         made += cases(target, _ratio_options(args) if args.kind == "train" else None)
     settings = {"target": target, "draft": args.draft}
-    benchmark = Benchmark(args.kind or "bench", made, settings, training_targets)
+    targets = training_targets if args.kind == "train" else no_targets
+    benchmark = Benchmark(args.kind or "bench", made, settings, targets)
     return conduct(benchmark, Machine.here(options.seed), options)
 
 

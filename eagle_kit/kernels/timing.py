@@ -84,7 +84,7 @@ class Timer:
             return Timing.of(self._by_events(graph.replay, 1), "graph")
         return Timing.of(self._by_events(run, EAGER_FLUSHES), "eager")
 
-    def time_in_a_row(self, run: Callable[[], Any], repeats: int = 30, warmup: int = 30) -> Timing:
+    def time_in_a_row(self, run: Callable[[], Any], repeats: int = 20, warmup: int = 26) -> Timing:
         """Time ``run()`` from one call to the next, as steps of an engine follow one another; nothing is
         waited for and no cache is emptied between them."""
         marks = []
