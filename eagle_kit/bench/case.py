@@ -5,6 +5,7 @@ of these whatever applies: ``times_us`` by form, ours first; ``bytes``, ``flops`
 ``share`` (floor over time) of ours; ``figures``, numbers by name.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -127,6 +128,18 @@ class Case:
     def key(self) -> str:
         """Its name in the record."""
         return f"{self.group}: {self.name}"
+
+
+def wall_seconds(run: Callable[[], Any], device: torch.device | None = None) -> float:
+    """Seconds of one run by the clock; a GPU that is given is waited for."""
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def in_words(error: BaseException) -> str:

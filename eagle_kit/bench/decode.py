@@ -4,14 +4,13 @@ Legend: B requests, N window nodes.
 """
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from eagle_kit.bench.case import Case, Form, Machine
+from eagle_kit.bench.case import Case, Form, Machine, wall_seconds
 from eagle_kit.bench.engine.load import decoding, loaded, random_prompts, window_forms
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -94,9 +93,8 @@ def transformers_rate(model: Any, prompts: list[list[int]], num_tokens: int = 64
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, eos_token_id=None, **options)
-        return time.perf_counter() - start
+        sizes = {"max_new_tokens": count, "min_new_tokens": count, "eos_token_id": None}
+        return wall_seconds(lambda: model.generate(ids, **sizes, **options), ids.device)
 
     seconds(2)
     return len(prompts) * (num_tokens - 1) / (seconds(num_tokens) - seconds(1))

@@ -4,6 +4,7 @@ batching, prefix hits, n-gram look-ups.
 Legend: B running requests.
 """
 
+import itertools
 import random
 import statistics
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from eagle_kit.bench.case import Case, Machine
+from eagle_kit.bench.case import Case, Machine, wall_seconds
 from eagle_kit.bench.engine.load import decoding, host_work, random_prompts
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.runner import Benchmark, conduct
@@ -47,15 +48,20 @@ def load_chats(llm: LLM, count: int, most: int = 768) -> list[list[int]]:
 
 
 def cases(
-    llm: LLM, chats: Sequence[list[int]], *, max_tokens: int = 64, batches: Sequence[int] = (8, 64)
+    llm: LLM,
+    chats: Sequence[list[int]],
+    *,
+    max_tokens: int = 64,
+    batches: Sequence[int] = (8, 64),
+    stored: int = 1_000_000,
 ) -> Iterator[Case]:
-    """All figures. ``chats`` are tokenised prompts of mixed lengths."""
+    """All figures. ``chats`` are tokenised prompts of mixed lengths, ``stored`` the n-grams' tokens."""
     for batch in batches:
         yield Case("host", f"batch {batch}", partial(host, llm, chats, batch), {"batch": batch})
     together = partial(continuous_batching, llm, chats[:32], max_tokens)
     yield Case("batching", f"{len(chats[:32])} prompts", together)
     yield Case("prefix cache", "first token", partial(prefix_hit, llm))
-    yield Case("n-grams", "log", partial(ngram_lookup, chats))
+    yield Case("n-grams", "log", partial(ngram_lookup, chats, stored))
 
 
 def _sized(llm: LLM, batch: int) -> LLM:
@@ -101,41 +107,33 @@ def continuous_batching(
 
 def prefix_hit(llm: LLM, machine: Machine, length: int = 1000) -> dict[str, Any]:
     """Milliseconds to the first token of a prompt, unknown and known to the prefix cache."""
-    each = _sized(llm, 1)
-    miss, hit = [], []
-    for prompt in random_prompts(llm, 3, length, machine.seed):
-        miss.append(_first_token_s(each, [*prompt, 7]))
-        hit.append(_first_token_s(each, [*prompt, 8]))
-    slow, fast = (1e3 * statistics.median(times) for times in (miss, hit))
+    each, first = _sized(llm, 1), SamplingParams(max_tokens=1)
+    times = [
+        [wall_seconds(partial(each.generate, [[*prompt, end]], first)) for end in (7, 8)]
+        for prompt in random_prompts(llm, 3, length, machine.seed)
+    ]
+    slow, fast = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
     return {"figures": {"tokens": length, "miss_ms": slow, "hit_ms": fast, "times sooner": slow / fast}}
 
 
-def _first_token_s(llm: LLM, prompt: list[int]) -> float:
-    start = time.perf_counter()
-    llm.generate([prompt], SamplingParams(max_tokens=1))
-    return time.perf_counter() - start
-
-
-def ngram_lookup(texts: Sequence[list[int]], machine: Machine, stored: int = 1_000_000) -> dict[str, Any]:
+def ngram_lookup(texts: Sequence[list[int]], stored: int, machine: Machine) -> dict[str, Any]:
     """Milliseconds of a proposal of 12 tokens for one request with ``stored`` tokens in the log, and
     microseconds of storing one. ``texts`` are repeated with a token in fifty changed until it is full."""
-    index, rng, request = NgramIndex(), random.Random(0), 0
-    spent = 0.0
+    index, rng, spent = NgramIndex(), random.Random(0), 0.0
     pool = [list(text) for text in texts if text]
-    while len(index) < stored:
-        for text in pool:
-            begun = time.perf_counter()
-            index.insert(request, text)
-            index.forget(request)
-            spent += time.perf_counter() - begun
-            request += 1
-            if len(index) >= stored:
-                break
-        pool = [[t if rng.random() > 0.02 else rng.randrange(1000) for t in text] for text in pool]
-    times = []
-    for text in [text for text in pool if len(text) > 40][:300]:
-        begun = time.perf_counter()
-        index.propose([text[:40]], 12, 8)
-        times.append(time.perf_counter() - begun)
+
+    def store(number: int, text: list[int]) -> None:
+        index.insert(number, text)
+        index.forget(number)
+
+    for number in itertools.count():
+        if len(index) >= stored:
+            break
+        text = pool[number % len(pool)]
+        spent += wall_seconds(partial(store, number, text))
+        changed = [token if rng.random() > 0.02 else rng.randrange(1000) for token in text]
+        pool[number % len(pool)] = changed
+    asked = [text[:40] for text in pool if len(text) > 40][:300]
+    times = [wall_seconds(partial(index.propose, [text], 12, 8)) for text in asked]
     proposal_ms, insert_us = 1e3 * statistics.median(times), 1e6 * spent / len(index)
     return {"figures": {"stored": len(index), "proposal_ms": proposal_ms, "insert_us": insert_us}}

@@ -137,3 +137,13 @@ def test_requests_of_the_load_generators_of_the_field_are_streamed_with_usage(se
     events = [json.loads(line) for line in lines[:-1]]
     assert events[-1]["choices"] == [] and 1 <= events[-1]["usage"]["completion_tokens"] <= 6
     assert events[-1]["usage"]["prompt_tokens"] > 0 and len(events[0]["choices"]) == 1
+
+
+def test_usage_can_be_in_every_chunk_and_in_no_chunk_of_its_own(server):
+    """As SGLang's generator needs it, which reads the first choice of every chunk."""
+    body = {**CHAT, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    events = [json.loads(line) for line in lines[:-1]]
+    assert all(event["choices"] and event["usage"] for event in events)
+    assert 1 <= events[-1]["usage"]["completion_tokens"] <= 6

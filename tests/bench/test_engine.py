@@ -278,7 +278,7 @@ class FakeTransformers:
 
 def test_the_rate_of_transformers_is_without_its_prefill(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("eagle_kit.bench.case.time.perf_counter", lambda: clock[0])
     assert decode.transformers_rate(FakeTransformers(clock), [[1, 2]] * 4, num_tokens=64) == pytest.approx(
         4.0
     )
@@ -306,7 +306,7 @@ def test_serving_is_measured_by_host_batching_prefixes_and_ngrams(models):
     target, draft = models
     llm = serving.LLM(target, draft=draft, max_context=1280)
     chats = random_prompts(llm, 3, 50)
-    rows = measured(serving.cases(llm, chats, max_tokens=4, batches=(2,)))
+    rows = measured(serving.cases(llm, chats, max_tokens=4, batches=(2,), stored=20_000))
     host, together = rows["host: batch 2"]["figures"], rows["batching: 3 prompts"]["figures"]
     assert 0 < host["host_share"] < 1
     assert together["same answers"] is True
@@ -315,7 +315,7 @@ def test_serving_is_measured_by_host_batching_prefixes_and_ngrams(models):
     hit = rows["prefix cache: first token"]["figures"]
     assert hit["times sooner"] == pytest.approx(hit["miss_ms"] / hit["hit_ms"]) and hit["times sooner"] > 1.5
     log = rows["n-grams: log"]["figures"]
-    assert log["stored"] >= 1_000_000 and 0 < log["proposal_ms"] < 1e3 and 0 < log["insert_us"] < 1e3
+    assert 20_000 <= log["stored"] < 21_000 and 0 < log["proposal_ms"] < 1e3 and 0 < log["insert_us"] < 1e3
 
 
 def test_cases_have_names_of_their_own(models):

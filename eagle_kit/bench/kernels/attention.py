@@ -153,16 +153,7 @@ def _make_mla(sizes: Sizes, w: Window, heads: int, rng: RandomInputs) -> Prepare
 def prefill_cases(sizes: Sizes) -> list[KernelCase]:
     """Prompt chunks over what is cached before them."""
     return [
-        case(
-            f"batch {b}, {rows} rows behind {prefix}",
-            _make_prefill,
-            sizes,
-            b,
-            prefix,
-            rows,
-            batch=b,
-            rows=rows,
-        )
+        case(f"batch {b}, {rows} rows behind {prefix}", _make_prefill, sizes, b, prefix, rows)
         for b, prefix, rows in sizes.prompts
     ]
 

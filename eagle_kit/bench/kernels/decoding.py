@@ -39,8 +39,7 @@ def rope_cases(sizes: Sizes) -> list[KernelCase]:
     """Norm of heads, rotation and the store of keys and values."""
     loads = [*((t, False) for t in sizes.tokens), (sizes.tokens[1], True)]
     return [
-        case(f"{t} rows" + (", qk-norm" if norms else ""), _make_rope, sizes, t, norms, rows=t)
-        for t, norms in loads
+        case(f"{t} rows" + (", qk-norm" if norms else ""), _make_rope, sizes, t, norms) for t, norms in loads
     ]
 
 
@@ -67,7 +66,7 @@ def norm_cases(sizes: Sizes) -> list[KernelCase]:
     """RMSNorm behind the addition of a residual, and alone."""
     loads = [*((t, True) for t in sizes.tokens), (sizes.tokens[1], False)]
     return [
-        case(f"{'add, ' if adds else ''}{t} rows", _make_norm, sizes.model.hidden_size, t, adds, rows=t)
+        case(f"{'add, ' if adds else ''}{t} rows", _make_norm, sizes.model.hidden_size, t, adds)
         for t, adds in loads
     ]
 
@@ -85,7 +84,7 @@ def _make_norm(h: int, t: int, adds: bool, rng: RandomInputs) -> PreparedCase:
 
 def swiglu_cases(sizes: Sizes) -> list[KernelCase]:
     """silu(gate) * up."""
-    return [case(f"{t} rows", _make_swiglu, sizes.model.intermediate_size, t, rows=t) for t in sizes.tokens]
+    return [case(f"{t} rows", _make_swiglu, sizes.model.intermediate_size, t) for t in sizes.tokens]
 
 
 def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
@@ -96,7 +95,7 @@ def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
 def draft_head_cases(sizes: Sizes) -> list[KernelCase]:
     """The draft's output layer with its best K: trees rank probabilities, chains take the best token."""
     loads = [(b * k, k) for b in sizes.batches for k in (1, 4) if b * k <= 64]
-    return [case(f"{t} rows, top {topk}", _make_draft_head, sizes, t, topk, rows=t) for t, topk in loads]
+    return [case(f"{t} rows, top {topk}", _make_draft_head, sizes, t, topk) for t, topk in loads]
 
 
 def _make_draft_head(sizes: Sizes, t: int, topk: int, rng: RandomInputs) -> PreparedCase:
@@ -114,11 +113,11 @@ def tree_cases(sizes: Sizes) -> list[KernelCase]:
     ends, v = (sizes.batches[0], sizes.batches[-1]), sizes.model.vocab_size
     return [
         *(
-            case(f"window {shape}, batch {b}", _make_tree, v, shape, b, batch=b)
+            case(f"window {shape}, batch {b}", _make_tree, v, shape, b)
             for b in ends
             for shape in (CHAIN, TREE, WIDE)
         ),
-        *(case(f"beam of {WIDE.topk}, batch {b}", _make_beam, v, b, batch=b) for b in ends),
+        *(case(f"beam of {WIDE.topk}, batch {b}", _make_beam, v, b) for b in ends),
     ]
 
 
@@ -170,13 +169,13 @@ def accept_cases(sizes: Sizes) -> list[KernelCase]:
     """Every verifier; greedy and target-only follow drafts that agree, the others meet refusals."""
     v = sizes.model.vocab_size
     greedy = [
-        case(f"greedy {shape}, batch {b}", _make_greedy, v, shape, b, batch=b, verifier="greedy")
+        case(f"greedy {shape}, batch {b}", _make_greedy, v, shape, b)
         for b in sizes.batches
         for shape in (TREE, WIDE)
         if b * shape.tokens <= 512
     ]
     return greedy + [
-        case(f"{name.replace('_', ' ')}, batch {b}", _make_sampled, v, name, b, batch=b, verifier=name)
+        case(f"{name.replace('_', ' ')}, batch {b}", _make_sampled, v, name, b)
         for b in sizes.batches[:2]
         for name in ("target_only", "rejection", "rejection_tree", "block", "relaxed")
     ]
@@ -280,12 +279,12 @@ def _make_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
 
 def sampling_cases(sizes: Sizes) -> list[KernelCase]:
     """The sampling distribution after every node and a token sampled from it."""
+    v, kinds = sizes.model.vocab_size, {"temperature": False, "top-k, top-p, min-p": True}
     return [
-        case(f"{'top-k, top-p, min-p' if filters else 'temperature'}, batch {b}", _make_sampling,
-             sizes.model.vocab_size, b, filters, batch=b)
+        case(f"{kind}, batch {b}", _make_sampling, v, b, filters)
         for b in sizes.batches[:2]
-        for filters in (False, True)
-    ]  # fmt: skip
+        for kind, filters in kinds.items()
+    ]
 
 
 def _make_sampling(v: int, b: int, filters: bool, rng: RandomInputs) -> PreparedCase:
@@ -310,15 +309,7 @@ def linear_cases(sizes: Sizes) -> list[KernelCase]:
     loads = [(name, m, False) for name in layers for m in (1, 8, 32)]
     loads += [(name, 8, True) for name in ("qkv", "gate-up", "down")]
     return [
-        case(
-            f"{name}, {m} rows" + (", fp8" if fp8 else ""),
-            _make_linear,
-            *layers[name],
-            m,
-            fp8,
-            rows=m,
-            fp8=fp8,
-        )
+        case(f"{name}, {m} rows" + (", fp8" if fp8 else ""), _make_linear, *layers[name], m, fp8)
         for name, m, fp8 in loads
     ]
 

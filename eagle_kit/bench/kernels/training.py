@@ -19,7 +19,7 @@ def ttt_cases(sizes: Sizes) -> list[KernelCase]:
     """One document, every row supervised; J own keys at step J."""
     t, directions = sizes.train_tokens, {"forward": False, "forward and backward": True}
     return [
-        case(f"{words}, {t} rows, {j} own keys", _make_ttt, sizes, j, backward, trains=backward, rows=t)
+        case(f"{words}, {t} rows, {j} own keys", _make_ttt, sizes, j, backward, trains=backward)
         for words, backward in directions.items()
         for j in (0, 3, 6)
     ]
@@ -50,9 +50,7 @@ def packed_cases(sizes: Sizes) -> list[KernelCase]:
     """Causal attention of a packed row: one document, and four."""
     t = sizes.train_tokens
     loads = {"1 document": 1, "4 documents": 4}
-    return [
-        case(f"forward, {t} tokens, {words}", _make_packed, sizes, n, rows=t) for words, n in loads.items()
-    ]
+    return [case(f"forward, {t} tokens, {words}", _make_packed, sizes, n) for words, n in loads.items()]
 
 
 def _make_packed(sizes: Sizes, documents: int, rng: RandomInputs) -> PreparedCase:
@@ -79,7 +77,7 @@ def loss_cases(sizes: Sizes) -> list[KernelCase]:
     """Linear layer and soft cross-entropy with both gradients."""
     m = sizes.train_tokens
     size = sizes.model.hidden_size, sizes.draft_vocab_size
-    return [case(f"forward and backward, {m} rows", _make_loss, m, *size, trains=True, rows=m)]
+    return [case(f"forward and backward, {m} rows", _make_loss, m, *size, trains=True)]
 
 
 def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:

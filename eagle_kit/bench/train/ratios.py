@@ -9,7 +9,6 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagle_kit.bench.case import wall_seconds
 from eagle_kit.bench.models import preset_named
 from eagle_kit.bench.train.dense import DenseInputs, dense_way, every_row, kept_logits_way, our_way
 from eagle_kit.config.train import TrainingConfig
@@ -71,7 +71,7 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: in
 
     Returns:
         ``times_us`` and ``peak_bytes`` by way, ``losses``, what the row is like, and as ``figures`` the
-        ratios ours / theirs of time, CPU time and memory, and the largest relative differences.
+        ratios ours / theirs of time and memory, and the largest relative differences.
 
     Raises:
         UserError: a share out of range, or a row without loss at the last step.
@@ -103,12 +103,9 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: in
             gradients[name] = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
             peaks[name] = peak_bytes(run, device)
         wall: dict[str, list[float]] = {name: [] for name in (*ways, "optimizer")}
-        busy: dict[str, list[float]] = {name: [] for name in wall}
         for _ in range(repeats):
             for name, run in (*ways.items(), ("optimizer", optimizer.step)):
-                started = time.process_time()
-                wall[name].append(_seconds(run, device))
-                busy[name].append(time.process_time() - started)
+                wall[name].append(wall_seconds(run, device))
     ours = gradients["ours"]
     figures = {
         "loss difference": max(abs(losses[name] / losses["ours"] - 1) for name in others),
@@ -116,7 +113,6 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: in
     }
     for name in others:
         figures[f"time ours/{name}"] = _ratio(wall["ours"], wall[name])
-        figures[f"CPU time ours/{name}"] = _ratio(busy["ours"], busy[name])
         figures[f"memory ours/{name}"] = peaks["ours"] / peaks[name]
     return {
         "documents": int(torch.unique(row.doc_start).numel()),
@@ -189,16 +185,6 @@ def _work(
     return DenseInputs(
         embed, output, output[head.target_ids].contiguous(), ids, aux, hidden, plan, row_weights
     )
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

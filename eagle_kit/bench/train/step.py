@@ -11,6 +11,7 @@ Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabul
 import resource
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,19 +43,17 @@ def cases(target: str, compare: RatioOptions | None = None) -> Iterator[Case]:
         target: folder, hub id or known name.
         compare: row and head for the ratios; with random weights, nothing else is measured.
     """
-    models: dict[str, LlamaModel] = {}
 
-    def model(device: str = "cpu") -> LlamaModel:
-        if device not in models:
-            models[device] = load_target(resolve_target(target), device=device)
-        return models[device]
+    @cache
+    def model(device: str) -> LlamaModel:
+        return load_target(resolve_target(target), device=device)
 
     def ratios(machine: Machine) -> dict[str, Any]:
         assert compare is not None
         return measure_ratios(compare, None if compare.model else model(compare.device))
 
     if compare is None or (compare.model is None and compare.device == "cpu"):
-        yield Case("training", "rate", lambda machine: measure_rate(model()))
+        yield Case("training", "rate", lambda machine: measure_rate(model("cpu")))
     if compare is not None:
         name = f"{compare.length} tokens, K = {compare.ttt_length}, {compare.precision} on {compare.device}"
         yield Case("training step", name, ratios, asdict(compare))
