@@ -34,20 +34,20 @@ K = 1024
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: ``points`` of (batch, context) in mode cycle, ``other_points`` in the other modes,
+    """What is measured: ``points`` of (batch, context) as graphs, ``eager_points`` without graphs,
     ``contexts`` and ``windows`` of verification at batch 1."""
 
     points: tuple[tuple[int, int], ...] = (
         *((1, K), (8, K), (1, 8 * K), (1, 32 * K), (8, 8 * K), (32, K), (64, K), (8, 32 * K)),
         *((32, 8 * K), (64, 8 * K)),
     )
-    other_points: tuple[tuple[int, int], ...] = ((1, K), (8, 8 * K))
+    eager_points: tuple[tuple[int, int], ...] = ((1, K), (8, 8 * K))
     contexts: tuple[int, ...] = (K, 8 * K, 32 * K)
     windows: tuple[int, ...] = (1, 4, 8, 16, 32)
     shapes: tuple[str, ...] = (PLAIN, "3,1,4", "5,4,8", "7,8,32")
 
 
-TINY = Grid(points=((1, 64), (2, 128)), other_points=((1, 64),), contexts=(64,), windows=(1, 8))
+TINY = Grid(points=((1, 64), (2, 128)), eager_points=((1, 64),), contexts=(64,), windows=(1, 8))
 
 
 def main(model: str | None, options: Options, grid: Grid | None = None) -> int:
@@ -67,7 +67,7 @@ def main(model: str | None, options: Options, grid: Grid | None = None) -> int:
     models = make_models(config, draft_vocab_size, machine.device, machine.dtype, options.seed)
     grid = grid or (TINY if tiny else Grid())
     settings = {"model": f"{name} (random weights)", "sizes": "tiny" if tiny else "full"}
-    cases = list(Suite(*models, grid).cases(machine))
+    cases = list(Suite(*models, grid).cases())
     benchmark = Benchmark(f"engine-{name}", cases, settings, engine_targets, plot_cycles)
     return conduct(benchmark, machine, options)
 
@@ -79,7 +79,7 @@ class Suite:
         self.target, self.draft, self.grid = target, draft, grid
         self._llm: tuple[Any, LLM] | None = None
 
-    def cases(self, machine: Machine) -> Iterator[Case]:
+    def cases(self) -> Iterator[Case]:
         """All cases, the most telling first."""
         longest = self.target.config.max_position_embeddings - ROOM
         for context in self.grid.contexts:
@@ -87,9 +87,8 @@ class Suite:
                 yield Case(
                     "verify", f"context {context}", partial(self.verify, context), {"context": context}
                 )
-        modes: tuple[GraphMode, ...] = ("phases", "off") if machine.on_gpu else ("off",)
         loads: list[tuple[GraphMode, tuple[int, int]]] = [("cycle", point) for point in self.grid.points]
-        loads += [(mode, point) for point in self.grid.other_points for mode in modes]
+        loads += [("off", point) for point in self.grid.eager_points]
         for mode, (batch, context) in loads:
             for shape in self.grid.shapes if context <= longest else ():
                 values = {"batch": batch, "context": context, "mode": mode, "shape": shape}
