@@ -3,10 +3,8 @@
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -69,23 +67,13 @@ def check() -> int:
 
 
 def bench(words: list[str]) -> int:
-    """Every kernel against this machine's ceilings."""
-    from eagle_kit.bench.kernels.command import main as measure
+    """Time every kernel against this machine's ceilings."""
+    from eagle_kit.bench.kernels.suite import main as measure
     from eagle_kit.config.loading.command_line import print_error
     from eagle_kit.core.errors import UserError
-    from eagle_kit.report.environment import describe_machine, describe_versions, now
-
-    def describe(device: str) -> dict[str, Any]:
-        versions = describe_versions()
-        try:
-            versions["triton"] = version("triton")
-        except PackageNotFoundError:
-            versions["triton"] = "not installed"
-        head = {"date": now(), "command": shlex.join(["python", "kernels", "bench", *words])}
-        return {**head, "machine": describe_machine(device), "versions": versions}
 
     try:
-        return measure(words, describe)
+        return measure(words)
     except UserError as error:
         print_error(error)
         return 2

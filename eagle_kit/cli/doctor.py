@@ -59,10 +59,10 @@ def _machine() -> Iterator[str]:
 
 def _matmul_rates() -> Iterator[str]:
     """fp32 rates of one large product: the faster library is used, and bounds training on this machine."""
-    from eagle_kit.bench.decode import matmul_ceiling
+    from eagle_kit.kernels.timing import matmul_rates
 
-    rates = matmul_ceiling()
-    shown = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in rates.items())
+    rates = matmul_rates()
+    shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
     yield f"CPU, fp32: {shown} ({'oneDNN' if 'onednn' in rates else 'torch'} is used)"
 
 

@@ -273,12 +273,11 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: Any) -> None:
         say(str(llm.memory_plan))
     if shape.steps and not args.no_self_test:
         say_self_test(args, model, llm, dtype)
-    from eagle_kit.kernels.linear.choice import MACHINE
-
     started = time.perf_counter()
-    if num_graphs := llm.engine().runner.warm_up():
+    runner = llm.engine().runner
+    if num_graphs := runner.warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
-    for line in MACHINE.report():
+    for line in runner.linear_forms.report():
         say(f"linear     {line}")
 
 

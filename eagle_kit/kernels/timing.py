@@ -9,9 +9,12 @@ that cannot be captured is enqueued while the device is still busy with the flus
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+from eagle_kit.kernels.linear import onednn
 
 FLUSH_L2_TIMES = 5
 EAGER_FLUSHES = 8
@@ -37,11 +40,9 @@ class Timing(NamedTuple):
 
     def in_us(self) -> dict[str, Any]:
         """For JSON, in microseconds."""
-        parts = {
-            name: round(1e6 * value, 3)
-            for name, value in zip(("median", "low", "high"), self[:3], strict=True)
-        }
-        return {**parts, "repeats": self.repeats, "how": self.how}
+        spread = {"median": self.median, "low": self.low, "high": self.high}
+        in_us = {name: round(1e6 * value, 3) for name, value in spread.items()}
+        return {**in_us, "repeats": self.repeats, "how": self.how}
 
 
 class Timer:
@@ -83,6 +84,28 @@ class Timer:
             return Timing.of(self._by_events(graph.replay, 1), "graph")
         return Timing.of(self._by_events(run, EAGER_FLUSHES), "eager")
 
+    def time_in_a_row(self, run: Callable[[], Any], repeats: int = 20, warmup: int = 26) -> Timing:
+        """Time ``run()`` from one call to the next, as steps of an engine follow one another; nothing is
+        waited for and no cache is emptied between them."""
+        marks = []
+        for _ in range(warmup + repeats + 1):
+            marks.append(self._mark())
+            run()
+        if self.device.type != "cuda":
+            seconds = [after - before for before, after in pairwise(marks)]
+            return Timing.of(seconds[warmup:], "clock, in a row")
+        torch.cuda.synchronize(self.device)
+        seconds = [1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)]
+        return Timing.of(seconds[warmup:], "events, in a row")
+
+    def _mark(self) -> Any:
+        """A point in the device's time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def _by_clock(self, run: Callable[[], Any]) -> Timing:
         run()
         start = time.perf_counter()
@@ -113,6 +136,17 @@ class Timer:
 
     def _repeats(self, seconds: float) -> int:
         return max(self.least, min(self.most, int(self.budget_s / max(seconds, 1e-9))))
+
+
+@torch.inference_mode()
+def matmul_rates(size: int = 2048) -> dict[str, float]:
+    """FLOP/s of a square fp32 product on the CPU, by torch and by oneDNN where it is there."""
+    a, b = torch.randn(2, size, size)
+    timer = Timer(torch.device("cpu"), budget_s=0.0, least=7)
+    forms: dict[str, Callable[[], torch.Tensor]] = {"torch_mm": lambda: a @ b}
+    if onednn.available():
+        forms["onednn"] = lambda: onednn.matmul(a, b)
+    return {name: 2 * size**3 / timer.time(run).median for name, run in forms.items()}
 
 
 def _capture(run: Callable[[], Any]) -> "torch.cuda.CUDAGraph | None":

@@ -11,7 +11,6 @@ import torch
 
 from eagle_kit.core.request import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape
-from eagle_kit.kernels.linear.choice import MACHINE
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch, token_logprobs
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
@@ -31,6 +30,7 @@ from eagle_kit.serve.cycle import (
 )
 from eagle_kit.serve.grammar.compiler import allowed_tokens
 from eagle_kit.serve.graph import GraphRunner, HostCopy, Lengths, map_tensors
+from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
@@ -104,6 +104,7 @@ class Runner:
         self.num_slots, self.max_pages = max(batch_sizes), max_pages
         config, weight = target.config, target.embed_tokens.weight
         self.device = weight.device
+        self.linear_forms = LinearForms(weight.device)
         self.kv = open_store(
             config.cache,
             num_pages=num_pages,
@@ -320,7 +321,7 @@ class Runner:
         def idle() -> CycleInputs:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
 
-        with MACHINE.measuring():  # before a capture
+        with self.linear_forms.measuring():  # before a capture
             lengths = Lengths(self.slots.seq_lens, inputs.rows)
             return self.graphs.run(name, key, partial(body, settings=settings), inputs, idle, lengths)
 

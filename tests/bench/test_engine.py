@@ -1,5 +1,5 @@
-"""The benchmark of the engine: its floors are those that one computes by hand, its loads run the engine's own
-cycles, and it survives what fails."""
+"""The benchmarks over the engine: floors by hand, loads that decode what the engine decodes, and figures that
+follow from what was timed."""
 
 import json
 from dataclasses import replace
@@ -8,16 +8,20 @@ from functools import cache
 import pytest
 import torch
 
-from eagle_kit.bench.engine import models as bench_models
-from eagle_kit.bench.engine import sweep as bench_engine
-from eagle_kit.bench.engine.floor import cycle_forwards, floor_of
-from eagle_kit.bench.engine.load import Load, pool_bytes
-from eagle_kit.bench.engine.models import check_room, make_models, preset_named
-from eagle_kit.bench.engine.peer import ROOM, Transformers
-from eagle_kit.bench.kernels.cost import Cost
+from eagle_kit.bench import decode, serving
+from eagle_kit.bench import models as bench_models
+from eagle_kit.bench.case import Case, Cost, Machine
+from eagle_kit.bench.ceilings import Ceilings
+from eagle_kit.bench.engine import suite
+from eagle_kit.bench.engine.floor import cycle_forwards
+from eagle_kit.bench.engine.load import decoding, host_work, loaded, random_prompts, window_forms
+from eagle_kit.bench.models import check_room, make_models, preset_named
+from eagle_kit.bench.options import Options
 from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.timing import Timer
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
@@ -26,21 +30,24 @@ from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
 
 CPU = torch.device("cpu")
 TINY, TINY_VOCAB = preset_named("tiny")
-GRID = bench_engine.Grid(
+MACHINE = Machine(CPU, torch.float32, Timer(CPU, budget_s=0.0, least=2), Ceilings(1e10, 1e11, 1e-6), 0)
+GRID = suite.Grid(
     points=((2, 64), (1, 1 << 20)),
-    other_points=((1, 64),),
+    eager_points=((1, 64),),
     contexts=(64,),
     windows=(1, 8),
-    batches=(1,),
-    rival=(1, 64),
-    shapes=("2,1,3", "3,2,5"),
-    repeats=2,
+    shapes=("none", "2,1,3", "3,2,5"),
 )
 
 
 @pytest.fixture(scope="module")
 def models():
     return make_models(TINY, TINY_VOCAB, CPU, torch.float32, 0)
+
+
+@pytest.fixture(scope="module")
+def llm(models):
+    return loaded(*models, 2, 40)
 
 
 @cache
@@ -52,20 +59,23 @@ def llama_without_weights():
     return target, Eagle3DraftModel(head, target)
 
 
-def floor(shape, batch=1, context=1024):
+def floors(shape, batch=1, context=1024):
+    """Bytes, and milliseconds by bytes and by the floor, at an H200's ceilings."""
     target, draft = llama_without_weights()
     forwards = cycle_forwards(target, draft, SpecShape.parse(shape), batch, context)
-    return floor_of(forwards, 4.3e12, 790e12)
+    total, h200 = sum(cost.bytes for cost in forwards), Ceilings(4.3e12, 790e12, 1e-6)
+    return total, 1e3 * total / 4.3e12, 1e3 * sum(cost.seconds(h200) for cost in forwards)
 
 
 def test_floors_of_llama_8b_at_the_h200s_ceilings():
     # 7.505 G parameters without the embedding and 128 KB of keys and values a token at 4.3 TB/s.
-    assert floor("none").bytes == pytest.approx(2 * 7.505e9 + 1024 * 131072, rel=1e-3)
-    assert 1e3 * floor("none").seconds == pytest.approx(3.52, abs=0.01)
-    assert 1e3 * floor("3,1,4").seconds == pytest.approx(4.07, abs=0.01)
-    assert 1e3 * floor("5,1,6").byte_seconds == pytest.approx(4.42, abs=0.01)
-    wide = floor("7,8,32", batch=16)
-    assert wide.seconds > 1.5 * wide.byte_seconds, "512 rows compute longer than they read"
+    num_bytes, _, floor = floors("none")
+    assert num_bytes == pytest.approx(2 * 7.505e9 + 1024 * 131072, rel=1e-3)
+    assert floor == pytest.approx(3.52, abs=0.01)
+    assert floors("3,1,4")[2] == pytest.approx(4.07, abs=0.01)
+    assert floors("5,1,6")[1] == pytest.approx(4.42, abs=0.01)
+    _, by_bytes, wide = floors("7,8,32", batch=16)
+    assert wide > 1.5 * by_bytes, "512 rows compute longer than they read"
 
 
 def test_floors_of_a_tiny_model_by_hand(models):
@@ -81,53 +91,85 @@ def test_floors_of_a_tiny_model_by_hand(models):
     one = 128 * 128 + 64 * 64 + 64 * 192 + 96 * 64 + 4 * 64
     assert forwards[1] == Cost(4 * (one + 128 * 64) + 30 * 4 * 64, 2 * (one + 128 * 64) * 6 + 4 * 64 * 30 * 2)
     assert forwards[3].bytes - forwards[1].bytes == 4 * 192 * 64, "draft-extend fuses the captured states too"
-    assert floor_of([Cost(10, 1), Cost(10, 50)], 1.0, 1.0) == (20, 20.0, 60.0)
 
 
-def test_a_load_runs_the_engines_cycles_from_its_contexts(models):
-    told = {}
-    for mode in ("off", "cycle", "phases"):
-        torch.manual_seed(5)
-        load = Load(*models, batch=2, context=40, mode=mode)
-        load.use_shape(SpecShape(3, 2, 5))
-        with torch.inference_mode():
-            tokens, counts, _ = load.runner.decode(load.requests, 40).copy.wait()
-        assert (counts >= 1).all() and (load.runner.slots.seq_lens[:2] == 40 + counts).all()
-        told[mode] = [row[:n].tolist() for row, n in zip(tokens, counts.tolist(), strict=True)]
-    assert told["off"] == told["cycle"] == told["phases"]
+def test_a_mixture_reads_the_experts_that_its_rows_wake():
+    """Four experts of which a row takes one: one row wakes 1, two wake 1.75 on average."""
+    config = replace(TINY, model_type="qwen3_moe", moe=MoEConfig(4, 1, 32))
+    target, draft = make_models(config, 128, CPU, torch.float32, 0)
+    expert = config.num_layers * 3 * config.hidden_size * 32
+    one, two = (cycle_forwards(target, draft, SpecShape(0, 1, 1), batch, 0)[0] for batch in (1, 2))
+    rest = sum(p.numel() for p in target.parameters()) - 4 * expert
+    assert one.bytes == 4 * (rest + expert) and two.bytes == 4 * (rest + round(1.75 * expert))
+    assert one.flops == 2 * (rest + expert) and two.flops == 2 * one.flops
 
 
-def test_times_of_cycles_start_from_the_same_lengths(models):
-    load = Load(*models, batch=2, context=40)
-    load.use_shape(SpecShape(2, 1, 3))
-    timing, host = load.time_cycles(repeats=4, warmup=1)
-    assert timing.repeats == 4 and timing.median > 0 and host > 0
-    assert (load.runner.slots.seq_lens[:2] <= 40 + 3).all()
+def test_presets_are_the_published_shapes():
+    sizes = {name: sum(p.numel() for p in target_on_meta(name).parameters()) for name in bench_models.PRESETS}
+    assert sizes["llama-3.1-8b"] == 8_030_261_248 and sizes["smollm2-135m"] == 134_515_008
+    assert sizes["qwen3-30b-a3b"] == 30_532_122_624 and preset_named("llama-3.1-8b")[1] == 32000
 
 
-def test_windows_are_verified_by_the_cycle_itself(models):
-    load = Load(models[0], None, batch=1, context=40)
-    one, eight = load.verification(1), load.verification(8)
-    with torch.inference_mode():
-        assert one().shape == (1, 1) and eight().shape == (1, 8)
-    assert load.runner.slots.seq_lens[0] == 0, "nothing joined, nothing is moved on"
+def target_on_meta(name):
+    with torch.device("meta"):
+        return LlamaModel(preset_named(name)[0])
 
 
-def test_the_pool_takes_the_bytes_that_were_promised(models):
-    target, draft = models
-    load = Load(target, draft, batch=3, context=40)
-    stores = [load.runner.kv, load.runner._drafter.kv]
-    taken = sum(tensor.nbytes for kv in stores for tensor in (kv.k, kv.v))
-    assert pool_bytes(target, draft, 3, 40) == pytest.approx(taken, rel=0.1)
+def test_a_load_decodes_what_the_engine_decodes(llm):
+    prompts = random_prompts(llm, 2, 40)
+    assert prompts[0] != prompts[1] and [len(prompt) for prompt in prompts] == [40, 40]
+    expected = [out.token_ids for out in llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))]
+    with decoding(llm, prompts, SpecShape(3, 2, 5)) as engine:
+        running = list(engine.scheduler.running)
+        assert len(running) == 2 and all(request.token_ids for request in running)
+        while min(len(request.token_ids) for request in running) < 8:
+            assert engine.step() == running, "every step is a cycle of all requests"
+    assert sorted(request.token_ids[:8] for request in running) == sorted(expected)
+    assert not engine.has_work and engine.kv_usage == 0.0
+
+
+def test_a_reply_that_ends_while_cycles_are_timed_is_a_failure(models):
+    short = loaded(*models, 1, 40)
+    with (
+        pytest.raises(RuntimeError, match="a reply ended"),
+        decoding(short, random_prompts(short, 1, 40)) as engine,
+    ):
+        while engine.has_work:
+            engine.step()
+
+
+def test_the_hosts_work_is_a_part_of_the_step(llm):
+    with decoding(llm, random_prompts(llm, 2, 40)) as engine:
+        graphs = engine.runner.graphs
+        found = host_work(engine, MACHINE, steps=3)
+        assert engine.runner.graphs is graphs, "the engine is as it was"
+    assert 0 < found["host_ms"] < found["step_ms"]
+    assert found["host_share"] == pytest.approx(found["host_ms"] / found["step_ms"])
+
+
+def test_the_hosts_work_cannot_be_told_where_cycles_run_in_python(models):
+    llm = loaded(*models, 1, 8, graph_mode="off")
+    with pytest.raises(UserError, match="cannot be told"), decoding(llm, random_prompts(llm, 1, 8)) as engine:
+        host_work(engine, MACHINE)
+
+
+def test_windows_are_verified_behind_the_context(llm):
+    forms = window_forms(llm, (1, 8), 40)
+    assert list(forms) == ["1 node", "8 nodes"]
+    one, eight = forms["1 node"]().run(), forms["8 nodes"]().run()
+    assert one.shape == (1, 1) and eight.shape == (1, 8)
+    (prompt,) = random_prompts(llm, 1, 40)
+    # The root of a window is its own token, so plain decoding's next one follows from the same keys.
+    assert 0 <= int(one[0, 0]) < llm.config.vocab_size and len(prompt) == 40
 
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_engine, "TINY", GRID)
+    monkeypatch.setattr(suite, "TINY", GRID)
     path = tmp_path / "e.json"
 
     def run(*words):
-        code = app.main(["bench", "engine", "--output", str(path), "--no-progress", *words])
+        code = app.main(["bench", "engine", "--out", str(path), "--no-progress", *words])
         return code, json.loads(path.read_text(encoding="utf-8"))
 
     return run
@@ -136,51 +178,25 @@ def bench(tmp_path, monkeypatch):
 def test_the_whole_benchmark_on_a_cpu(bench, capsys, tmp_path):
     code, result = bench()
     assert code == 0
-    parts = result["parts"]
-    assert list(parts) == [
-        *("verify, context 64", "cycle, batch 2, context 64", "host, batch 1"),
-        *("phases, batch 1, context 64", "off, batch 1, context 64"),
-    ], "contexts beyond the model's are no parts"
-    assert {"date", "command", "machine", "versions", "ceilings", "seed", "targets"} <= result.keys()
-    rows = bench_engine.cycle_rows(parts)
-    assert [row["shape"] for row in rows] == ["none", "2,1,3", "3,2,5"] * 3
-    for row in rows:
-        assert row["over_floor"] == pytest.approx(row["cycle_us"]["median"] / row["floor_us"], rel=1e-3)
-        for length, rate in row["tokens_per_s"].items():
-            expected = row["batch"] * int(length) / (1e-6 * row["cycle_us"]["median"])
-            assert rate == pytest.approx(expected, rel=1e-3)
-            assert int(length) <= SpecShape.parse(row["shape"]).steps + 1
-    assert parts["verify, context 64"]["times_plain"]["1"] == 1.0
+    rows = result["cases"]
+    assert list(rows) == [
+        "verify: context 64",
+        *(f"cycle: {shape}, batch 2, context 64" for shape in GRID.shapes),
+        *(f"off: {shape}, batch 1, context 64" for shape in GRID.shapes),
+    ], "contexts beyond the model's are no cases"
+    assert result["settings"]["model"] == "tiny (random weights)"
+    for row in list(rows.values())[1:]:
+        median, figures = row["times_us"]["cycle"]["median"], row["figures"]
+        assert row["times_us"]["cycle"]["how"] == "clock, in a row"
+        assert figures["times the floor"] == pytest.approx(median / row["floor_us"], rel=1e-3)
+        tokens = {"none": 1, "2,1,3": 3, "3,2,5": 3}[row["shape"]]
+        assert figures["tokens a cycle"] == tokens
+        assert figures["tokens/s"] == pytest.approx(row["batch"] * tokens / (1e-6 * median), rel=1e-3)
+        assert ("host_us" in figures) == (row["mode"] == "cycle") and row["bytes"] > 0
+    assert set(rows["verify: context 64"]["times_us"]) == {"1 node", "8 nodes"}
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
-    out = capsys.readouterr().out
-    assert "There is no CUDA device" in out and "transformers is compared on a GPU only" in out
-    assert all(verdict["met"] is None and verdict["measured"] for verdict in result["targets"])
-
-
-def test_a_failed_part_is_recorded_and_the_rest_is_taken_up(bench, monkeypatch, capsys):
-    def refuse(self, batch):
-        raise RuntimeError("the scheduler is broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bench_engine.Bench, "host", refuse)
-        patch.setattr(bench_engine.Bench, "cycles", lambda self, *point: {"left_out": "it takes too much"})
-        code, result = bench("--no-plot")
-    assert code == 1
-    failed = result["parts"]["host, batch 1"]
-    assert (failed["status"], failed["error"]) == ("failed", "RuntimeError: the scheduler is broken")
-    assert result["parts"]["verify, context 64"]["status"] == "ok"
-    assert "host, batch 1: FAILED: RuntimeError: the scheduler is broken" in capsys.readouterr().out
-    code, again = bench("--no-plot", "--resume")
-    assert code == 1 and again["parts"] == result["parts"], "what is done is not done again"
-
-
-def test_what_finds_no_time_is_left_out_and_done_later(bench, monkeypatch):
-    for name in ("cycles", "host"):
-        monkeypatch.setattr(bench_engine.Bench, name, lambda self, *point: {})
-    code, result = bench("--no-plot", "--minutes", "1e-9")
-    assert code == 0 and {part["status"] for part in result["parts"].values()} == {"left out"}
-    code, result = bench("--no-plot", "--resume")
-    assert code == 0 and {part["status"] for part in result["parts"].values()} == {"ok"}
+    assert "There is no CUDA device" in capsys.readouterr().out
+    assert all(verdict["met"] is None and verdict["measured"] > 0 for verdict in result["targets"])
 
 
 @pytest.mark.parametrize(
@@ -191,12 +207,24 @@ def test_what_finds_no_time_is_left_out_and_done_later(bench, monkeypatch):
         (["engine", "--resume"], "--resume needs a file"),
         (["--draft", "x", "engine"], "--draft does not apply to bench engine"),
         (["--target", "x", "engine"], "--target does not apply to bench engine"),
+        (["train", "--supervised-share", "0", "--model", "tiny"], "--supervised-share is 0.0"),
+        (["train", "--length", "0"], "--length is 0"),
+        (["--draft", "x", "train"], "--draft does not apply to bench train"),
+        (["--no-compare", "serve"], "--no-compare does not apply to bench serve"),
+        (["serve", "--", "true"], "The command true drives a server"),
+        (
+            ["serve", "--draft", "x", "--base-url", "http://127.0.0.1:9"],
+            "does not apply to bench serve --base-url",
+        ),
+        (["serve", "--base-url", "http://127.0.0.1:9"], "There are no metrics at http://127.0.0.1:9/metrics"),
+        (["serve", "--base-url", "127.0.0.1:9"], "is not a URL"),
     ],
 )
-def test_mistakes_are_a_sentence_and_a_remedy(words, said, capsys):
-    assert app.main(["bench", *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error and "->" in error
+def test_mistakes_are_a_sentence_and_a_remedy(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert app.main(["bench", *words]) in (0, 2)
+    printed = capsys.readouterr()
+    assert said in printed.err + printed.out
 
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch):
@@ -207,51 +235,90 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch):
 
 
 def test_targets_are_judged_on_a_gpu_only():
-    row = {"shape": "3,1,4", "mode": "cycle", "batch": 1, "context": 1024}
-    parts = {
-        "a": {"cycles": [{**row, "over_floor": 1.3}, {**row, "shape": "none", "over_floor": 9.0}]},
-        "b": {"context": 1024, "times_plain": {"8": 1.1}},
-        "c": {"host": {"host_us": 120.0, "batch": 8}},
+    row = {
+        "group": "cycle",
+        "case": "c",
+        "status": "ok",
+        "shape": "3,1,4",
+        "share": 1 / 1.3,
+        "figures": {"host_us": 120.0},
     }
-    verdicts = bench_engine.engine_targets(parts, counts=True)
+    rows = [
+        row,
+        {**row, "shape": "none", "share": 0.1, "figures": {}},
+        {**row, "group": "off", "share": 0.1},
+        {
+            "group": "verify",
+            "case": "v",
+            "times_us": {"1 node": {"median": 10.0}, "8 nodes": {"median": 11.0}},
+        },
+        {"group": "cycle", "case": "f", "status": "failed"},
+    ]
+    verdicts = suite.engine_targets(rows, True)
     assert [verdict.met for verdict in verdicts] == [True, False, False, True]
-    assert [v.met for v in bench_engine.engine_targets(parts, counts=False)] == [None] * 4
+    assert verdicts[0].measured == pytest.approx(1.3) and verdicts[2].measured == pytest.approx(1.1)
+    assert [v.met for v in suite.engine_targets(rows, False)] == [None] * 4
 
 
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_transformers_runs_the_same_shapes(nodes):
-    rival = Transformers(TINY, CPU, torch.float32, compiled=False)
-    assert rival.time("sdpa", 2, 24, nodes, repeats=1).median > 0
-    assert sum(p.numel() for p in rival.model.parameters()) == sum(
-        p.numel() for p in make_models(TINY, TINY_VOCAB, CPU, torch.float32, 0)[0].parameters()
+def measured(cases):
+    return {case.key: case.measure(MACHINE) for case in cases}
+
+
+class FakeTransformers:
+    """Takes a second for every token it generates beyond the prompt's."""
+
+    device = CPU
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def generate(self, ids, *, max_new_tokens, **options):
+        self.clock[0] += 10.0 + max_new_tokens
+
+
+def test_the_rate_of_transformers_is_without_its_prefill(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("eagle_kit.bench.case.time.perf_counter", lambda: clock[0])
+    assert decode.transformers_rate(FakeTransformers(clock), [[1, 2]] * 4, num_tokens=64) == pytest.approx(
+        4.0
     )
 
 
-def test_the_mask_of_transformers_is_the_tree():
-    rival = Transformers(TINY, CPU, torch.float32, compiled=False)
-    bits = torch.tensor([[0b001, 0b011, 0b101]])
-    seen = rival._mask("sdpa", bits, 4)[0, 0] == 0
-    assert seen.shape == (3, 4 + ROOM)
-    assert [row[:8].int().tolist() for row in seen] == [
-        [1, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0, 1, 0],
+def test_decoding_is_measured_by_windows_cycles_and_rates(models, monkeypatch):
+    llm = loaded(*models, 1, 64)
+    monkeypatch.setattr(llm, "tokenize", lambda text: list(text) if isinstance(text, list) else [5, 6, 7])
+    rows = measured(decode.cases(llm, batches=(2,)))
+    assert list(rows) == [
+        "window: batch 1, 256 tokens",
+        *(f"cycle: {shape}" for shape in decode.SHAPES),
+        "plain decoding: batch 2",
     ]
-    assert not seen[:, 7:].any()
-    block = rival._mask("flex_attention", bits, 4)
-    column = torch.arange(4 + ROOM)
-    for node in range(3):
-        told = block.mask_mod(torch.tensor(0), torch.tensor(0), torch.tensor(node), column)
-        assert torch.equal(told, seen[node])
+    assert next(iter(rows["window: batch 1, 256 tokens"]["times_us"])) == "1 node"
+    for shape in decode.SHAPES:
+        times = rows[f"cycle: {shape}"]["times_us"]
+        cycle, window = times["cycle"]["median"], times[f"{SpecShape.parse(shape).tokens} nodes"]["median"]
+        assert rows[f"cycle: {shape}"]["figures"]["times its target window"] == pytest.approx(cycle / window)
+        assert cycle > window
+    assert rows["plain decoding: batch 2"]["figures"]["tokens/s"] > 0
 
 
-def test_a_mixture_reads_the_experts_that_its_rows_wake():
-    """Four experts of which a row takes one: one row wakes 1, two wake 1.75 on average."""
-    moe = MoEConfig(4, 1, 32)
-    config = replace(TINY, model_type="qwen3_moe", moe=moe)
-    target, draft = make_models(config, 128, torch.device("cpu"), torch.float32, 0)
-    expert = config.num_layers * 3 * config.hidden_size * 32
-    one, two = (cycle_forwards(target, draft, SpecShape(0, 1, 1), batch, 0)[0] for batch in (1, 2))
-    rest = sum(p.numel() for p in target.parameters()) - 4 * expert
-    assert one.bytes == 4 * (rest + expert) and two.bytes == 4 * (rest + round(1.75 * expert))
-    assert one.flops == 2 * (rest + expert) and two.flops == 2 * one.flops
+def test_serving_is_measured_by_host_batching_prefixes_and_ngrams(models):
+    target, draft = models
+    llm = serving.LLM(target, draft=draft, max_context=1280)
+    chats = random_prompts(llm, 3, 50)
+    rows = measured(serving.cases(llm, chats, max_tokens=4, batches=(2,), stored=20_000))
+    host, together = rows["host: batch 2"]["figures"], rows["batching: 3 prompts"]["figures"]
+    assert 0 < host["host_share"] < 1
+    assert together["same answers"] is True
+    ratio = together["together tokens/s"] / together["one by one tokens/s"]
+    assert together["times faster"] == pytest.approx(ratio)
+    hit = rows["prefix cache: first token"]["figures"]
+    assert hit["times sooner"] == pytest.approx(hit["miss_ms"] / hit["hit_ms"]) and hit["times sooner"] > 1.5
+    log = rows["n-grams: log"]["figures"]
+    assert 20_000 <= log["stored"] < 21_000 and 0 < log["proposal_ms"] < 1e3 and 0 < log["insert_us"] < 1e3
+
+
+def test_cases_have_names_of_their_own(models):
+    cases = [*suite.Suite(*models, suite.Grid()).cases(), Case("a", "b", lambda machine: {})]
+    assert len({case.key for case in cases}) == len(cases)
+    assert Options().minutes > 0

@@ -152,8 +152,6 @@ def call_sites(operation: str) -> list[str]:
         todo += also_known[name]
         for reference in by_name[name]:
             package, *inner = reference.within.partition(":")[0].removeprefix("eagle_kit.").split(".")
-            if inner and inner[0].startswith("bench"):
-                continue
             if package in CALLERS:
                 found.add(f"{reference.path.relative_to(ROOT)}:{reference.line}")
             elif package == "kernels" and inner and (ROOT / "kernels" / inner[0]).is_dir():

@@ -1,4 +1,4 @@
-"""What a cycle takes at best on a machine: every forward reads its weights and its prefix once, or computes.
+"""Bytes and arithmetic of a cycle: every forward reads its weights and its prefix once.
 
 A cycle of S steps is one target forward over the window, S - 1 draft steps (the first candidates are left by
 the cycle before) and one draft-extend. Rows of embeddings, states and logits are left out: thousandths.
@@ -6,25 +6,14 @@ the cycle before) and one draft-extend. Rows of embeddings, states and logits ar
 Legend: B requests, N window nodes, S steps, K top-k.
 """
 
-from typing import NamedTuple
-
 from torch import nn
 
-from eagle_kit.bench.kernels.cost import Cost
+from eagle_kit.bench.case import Cost
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
-
-
-class Floor(NamedTuple):
-    """``bytes`` of a cycle and the seconds that they take alone; ``seconds``, each forward taking the larger
-    of what its bytes and its arithmetic take."""
-
-    bytes: int
-    byte_seconds: float
-    seconds: float
 
 
 def cycle_forwards(
@@ -69,13 +58,6 @@ def cycle_forwards(
         2 * ((layer + fuse) * emitted + output) * batch + 4 * draft_heads * keys * emitted,
     )
     return [*forwards, *[step] * (shape.steps - 1), extend]
-
-
-def floor_of(forwards: list[Cost], copy_bytes_per_s: float, flops_per_s: float) -> Floor:
-    """The floor of forwards that follow one another."""
-    total = sum(cost.bytes for cost in forwards)
-    slow = sum(cost.seconds(copy_bytes_per_s, flops_per_s) for cost in forwards)
-    return Floor(total, total / copy_bytes_per_s, slow)
 
 
 def _parameters(model: nn.Module) -> int:

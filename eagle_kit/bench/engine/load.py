@@ -1,181 +1,162 @@
-"""A runner under load without having read a prompt: requests whose contexts are random keys in the pool."""
+"""Engines under load, by their public interface: all requests decode, and a step is a cycle of all of them.
 
-import gc
+Legend: B requests, N window nodes.
+"""
+
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 
+from eagle_kit.bench.case import Form, Machine
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape
-from eagle_kit.kernels.linear.choice import MACHINE
-from eagle_kit.kernels.timing import Timing
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.kv.page_pool import PageAllocation
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import CycleSettings, verify
-from eagle_kit.serve.graph import EagerGraph, Graph, GraphMode, GraphRunner
-from eagle_kit.serve.request import Request
-from eagle_kit.serve.runner import Runner
+from eagle_kit.serve.cycle import CycleSettings, CycleState, verify
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.graph import GraphRunner
+from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import DraftOutput
 from eagle_kit.speculation.verify.proposal import Deterministic
 
-PAGE_SIZE = 16
-ROOM = 2 * MAX_WINDOW + 2
-"""Tokens behind the context: the engine leaves as many for the deepest shape with a lag of one."""
+ROOM = 768
+"""Tokens behind a context: 96 cycles of the deepest shape."""
+COLUMNS = 64
 
 
-class Load:
-    """``batch`` requests of ``context`` tokens in the engine's own runner.
+def loaded(target: LlamaModel, draft: DraftModel | None, batch: int, context: int, **options: Any) -> LLM:
+    """An LLM with room for ``batch`` requests of ``context`` tokens, and for their cycles behind it."""
+    longest = min(context + ROOM, target.config.max_position_embeddings)
+    return LLM(
+        target,
+        draft=draft,
+        max_batch_size=batch,
+        max_context=longest,
+        kv_tokens=batch * (longest + 160),
+        batch_sizes=(batch,),
+        **options,
+    )
 
-    Args:
-        mode: of the graphs; on a CPU graphs are played eagerly.
+
+def random_prompts(llm: LLM, batch: int, context: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of ``batch`` different prompts of ``context`` tokens."""
+    rng = random.Random(seed)
+    return [rng.choices(range(5, llm.config.vocab_size), k=context) for _ in range(batch)]
+
+
+@contextmanager
+def decoding(llm: LLM, prompts: Sequence[list[int]], shape: SpecShape | None = None) -> Iterator[Engine]:
+    """An engine whose requests, one for each prompt, have all begun their replies and do not end.
+
+    Raises:
+        RuntimeError: a reply ended within, so that what was timed was a smaller batch.
     """
-
-    def __init__(
-        self,
-        target: LlamaModel,
-        draft: DraftModel | None,
-        batch: int,
-        context: int,
-        mode: GraphMode = "cycle",
-    ) -> None:
-        device = target.embed_tokens.weight.device
-        self.batch, self.context, self.device = batch, context, device
-        pages = pages_of(context)
-        self.runner = Runner(
-            target,
-            draft,
-            num_pages=batch * pages,
-            page_size=PAGE_SIZE,
-            max_pages=pages,
-            batch_sizes=(batch,),
-            graphs=GraphRunner(mode, Graph if device.type == "cuda" else EagerGraph),
-        )
-        tables = torch.randperm(batch * pages).view(batch, pages).tolist()
-        params = SamplingParams(ignore_eos=True)
-        self.requests = [
-            Request(i, [0], params, slot=i, allocation=PageAllocation(pages=table))
-            for i, table in enumerate(tables)
-        ]
-        self._fill(self.runner.kv)
-        if draft is not None:
-            self.use_shape(SpecShape(1, 1, 2))
-            assert self.runner.drafter is not None
-            self._fill(self.runner.drafter.kv)
-
-    @staticmethod
-    def _fill(kv: Any) -> None:
-        for store in (kv.k, kv.v):
-            store.normal_()
-
-    @torch.inference_mode()
-    def use_shape(self, shape: SpecShape) -> None:
-        """Start over with ``shape``: the same contexts, random roots and random first candidates."""
-        runner = self.runner
-        runner.use_shape(ShapeTable.parse(shape))
-        for request in self.requests:
-            runner.set_pages(request)
-        slots = torch.arange(self.batch, device=self.device)
-        draft = None
-        if runner.drafter is not None:
-            tokens, scores, features = runner.drafter.empty_state(self.batch, shape.topk)
-            draft = type(runner.drafter.empty_state(1, 1))(
-                tokens + torch.arange(shape.topk, device=self.device),
-                scores - torch.arange(1, shape.topk + 1, device=self.device),
-                torch.randn_like(features),
-            )
-        roots = torch.randint(runner.target.config.vocab_size, (self.batch,), device=self.device)
-        runner.slots.join(slots, torch.full_like(slots, self.context), roots, draft)
-
-    @torch.inference_mode()
-    def time_cycles(self, repeats: int, warmup: int = 3) -> tuple[Timing, float]:
-        """Cycles one behind another with a lag of one, as the engine runs them -> seconds of one, and the
-        host's seconds of launching it. Lengths are set back before each, so that all are alike."""
-        runner, marks, host = self.runner, [], []
-        with MACHINE.measuring():  # captures, and chooses forms of linear layers, as an engine's start does
-            waiting = runner.decode(self.requests, self.context)
-        for _ in range(warmup + repeats + 1):
-            runner.slots.seq_lens[: self.batch] = self.context
-            marks.append(mark(self.device))
-            start = time.perf_counter()
-            results = runner.decode(self.requests, self.context)
-            host.append(time.perf_counter() - start)
-            waiting.copy.wait()
-            waiting = results
-        waiting.copy.wait()
-        seconds = seconds_between(marks, self.device)[warmup:]
-        how = "clock" if self.device.type != "cuda" else "events"
-        return Timing.of(seconds, how), statistics.median(host[warmup:])
-
-    @torch.inference_mode()
-    def verification(self, nodes: int) -> Callable[[], Any]:
-        """The cycle's own verification over a random tree of ``nodes``, as a graph that is
-        captured now; plain decoding is 1."""
-        runner, b = self.runner, self.batch
-        limits = torch.arange(nodes, device=self.device).clamp(min=1).expand(b, nodes)
-        parents = (torch.rand(b, nodes, device=self.device) * limits).long()
-        depths = torch.zeros_like(parents)
-        for j in range(1, nodes):
-            depths[:, j] = depths.gather(1, parents[:, j : j + 1])[:, 0] + 1
-        tokens = torch.randint(runner.target.config.vocab_size, (b, nodes), device=self.device)
-        tree = Tree(tokens, parents, depths, ancestor_bits(parents, nodes))
-        shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
-        settings = CycleSettings(shape, runner.max_pages * PAGE_SIZE)
-
-        def body(inputs: tuple[torch.Tensor, Tree]) -> torch.Tensor:
-            rows, tree = inputs
-            state, draft = runner.slots.gather(rows), DraftOutput(tree, Deterministic())
-            return verify(runner.target, runner.kv, None, state, draft, settings).accepted.tokens
-
-        rows = torch.arange(b, device=self.device)
-        idle = torch.full_like(rows, runner.slots.dummy), tree
-        run = partial(runner.graphs.run, "verification", nodes, body, (rows, tree), lambda: idle)
-        with MACHINE.measuring():
-            run()
-        return run
+    engine = llm.engine(shape)
+    params = SamplingParams(max_tokens=llm.max_context, ignore_eos=True)
+    requests = [llm.make_request(prompt, params) for prompt in prompts]
+    try:
+        for request in requests:
+            engine.add_request(request)
+        while any(not request.token_ids for request in requests):
+            engine.step()
+        yield engine
+        if any(request.finish_reason is not None for request in requests):
+            raise RuntimeError("a reply ended while cycles were timed")
+    finally:
+        for request in requests:
+            engine.abort(request)
+        engine.drain()
 
 
-def pages_of(context: int) -> int:
-    """Pages of a request."""
-    return -(-(context + ROOM) // PAGE_SIZE)
+class _Clocked:
+    """A graph runner whose runs are timed."""
+
+    def __init__(self, graphs: GraphRunner) -> None:
+        self.graphs, self.seconds = graphs, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.graphs, name)
+
+    def run(self, *args: Any) -> Any:
+        """Run and time."""
+        start = time.perf_counter()
+        try:
+            return self.graphs.run(*args)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
-def pool_bytes(target: LlamaModel, draft: DraftModel | None, batch: int, context: int) -> int:
-    """Bytes of keys and values that a load takes, scratch included."""
-    values = target.config.cache.values_per_token
-    if draft is not None:
-        values += draft.cache.values_per_token
-    size = target.embed_tokens.weight.element_size()
-    return size * values * batch * (pages_of(context) * PAGE_SIZE + MAX_WINDOW)
+def host_work(engine: Engine, machine: Machine, steps: int = 20) -> dict[str, float]:
+    """Milliseconds of a step, and of the host's own work in it: scheduling, page tables, batch tensors, stops
+    and detokenising.
+
+    On a GPU the own work is a step after the device has come to rest; on a CPU it is all but the cycle.
+
+    Raises:
+        UserError: cycles run in Python on this CPU, so that their part cannot be told.
+    """
+    graphs = engine.runner.graphs
+    if graphs.mode == "off":
+        raise UserError("Cycles are not recorded here, so the host's part cannot be told.", "Update torch.")
+    clocked = _Clocked(graphs)
+    whole, own = [], []
+    engine.runner.graphs = clocked  # type: ignore[assignment]
+    try:
+        for _ in range(steps):
+            if machine.on_gpu:
+                torch.cuda.synchronize(machine.device)
+            clocked.seconds, start = 0.0, time.perf_counter()
+            engine.step()
+            own.append(time.perf_counter() - start - (0.0 if machine.on_gpu else clocked.seconds))
+            if machine.on_gpu:
+                torch.cuda.synchronize(machine.device)
+            whole.append(time.perf_counter() - start)
+    finally:
+        engine.runner.graphs = graphs
+    step, host = (1e3 * statistics.median(seconds) for seconds in (whole, own))
+    return {"step_ms": step, "host_ms": host, "host_share": host / step}
 
 
-def mark(device: torch.device) -> Any:
-    """A point in the device's time."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def window_forms(llm: LLM, sizes: Sequence[int], context: int) -> dict[str, Callable[[], Form]]:
+    """The cycle's own verification of random trees of N nodes behind ``context`` tokens, at batch 1: target
+    forward, acceptance and commit. Plain decoding is ``"1 node"``."""
+    llm.generate(random_prompts(llm, 1, context), SamplingParams(max_tokens=1), shape=NO_SPECULATION)
+
+    def form(nodes: int) -> Form:
+        return Form(partial(_verify, llm, _random_tree(llm, nodes), context))
+
+    return {f"{nodes} node{'s' * (nodes > 1)}": partial(form, nodes) for nodes in sizes}
 
 
-def seconds_between(marks: list[Any], device: torch.device) -> list[float]:
-    """Seconds from each mark to the next."""
-    pairs = list(pairwise(marks))
-    if device.type != "cuda":
-        return [after - before for before, after in pairs]
-    torch.cuda.synchronize(device)
-    return [1e-3 * before.elapsed_time(after) for before, after in pairs]
+def _random_tree(llm: LLM, nodes: int) -> Tree:
+    device = llm.target.embed_tokens.weight.device
+    limits = torch.arange(nodes, device=device).clamp(min=1)[None]
+    parents = (torch.rand(1, nodes, device=device) * limits).long()
+    depths = torch.zeros_like(parents)
+    for j in range(1, nodes):
+        depths[:, j] = depths.gather(1, parents[:, j : j + 1])[:, 0] + 1
+    tokens = torch.randint(llm.config.vocab_size, (1, nodes), device=device)
+    return Tree(tokens, parents, depths, ancestor_bits(parents, nodes))
 
 
-def free_now(device: torch.device) -> None:
-    """Give memory back that nothing refers to."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+@torch.inference_mode()
+def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
+    """Verify one tree -> the tokens that a cycle would emit."""
+    runner, nodes, device = llm.engine(NO_SPECULATION).runner, tree.tokens.shape[1], tree.tokens.device
+    pages = torch.arange(runner.max_pages, device=device)[None]
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    state = CycleState(pages, context * one, tree.tokens[:, 0], one.bool(), None)
+    shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
+    settings = CycleSettings(shape, -(-(context + nodes) // COLUMNS) * COLUMNS)
+    with runner.linear_forms.measuring():
+        draft = DraftOutput(tree, Deterministic())
+        return verify(llm.target, runner.kv, None, state, draft, settings).accepted.tokens

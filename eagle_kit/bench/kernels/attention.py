@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
+from eagle_kit.bench.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
@@ -39,8 +38,14 @@ class Window(NamedTuple):
         fp8 = ", fp8 store" if self.dtype is not None else ""
         return f"{self.kind}{nodes}, batch {self.b}, context {self.c}{fp8}"
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """For plots and targets."""
+        of_store = {"fp8": self.dtype is not None}
+        return {"kind": self.kind, "batch": self.b, "nodes": self.n, "context": self.c, **of_store}
 
-def windows(sizes: Sizes) -> list[Window]:
+
+def _windows(sizes: Sizes) -> list[Window]:
     """Every load: plain decoding, verification, the last draft step of a tree of 4 candidates and 5 steps."""
     largest = sizes.decode[-2]
     return [
@@ -51,25 +56,12 @@ def windows(sizes: Sizes) -> list[Window]:
     ]
 
 
-def window_cases(sizes: Sizes) -> list[Case]:
+def window_cases(sizes: Sizes) -> list[KernelCase]:
     """Window attention; the context counts the window's keys too."""
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-
-    def cost_of(w: Window, e: int) -> cost.Cost:
-        return cost.window_attention(w.b, w.n, w.c, *heads, e, w.dtype.itemsize if w.dtype else None)
-
-    return [
-        Case(
-            w.name,
-            partial(cost_of, w),
-            partial(_make_window, sizes, w),
-            {"kind": w.kind, "batch": w.b, "nodes": w.n, "context": w.c, "fp8": w.dtype is not None},
-        )
-        for w in windows(sizes)
-    ]
+    return [case(w.name, _make_window, sizes, w, **w.values) for w in _windows(sizes)]
 
 
-def make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype) -> tuple[WindowPlan, int]:
+def _make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype) -> tuple[WindowPlan, int]:
     """Pages in random order, a random tree, lengths all C - M -> the plan and the rows of the store."""
     per_request = -(-w.c // page_size)
     pages = rng.permutation(w.b * per_request).view(w.b, per_request)
@@ -98,18 +90,19 @@ def make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype) 
 
 
 def _make_window(sizes: Sizes, w: Window, rng: RandomInputs) -> PreparedCase:
-    hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    plan, num_rows = make_plan(rng, w, sizes.page_size, rng.dtype)
+    hq, hkv, d = sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
+    plan, num_rows = _make_plan(rng, w, sizes.page_size, rng.dtype)
     q = rng.normal(w.b, w.n, hq, d)
     k, v = (rng.normal(hkv, num_rows, d, dtype=w.dtype) for _ in range(2))
     rivals: dict[str, Callable[[], Callable[[], Any]]] = {}
     if w.dtype is None:
         rivals["sdpa"] = partial(_sdpa, q, k, v, plan)
-        if w.kind == "verify" and (w.b, w.c) == sizes.flex and w.n == 8:
-            rivals["flex"] = partial(_flex, q, k, v, plan)
     used = (q, k[:, : w.b * w.c], v[:, : w.b * w.c])
     return PreparedCase(
-        lambda backend: window_attention(q, k, v, plan, d**-0.5, backend=backend), rivals, used
+        lambda backend: window_attention(q, k, v, plan, d**-0.5, backend=backend),
+        4 * w.b * w.n * hq * w.c * d,
+        used,
+        rivals=rivals,
     )
 
 
@@ -133,70 +126,40 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: WindowPlan) -
     return partial(F.scaled_dot_product_attention, folded, keys, values, attn_mask=mask, scale=d**-0.5)
 
 
-def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: WindowPlan) -> Callable[[], Any]:
-    """FlexAttention over a dense cache, compiled, with the window's tree as its mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    b, n, _, d = q.shape
-    prefix, bits, last = plan.prefix_lens, plan.ancestors, plan.num_keys - 1
-
-    def seen(batch: Any, head: Any, node: Any, column: Any) -> Any:
-        key = (column - prefix[batch]).clamp(0, last)
-        return (column < prefix[batch]) | (((bits[batch, node] >> key) & 1) == 1)
-
-    mask = create_block_mask(seen, b, None, n, plan.num_columns, device=str(q.device))
-    compiled = torch.compile(flex_attention, dynamic=False)
-    heads, keys, values = q.transpose(1, 2).contiguous(), _dense(k, plan), _dense(v, plan)
-    return lambda: compiled(heads, keys, values, block_mask=mask, scale=d**-0.5, enable_gqa=True)
-
-
-def mla_cases(sizes: Sizes) -> list[Case]:
+def mla_cases(sizes: Sizes) -> list[KernelCase]:
     """Latent attention, decoding and a window of four nodes, at the heads of several targets."""
-    latent, rope = sizes.latent
-    loads = [("decode", b, 1, c) for b, c in sizes.verify[1:]] + [("verify", *sizes.verify[-1][:1], 4, 0)]
-    made = []
-    for heads in sizes.latent_heads:
-        for kind, b, n, c in loads:
-            w = Window(kind, b, n, n, c or sizes.verify[-1][1])
-            made.append(
-                Case(
-                    f"{heads} heads, {w.name}",
-                    partial(cost.mla_attention, b, n, w.c, heads, latent, rope),
-                    partial(_make_mla, sizes, w, heads),
-                    {"kind": kind, "batch": b, "nodes": n, "context": w.c, "heads": heads},
-                )
-            )
-    return made
+    b, c = sizes.verify[-1]
+    loads = [Window("decode", batch, 1, 1, context) for batch, context in sizes.verify[1:]]
+    loads.append(Window("verify", b, 4, 4, c))
+    return [
+        case(f"{heads} heads, {w.name}", _make_mla, sizes, w, heads, **w.values, heads=heads)
+        for heads in sizes.latent_heads
+        for w in loads
+    ]
 
 
 def _make_mla(sizes: Sizes, w: Window, heads: int, rng: RandomInputs) -> PreparedCase:
     latent, rope = sizes.latent
-    plan, num_rows = make_plan(rng, w, sizes.page_size, rng.dtype)
+    plan, num_rows = _make_plan(rng, w, sizes.page_size, rng.dtype)
     q, rows = rng.normal(w.b, w.n, heads, latent + rope), rng.normal(num_rows, latent + rope)
     scale = (128 + rope) ** -0.5
 
     def op(backend: Backend) -> torch.Tensor:
         return mla_window_attention(q, rows, plan, scale, latent_dim=latent, backend=backend)
 
-    return PreparedCase(op, reads=(q, rows[: w.b * w.c]))
+    return PreparedCase(op, 2 * w.b * w.n * w.c * heads * (2 * latent + rope), (q, rows[: w.b * w.c]))
 
 
-def prefill_cases(sizes: Sizes) -> list[Case]:
+def prefill_cases(sizes: Sizes) -> list[KernelCase]:
     """Prompt chunks over what is cached before them."""
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     return [
-        Case(
-            f"batch {b}, {rows} rows behind {prefix}",
-            partial(cost.prefill_attention, b, prefix, rows, *heads),
-            partial(_make_prefill, sizes, b, prefix, rows),
-            {"kind": "prefill", "batch": b, "context": prefix + rows, "rows": rows},
-        )
+        case(f"batch {b}, {rows} rows behind {prefix}", _make_prefill, sizes, b, prefix, rows)
         for b, prefix, rows in sizes.prompts
     ]
 
 
 def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, rng: RandomInputs) -> PreparedCase:
-    hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    hq, hkv, d = sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
     total, size = prefix + rows, sizes.page_size
     per_request = -(-total // size)
     pages = rng.permutation(b * per_request).view(b, per_request)
@@ -210,12 +173,12 @@ def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, rng: RandomInput
     )
     q = rng.normal(b * rows, hq, d)
     k, v = (rng.normal(hkv, b * per_request * size, d) for _ in range(2))
-    used = (q, k[:, : b * total], v[:, : b * total])
-    rival = partial(_sdpa_prefill, q, k, v, plan, total)
+    pairs = rows * prefix + rows * (rows + 1) // 2  # row i sees prefix + i + 1 keys
     return PreparedCase(
         lambda backend: paged_prefill_attention(q, k, v, plan, d**-0.5, backend=backend),
-        {"sdpa": rival},
-        used,
+        4 * b * hq * d * pairs,
+        (q, k[:, : b * total], v[:, : b * total]),
+        rivals={"sdpa": partial(_sdpa_prefill, q, k, v, plan, total)},
         eager=("reference",),
     )
 
@@ -237,3 +200,10 @@ def _sdpa_prefill(
     queries = q.unflatten(0, (b, -1)).transpose(1, 2).contiguous()
     mask = causal_lower_right(plan.max_rows, total)
     return partial(F.scaled_dot_product_attention, queries, keys, values, attn_mask=mask, scale=d**-0.5)
+
+
+CASES: Cases = {
+    "window_attention": window_cases,
+    "prefill_attention": prefill_cases,
+    "mla_attention": mla_cases,
+}

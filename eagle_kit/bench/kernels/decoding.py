@@ -1,15 +1,13 @@
-"""Cases of what stands between attentions while decoding.
+"""Cases of the kernels between attentions while decoding.
 
 Legend: B requests, N window nodes, T rows, S steps, K top-k, V / Vd vocabularies.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
+from eagle_kit.bench.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import (
     accept_block,
@@ -33,24 +31,20 @@ TREE = SpecShape(5, 4, 8)
 WIDE = SpecShape(7, 8, 32)
 CHAIN = SpecShape(3, 1, 4)
 EPS = 1e-5
+CHUNK = 4096
+"""Logits of a row that decide a rng, once the sums of the row's chunks are known."""
 
 
-def rope_cases(sizes: Sizes) -> list[Case]:
+def rope_cases(sizes: Sizes) -> list[KernelCase]:
     """Norm of heads, rotation and the store of keys and values."""
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    loads = [*((t, False) for t in sizes.tokens), (sizes.tokens[1], True)]
     return [
-        Case(
-            f"{t} rows" + (", qk-norm" if norms else ""),
-            partial(cost.rope_store, t, *heads, norms=norms),
-            partial(_make_rope, sizes, t, norms),
-            {"rows": t},
-        )
-        for t, norms in [*((t, False) for t in sizes.tokens), (sizes.tokens[1], True)]
+        case(f"{t} rows" + (", qk-norm" if norms else ""), _make_rope, sizes, t, norms) for t, norms in loads
     ]
 
 
 def _make_rope(sizes: Sizes, t: int, norms: bool, rng: RandomInputs) -> PreparedCase:
-    hq, hkv, d = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    hq, hkv, d = sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
     qkv, angle = rng.normal(t, hq + 2 * hkv, d), rng.normal(t, 1, d // 2, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
     table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -62,22 +56,18 @@ def _make_rope(sizes: Sizes, t: int, norms: bool, rng: RandomInputs) -> Prepared
         options |= {"q_norm": weights[0], "k_norm": weights[1], "eps": EPS}
     return PreparedCase(
         lambda backend: rope_store(qkv, table, returns_kv=False, backend=backend, **options),
-        reads=(qkv, cos, sin, rows, *weights),
-        writes=(k_rows[:, :t], v_rows[:, :t]),
+        3 * t * (hq + 2 * hkv) * d,
+        (qkv, cos, sin, rows, *weights),
+        (k_rows[:, :t], v_rows[:, :t]),
     )
 
 
-def norm_cases(sizes: Sizes) -> list[Case]:
+def norm_cases(sizes: Sizes) -> list[KernelCase]:
     """RMSNorm behind the addition of a residual, and alone."""
-    h = sizes.hidden_size
+    loads = [*((t, True) for t in sizes.tokens), (sizes.tokens[1], False)]
     return [
-        Case(
-            f"{'add, ' if adds else ''}{t} rows",
-            partial(cost.rms_norm, t, h, adds=adds),
-            partial(_make_norm, h, t, adds),
-            {"rows": t},
-        )
-        for t, adds in [*((t, True) for t in sizes.tokens), (sizes.tokens[1], False)]
+        case(f"{'add, ' if adds else ''}{t} rows", _make_norm, sizes.model.hidden_size, t, adds)
+        for t, adds in loads
     ]
 
 
@@ -86,94 +76,59 @@ def _make_norm(h: int, t: int, adds: bool, rng: RandomInputs) -> PreparedCase:
     if adds:
         return PreparedCase(
             lambda backend: add_rms_norm(x, residual, weight, EPS, backend=backend),
-            reads=(x, residual, weight),
+            5 * t * h,
+            (x, residual, weight),
         )
-    return PreparedCase(lambda backend: rms_norm(x, weight, EPS, backend=backend), reads=(x, weight))
+    return PreparedCase(lambda backend: rms_norm(x, weight, EPS, backend=backend), 4 * t * h, (x, weight))
 
 
-def swiglu_cases(sizes: Sizes) -> list[Case]:
+def swiglu_cases(sizes: Sizes) -> list[KernelCase]:
     """silu(gate) * up."""
-
-    def make(t: int, rng: RandomInputs) -> PreparedCase:
-        x = rng.normal(t, 2 * sizes.intermediate_size)
-        return PreparedCase(lambda backend: swiglu(x, backend=backend), reads=(x,))
-
-    return [
-        Case(f"{t} rows", partial(cost.swiglu, t, sizes.intermediate_size), partial(make, t), {"rows": t})
-        for t in sizes.tokens
-    ]
+    return [case(f"{t} rows", _make_swiglu, sizes.model.intermediate_size, t) for t in sizes.tokens]
 
 
-def draft_head_cases(sizes: Sizes) -> list[Case]:
+def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
+    x = rng.normal(t, 2 * size)
+    return PreparedCase(lambda backend: swiglu(x, backend=backend), 5 * t * size, (x,))
+
+
+def draft_head_cases(sizes: Sizes) -> list[KernelCase]:
     """The draft's output layer with its best K: trees rank probabilities, chains take the best token."""
-    h, vd = sizes.hidden_size, sizes.draft_vocab_size
-
-    def make(t: int, topk: int, rng: RandomInputs) -> PreparedCase:
-        x, weight = rng.normal(t, h), rng.normal(vd, h, scale=h**-0.5)
-
-        def op(backend: Backend) -> Any:
-            return draft_topk(x, weight, topk, normalized=topk > 1, backend=backend)
-
-        return PreparedCase(op, reads=(x, weight))
-
-    return [
-        Case(
-            f"{t} rows, top {topk}",
-            partial(cost.draft_head, t, h, vd, topk),
-            partial(make, t, topk),
-            {"rows": t},
-        )
-        for t, topk in [(b * k, k) for b in sizes.batches for k in (1, 4) if b * k <= 64]
-    ]
+    loads = [(b * k, k) for b in sizes.batches for k in (1, 4) if b * k <= 64]
+    return [case(f"{t} rows, top {topk}", _make_draft_head, sizes, t, topk) for t, topk in loads]
 
 
-def tree_cases(sizes: Sizes) -> list[Case]:
+def _make_draft_head(sizes: Sizes, t: int, topk: int, rng: RandomInputs) -> PreparedCase:
+    h, vd = sizes.model.hidden_size, sizes.draft_vocab_size
+    x, weight = rng.normal(t, h), rng.normal(vd, h, scale=h**-0.5)
+
+    def op(backend: Backend) -> Any:
+        return draft_topk(x, weight, topk, normalized=topk > 1, backend=backend)
+
+    return PreparedCase(op, 2 * t * vd * h, (x, weight))
+
+
+def tree_cases(sizes: Sizes) -> list[KernelCase]:
     """Growing a beam, and the window out of all candidates. Latency: the bytes are few."""
-    ends = sizes.batches[0], sizes.batches[-1]
-    windows = [
-        Case(
-            f"window {shape}, batch {b}",
-            partial(_tree_cost, shape, b),
-            partial(_make_tree, sizes, shape, b),
-            {"batch": b},
-        )
-        for b in ends
-        for shape in (CHAIN, TREE, WIDE)
+    ends, v = (sizes.batches[0], sizes.batches[-1]), sizes.model.vocab_size
+    return [
+        *(
+            case(f"window {shape}, batch {b}", _make_tree, v, shape, b)
+            for b in ends
+            for shape in (CHAIN, TREE, WIDE)
+        ),
+        *(case(f"beam of {WIDE.topk}, batch {b}", _make_beam, v, b) for b in ends),
     ]
-    beams = [
-        Case(
-            f"beam of {WIDE.topk}, batch {b}",
-            partial(_beam_cost, b),
-            partial(_make_beam, sizes, b),
-            {"batch": b},
-        )
-        for b in ends
-    ]
-    return windows + beams
 
 
-def _tree_cost(shape: SpecShape, b: int, e: int) -> cost.Cost:
-    """Ids and scores have one size whatever the model's elements have."""
-    steps, k, nodes = shape
-    if k == 1:
-        return cost.Cost(b * (8 + 8 * steps + 32 * nodes))
-    return cost.tree_build(b, k + (steps - 1) * k * k, nodes)
-
-
-def _beam_cost(b: int, e: int) -> cost.Cost:
-    return cost.grow_beam(b, WIDE.topk)
-
-
-def _make_tree(sizes: Sizes, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedCase:
+def _make_tree(v: int, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedCase:
     steps, k, _ = shape
-    roots = rng.integers(sizes.vocab_size, b)
+    roots = rng.integers(v, b)
     if k == 1:
-        drafted = rng.integers(sizes.vocab_size, b, steps)
-        return PreparedCase(
-            lambda backend: chain_build(roots, drafted, backend=backend), reads=(roots, drafted)
-        )
+        drafted = rng.integers(v, b, steps)
+        return PreparedCase(lambda backend: chain_build(roots, drafted, backend=backend), 0, (roots, drafted))
     n = k + (steps - 1) * k * k
-    tokens = rng.integers(sizes.vocab_size, b, n)
+    tokens = rng.integers(v, b, n)
     number = torch.arange(n, device=rng.device)
     # A candidate of depth d + 1 has a parent among the k^2 (at first k) of depth d, and a lower score.
     first = ((number - k) // (k * k) - 1).clamp(min=0) * k * k + k
@@ -188,11 +143,11 @@ def _make_tree(sizes: Sizes, shape: SpecShape, b: int, rng: RandomInputs) -> Pre
     )
 
 
-def _make_beam(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
+def _make_beam(v: int, b: int, rng: RandomInputs) -> PreparedCase:
     k = WIDE.topk
-    first = rng.integers(sizes.vocab_size, b, k), -rng.uniform(b, k, dtype=torch.float32)
+    first = rng.integers(v, b, k), -rng.uniform(b, k, dtype=torch.float32)
     made: dict[str, Any] = {}
-    tokens = rng.integers(sizes.vocab_size, b * k, k)
+    tokens = rng.integers(v, b * k, k)
     scores = -rng.uniform(b * k, k, dtype=torch.float32)
 
     def op(backend: Backend) -> Any:
@@ -210,40 +165,31 @@ def _make_beam(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
     )
 
 
-def accept_cases(sizes: Sizes) -> list[Case]:
+def accept_cases(sizes: Sizes) -> list[KernelCase]:
     """Every verifier; greedy and target-only follow drafts that agree, the others meet refusals."""
-    v = sizes.vocab_size
-    made = [
-        Case(
-            f"greedy {shape}, batch {b}",
-            partial(cost.accept_greedy, b, shape.tokens, shape.steps, v),
-            partial(_make_greedy, v, shape, b),
-            {"batch": b, "verifier": "greedy"},
-        )
+    v = sizes.model.vocab_size
+    greedy = [
+        case(f"greedy {shape}, batch {b}", _make_greedy, v, shape, b)
         for b in sizes.batches
         for shape in (TREE, WIDE)
         if b * shape.tokens <= 512
     ]
-    for b in sizes.batches[:2]:
-        for name in ("target_only", "rejection", "rejection_tree", "block", "relaxed"):
-            kind = name.removesuffix("_tree")
-            made.append(
-                Case(
-                    f"{name.replace('_', ' ')}, batch {b}",
-                    partial(cost.accept_sampled, kind, b, TREE.steps, v),
-                    partial(_make_sampled, v, name, b),
-                    {"batch": b, "verifier": name},
-                )
-            )
-    return made
+    return greedy + [
+        case(f"{name.replace('_', ' ')}, batch {b}", _make_sampled, v, name, b)
+        for b in sizes.batches[:2]
+        for name in ("target_only", "rejection", "rejection_tree", "block", "relaxed")
+    ]
 
 
 def _make_greedy(v: int, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedCase:
     logits, parents = rng.normal(b, shape.tokens, v), rng.parents(b, shape.tokens)
     tokens = logits.argmax(-1).gather(1, parents)  # all drafts agree with the target
+    # All logits and the window in; the path, its tokens and their number out.
+    moved = logits.nbytes + b * (16 * shape.tokens + 16 * (shape.steps + 1) + 8)
     return PreparedCase(
         lambda backend: accept_most_likely(logits, tokens, parents, shape.steps, backend=backend),
-        reads=(logits, tokens, parents),
+        b * shape.tokens * v,
+        moved=moved,
     )
 
 
@@ -255,8 +201,7 @@ def _make_sampled(v: int, name: str, b: int, rng: RandomInputs) -> PreparedCase:
     chain = (torch.arange(nodes, device=rng.device) - 1).clamp(min=0).expand(b, nodes)
     parents = chain if nodes == steps + 1 else rng.parents(b, nodes)
     depths = chain + (torch.arange(nodes, device=rng.device) > 0)
-    ones = torch.ones(b, device=rng.device)
-    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=rng.device))
+    batch = _plain_batch(b, rng)
     uniforms, bonus = rng.uniform(b, nodes), rng.uniform(b)
     tokens = rng.integers(v, b, nodes)
     q = torch.empty(0)
@@ -292,20 +237,32 @@ def _make_sampled(v: int, name: str, b: int, rng: RandomInputs) -> PreparedCase:
             distribution, tokens, parents, at_depth, bonus, steps, 0.5, 0.5, backend=backend
         )
 
-    return PreparedCase(op)
+    # Of the distributions, whose chunks' sums are known: target-only reads a chunk at every node of a full
+    # path, rejection p and q (fp32) of one refusal a request, block those of every node, relaxed p once.
+    e = logits.element_size()
+    per_request = {
+        "target_only": (steps + 1) * min(CHUNK, v) * e,
+        "rejection": (e + 4) * v,
+        "rejection_tree": (e + 4) * v,
+        "block": (e + 4) * v * steps,
+        "relaxed": e * v,
+    }
+    return PreparedCase(op, moved=b * per_request[name])
 
 
-def commit_cases(sizes: Sizes) -> list[Case]:
+def _plain_batch(b: int, rng: RandomInputs) -> SamplingBatch:
+    """Temperature 1 and no filter."""
+    ones = torch.ones(b, device=rng.device)
+    return SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=rng.device))
+
+
+def commit_cases(sizes: Sizes) -> list[KernelCase]:
     """Three tokens of each request in all layers at once."""
-    planes = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
-    return [
-        Case(f"3 tokens, batch {b}", partial(cost.commit, *planes, 3 * b), partial(_make_commit, sizes, b))
-        for b in sizes.batches
-    ]
+    return [case(f"3 tokens, batch {b}", _make_commit, sizes, b) for b in sizes.batches]
 
 
 def _make_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
-    layers, heads, d = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
+    layers, heads, d = sizes.model.num_layers, sizes.model.num_kv_heads, sizes.model.head_dim
     page, stride, length = sizes.page_size, 8, 6
     k, v = (rng.normal(layers, heads, b * (page + stride), d) for _ in range(2))
     pages = rng.permutation(b)[:, None]
@@ -317,61 +274,65 @@ def _make_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
         commit_path(k, v, pages, page, nodes, first, count, b * page, stride, backend=backend)
 
     moved = (k[:, :, : 3 * b], v[:, :, : 3 * b])
-    return PreparedCase(op, reads=moved, writes=moved, returns=False)
+    return PreparedCase(op, 0, moved, moved, returns=False)
 
 
-def sampling_cases(sizes: Sizes) -> list[Case]:
-    """The distribution after every node and a token sampled from it."""
-    v, n = sizes.vocab_size, TREE.tokens
+def sampling_cases(sizes: Sizes) -> list[KernelCase]:
+    """The sampling distribution after every node and a token sampled from it."""
+    v, kinds = sizes.model.vocab_size, {"temperature": False, "top-k, top-p, min-p": True}
     return [
-        Case(
-            f"{'top-k, top-p, min-p' if filters else 'temperature'}, batch {b}",
-            partial(cost.sampling, b * n, v),
-            partial(_make_sampling, v, n, b, filters),
-            {"batch": b},
-        )
+        case(f"{kind}, batch {b}", _make_sampling, v, b, filters)
         for b in sizes.batches[:2]
-        for filters in (False, True)
+        for kind, filters in kinds.items()
     ]
 
 
-def _make_sampling(v: int, n: int, b: int, filters: bool, rng: RandomInputs) -> PreparedCase:
+def _make_sampling(v: int, b: int, filters: bool, rng: RandomInputs) -> PreparedCase:
+    n, batch = TREE.tokens, _plain_batch(b, rng)
     logits, uniforms = rng.normal(b, n, v), rng.uniform(b, n)
-    ones = torch.ones(b, device=rng.device)
-    batch = SamplingBatch(ones, torch.zeros(b, dtype=torch.int64, device=rng.device))
     if filters:
+        ones = torch.ones(b, device=rng.device)
         batch = batch._replace(top_k=ones.long() * 40, top_p=ones * 0.9, min_p=ones * 0.05)
 
     def op(backend: Backend) -> torch.Tensor:
         return sample(target_distribution(logits, batch, backend=backend), uniforms, backend=backend)
 
-    return PreparedCase(op, reads=(logits,))
+    return PreparedCase(op, 4 * b * n * v, (logits,))
 
 
-def linear_cases(sizes: Sizes) -> list[Case]:
-    """Linear layers of few rows: what cuBLAS does with them, and whether the kernel is faster."""
-    h, i, d = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
-    qkv = (sizes.num_heads + 2 * sizes.num_kv_heads) * d
-    layers = {"qkv": (qkv, h), "out": (h, sizes.num_heads * d), "gate-up": (2 * i, h), "down": (h, i)}
-    layers["head"] = (sizes.vocab_size, h)
+def linear_cases(sizes: Sizes) -> list[KernelCase]:
+    """Linear layers of few rows: cuBLAS, and whether the kernel is faster."""
+    h, i, d = sizes.model.hidden_size, sizes.model.intermediate_size, sizes.model.head_dim
+    qkv = (sizes.model.num_heads + 2 * sizes.model.num_kv_heads) * d
+    layers = {"qkv": (qkv, h), "out": (h, sizes.model.num_heads * d), "gate-up": (2 * i, h), "down": (h, i)}
+    layers["head"] = (sizes.model.vocab_size, h)
     loads = [(name, m, False) for name in layers for m in (1, 8, 32)]
     loads += [(name, 8, True) for name in ("qkv", "gate-up", "down")]
     return [
-        Case(
-            f"{name}, {m} rows" + (", fp8" if fp8 else ""),
-            partial(cost.small_linear, m, *layers[name], fp8=fp8),
-            partial(_make_linear, *layers[name], m, fp8),
-            {"rows": m, "outputs": layers[name][0], "inputs": layers[name][1], "fp8": fp8},
-        )
+        case(f"{name}, {m} rows" + (", fp8" if fp8 else ""), _make_linear, *layers[name], m, fp8)
         for name, m, fp8 in loads
     ]
 
 
 def _make_linear(n: int, k: int, m: int, fp8: bool, rng: RandomInputs) -> PreparedCase:
     x, weight = rng.normal(m, k), rng.normal(n, k, scale=k**-0.5)
+    flops = 2 * m * n * k
     if fp8:
         packed, scales = quantize_fp8(weight)
         return PreparedCase(
-            lambda backend: small_linear_fp8(x, packed, scales, backend=backend), reads=(x, packed, scales)
+            lambda backend: small_linear_fp8(x, packed, scales, backend=backend), flops, (x, packed, scales)
         )
-    return PreparedCase(lambda backend: small_linear(x, weight, backend=backend), reads=(x, weight))
+    return PreparedCase(lambda backend: small_linear(x, weight, backend=backend), flops, (x, weight))
+
+
+CASES: Cases = {
+    "small_linear": linear_cases,
+    "draft_head": draft_head_cases,
+    "rope": rope_cases,
+    "norm": norm_cases,
+    "swiglu": swiglu_cases,
+    "tree_build": tree_cases,
+    "accept": accept_cases,
+    "commit": commit_cases,
+    "sampling": sampling_cases,
+}

@@ -3,40 +3,30 @@
 Legend: T packed tokens, J own keys of a row, M rows, Vd draft vocabulary.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from eagle_kit.bench.kernels import cost
-from eagle_kit.bench.kernels.case import Case, PreparedCase, RandomInputs, Sizes
+from eagle_kit.bench.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
 
 
-def ttt_cases(sizes: Sizes) -> list[Case]:
+def ttt_cases(sizes: Sizes) -> list[KernelCase]:
     """One document, every row supervised; J own keys at step J."""
-    t = sizes.train_tokens
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    pairs = t * (t + 1) // 2
+    t, directions = sizes.train_tokens, {"forward": False, "forward and backward": True}
     return [
-        Case(
-            f"{'forward and backward' if backward else 'forward'}, {t} rows, {j} own keys",
-            partial(cost.ttt_attention, t, t, j, pairs, *heads, backward=backward),
-            partial(_make_ttt, sizes, j, backward),
-            {"rows": t, "own_keys": j, "backward": backward},
-            trains=backward,
-        )
-        for backward in (False, True)
+        case(f"{words}, {t} rows, {j} own keys", _make_ttt, sizes, j, backward, trains=backward)
+        for words, backward in directions.items()
         for j in (0, 3, 6)
     ]
 
 
 def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> PreparedCase:
-    t, hq, hkv, d = sizes.train_tokens, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    t, hq, hkv, d = sizes.train_tokens, sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
     q, grad = rng.normal(t, hq, d), rng.normal(t, hq, d)
     k, v = (rng.normal(t, hkv, d) for _ in range(2))
     own_k, own_v = (rng.normal(t, hkv, j, d) for _ in range(2))
@@ -48,33 +38,23 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> Prepar
         out = ttt_attention(q, k, v, own_k, own_v, plan, d**-0.5, backend=backend)
         return (out, *torch.autograd.grad(out, inputs, grad)) if backward else out
 
-    # The backward reads the inputs again, the result, and the result's gradient.
-    reads = (*inputs, *inputs, q, grad) if backward else inputs
-    return PreparedCase(op, reads=reads)
+    forward = 4 * hq * d * (t * (t + 1) // 2 + t * j)
+    if not backward:
+        return PreparedCase(op, forward, inputs)
+    # The backward reads the inputs again, the result, and the result's gradient, and has five products beside
+    # the forward's two.
+    return PreparedCase(op, forward * 7 // 2, (*inputs, *inputs, q, grad))
 
 
-def packed_cases(sizes: Sizes) -> list[Case]:
+def packed_cases(sizes: Sizes) -> list[KernelCase]:
     """Causal attention of a packed row: one document, and four."""
     t = sizes.train_tokens
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-
-    def cost_of(documents: int, e: int) -> cost.Cost:
-        n = t // documents
-        return cost.ttt_attention(t, t, 0, documents * n * (n + 1) // 2, *heads, e)
-
-    return [
-        Case(
-            f"forward, {t} tokens, {documents} document{'s' * (documents > 1)}",
-            partial(cost_of, documents),
-            partial(_make_packed, sizes, documents),
-            {"rows": t, "documents": documents},
-        )
-        for documents in (1, 4)
-    ]
+    loads = {"1 document": 1, "4 documents": 4}
+    return [case(f"forward, {t} tokens, {words}", _make_packed, sizes, n) for words, n in loads.items()]
 
 
 def _make_packed(sizes: Sizes, documents: int, rng: RandomInputs) -> PreparedCase:
-    t, hq, hkv, d = sizes.train_tokens, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    t, hq, hkv, d = sizes.train_tokens, sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
     q, k, v = rng.normal(t, hq, d), rng.normal(t, hkv, d), rng.normal(t, hkv, d)
     size = t // documents
     spans = [(i * size, (i + 1) * size) for i in range(documents)]
@@ -89,21 +69,15 @@ def _make_packed(sizes: Sizes, documents: int, rng: RandomInputs) -> PreparedCas
     def op(backend: Backend) -> torch.Tensor:
         return packed_attention(q, k, v, spans, d**-0.5, backend=backend)
 
-    return PreparedCase(op, {"sdpa": sdpa}, (q, k, v), eager=("triton",))
+    pairs = documents * size * (size + 1) // 2
+    return PreparedCase(op, 4 * hq * d * pairs, (q, k, v), rivals={"sdpa": sdpa}, eager=("triton",))
 
 
-def loss_cases(sizes: Sizes) -> list[Case]:
+def loss_cases(sizes: Sizes) -> list[KernelCase]:
     """Linear layer and soft cross-entropy with both gradients."""
-    m, h, vd = sizes.train_tokens, sizes.hidden_size, sizes.draft_vocab_size
-    return [
-        Case(
-            f"forward and backward, {m} rows",
-            partial(cost.soft_cross_entropy, m, h, vd, m),
-            partial(_make_loss, m, h, vd),
-            {"rows": m},
-            trains=True,
-        )
-    ]
+    m = sizes.train_tokens
+    size = sizes.model.hidden_size, sizes.draft_vocab_size
+    return [case(f"forward and backward, {m} rows", _make_loss, m, *size, trains=True)]
 
 
 def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:
@@ -118,4 +92,11 @@ def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:
         )
         return (row_losses, best, *torch.autograd.grad(loss, (x, weight)))
 
-    return PreparedCase(op, reads=(x, weight, probs, index, weights))
+    return PreparedCase(op, 6 * m * h * vd, (x, weight, probs, index, weights))
+
+
+CASES: Cases = {
+    "ttt_attention": ttt_cases,
+    "packed_attention": packed_cases,
+    "soft_cross_entropy": loss_cases,
+}

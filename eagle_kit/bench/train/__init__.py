@@ -1,1 +1,1 @@
-"""Benchmark of a training step against its plain forms."""
+"""Benchmark of a training step: its rate, and its time and memory against plain forms."""

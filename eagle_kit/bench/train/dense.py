@@ -1,4 +1,4 @@
-"""What training-time test costs without our short cuts: every row at every step, and logits that are kept.
+"""Training-time test without our short cuts: every row at every step, and logits that are kept.
 
 For ``eagle-kit bench train`` only. Each way starts from the target's states of a packed row and ends with the
 gradients of the head; all give the same loss, which the benchmark checks. They share the head's own modules,
@@ -62,7 +62,7 @@ class DenseInputs(NamedTuple):
 
 
 def our_way(head: Eagle3Head, work: DenseInputs) -> float:
-    """What the trainer does; returns the loss, as all of these."""
+    """The trainer's step -> the loss, as all of these return it."""
     return float(ttt_forward_backward(head, work.batch()).loss)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers: oneDNN for fp32 on a CPU, Triton for few rows on a GPU where that is faster, or torch."""
+"""Linear layers: oneDNN for fp32 on a CPU, Triton for few rows on a GPU where a table says so, or torch."""
 
 from typing import Any, NamedTuple
 
@@ -7,27 +7,22 @@ from torch import nn
 
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.linear import onednn, reference
-from eagle_kit.kernels.linear.choice import MACHINE, Choices, Size
+from eagle_kit.kernels.linear.forms import Size, form_of
 from eagle_kit.kernels.small_linear import fits_triton, small_linear
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    backend: str = "auto",
-    choices: Choices = MACHINE,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
     """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
 
     Args:
-        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, what ``choices`` say for few rows of half types on
-            a GPU, and torch otherwise; ``"torch"``, ``"onednn"`` and ``"triton"`` force one.
-        choices: between torch and Triton, by what was measured.
+        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, the form of the current table
+            (:func:`~eagle_kit.kernels.linear.forms.use_forms`) for few rows of half types on a GPU, and torch
+            otherwise; ``"torch"``, ``"onednn"`` and ``"triton"`` force one.
     """
     if backend == "auto":
-        backend = _choose(x, weight, bias, choices)
+        backend = _choose(x, weight, bias)
     if backend == "onednn":
         return onednn.linear(x, weight, bias)
     if backend == "triton":
@@ -35,11 +30,11 @@ def linear(
     return reference.linear(x, weight, bias)
 
 
-def _choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choices: Choices) -> str:
+def _choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
     if _fits_onednn(x, weight):
         return "onednn"
     if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
-        return choices.form(Size.of(x, weight), x.device)
+        return form_of(Size.of(x, weight))
     return "torch"
 
 
@@ -56,12 +51,12 @@ def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether ``weight`` can be kept in oneDNN's layout."""
+    """Return True if ``weight`` can be kept in oneDNN's layout."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
 
 
 def takes_packed(x: torch.Tensor) -> bool:
-    """Whether rows ``x [T, K]`` are multiplied by packed weights, where there are any."""
+    """Return True if rows ``x [T, K]`` are multiplied by packed weights, where there are any."""
     return (
         x.shape[0] <= onednn.PACKED_MAX_ROWS
         and x.device.type == "cpu"
@@ -125,5 +120,5 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def packed_parts(module: nn.Module) -> list[Any]:
-    """What :func:`pack_weights` has left in the parts of ``module``: tuples with tensors in them."""
+    """Packed weights that :func:`pack_weights` left in ``module``: tuples with tensors in them."""
     return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]

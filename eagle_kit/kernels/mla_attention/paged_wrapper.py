@@ -1,15 +1,16 @@
-"""The plan / run interface of FlashInfer's ``BatchMLAPagedAttentionWrapper`` over our operation.
+"""Adapter: the plan / run contract of FlashInfer's ``BatchMLAPagedAttentionWrapper`` over our operation.
 
 Keys of a request are pages named by ``kv_indices``, its queries are the last of its keys, packed over the
 batch by ``qo_indptr``; a layer's latents and RoPE parts are two caches. :class:`BatchMLAPagedAttention` and
-FlashInfer's wrapper (:func:`flashinfer_wrapper`) can stand in for each other where no tree is asked for.
-:func:`draft_extend_arrays`, :func:`draft_arrays` and :func:`verify_arrays` make the arrays of EAGLE's phases.
+FlashInfer's wrapper can stand in for each other where no tree is asked for: hence the arguments of ``plan``.
+:func:`draft_extend_arrays`, :func:`draft_arrays` and :func:`verify_arrays` make the arrays of EAGLE's phases;
+``docs/mla.md`` has an example.
 
 Legend: B requests, T packed queries, H heads, L latent size, R RoPE size, P pages of the cache.
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -69,48 +70,6 @@ def _arrays(
 
 def _indptr(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-
-
-class PagedMLA(Protocol):
-    """What ours and FlashInfer's wrapper have in common."""
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        """Prepare for any number of :meth:`run`."""
-
-    def run(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend in one layer."""
-
-
-def flashinfer_wrapper(device: torch.device, **options: Any) -> PagedMLA:
-    """FlashInfer's own wrapper, with a workspace.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-    except ImportError:
-        raise UserError(
-            "FlashInfer is not installed.", "Install flashinfer-python, or use BatchMLAPagedAttention."
-        ) from None
-    workspace = torch.empty(128 << 20, dtype=torch.int8, device=device)
-    return BatchMLAPagedAttentionWrapper(workspace, **options)
 
 
 class _Windows(NamedTuple):
@@ -297,6 +256,7 @@ def _as_one(ckv: torch.Tensor, kpe: torch.Tensor) -> torch.Tensor | None:
 def _check(
     counts: list[int], pages: list[int], lens: list[int], indices: torch.Tensor, page_size: int, causal: bool
 ) -> None:
+    """Raise UserError for arrays that contradict each other."""
     if not len(counts) == len(pages) - 1 == len(lens):
         raise UserError(
             f"The arrays are for {len(counts)}, {len(pages) - 1} and {len(lens)} requests.",
@@ -307,16 +267,11 @@ def _check(
             f"kv_indptr ends at {pages[-1]}, and kv_indices has {len(indices)} pages.", "Give all pages."
         )
     for b, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        held = pages[b + 1] - pages[b]
-        if count < 0 or held * page_size < length:
+        held, least = pages[b + 1] - pages[b], (count if causal else 1) if count else 0
+        if count < 0 or not least <= length <= held * page_size:
             raise UserError(
                 f"Request {b} has {count} queries, {held} pages of {page_size} and {length} keys.",
-                "Let the arrays ascend, and give a request pages for all its keys.",
-            )
-        if count and length < (count if causal else 1):
-            raise UserError(
-                f"Request {b} has {count} queries and {length} keys.",
-                "Count the queries' own keys in kv_len_arr.",
+                "Let the arrays ascend, count the queries' own keys, and give pages for all keys.",
             )
 
 

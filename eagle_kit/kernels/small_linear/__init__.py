@@ -1,7 +1,7 @@
-"""Linear layers of at most 64 rows: the weight is read once, and how fast that goes is all that counts.
+"""Linear layers of at most 64 rows, bound by the bytes of the weight, which is read once.
 
-Models call :func:`eagle_kit.kernels.linear.linear`, which takes the Triton form where it has been measured to
-be faster than cuBLAS. For fp8 weights cuBLAS has no form.
+Models call :func:`eagle_kit.kernels.linear.linear`, which takes the Triton form where a table of measured
+forms says so. For fp8 weights cuBLAS has no form.
 
 Legend: M rows, N output features, K input features.
 """
@@ -10,22 +10,14 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.small_linear import reference
-from eagle_kit.kernels.small_linear.reference import quantize_fp8
+from eagle_kit.kernels.small_linear.reference import MAX_ROWS, quantize_fp8
 
-__all__ = ["MAX_ROWS", "fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
-
-MAX_ROWS = 64
-"""Largest M of the Triton forms."""
-
-
-def row_bucket(m: int) -> int:
-    """Number of rows that the Triton form computes for M: 16, 32 or 64."""
-    return max(16, 1 << max(0, m - 1).bit_length())
+__all__ = ["fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether the Triton form computes what torch does: it takes at most 64 rows of one half type, and has no
-    backward pass."""
+    """Return True if the Triton form computes the same as torch: it takes at most 64 rows of one half type,
+    and has no backward pass."""
     return (
         x.ndim == 2
         and x.shape[0] <= MAX_ROWS

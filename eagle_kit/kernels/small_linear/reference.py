@@ -3,6 +3,9 @@
 import torch
 from torch.nn import functional as F
 
+MAX_ROWS = 64
+"""Largest M of the Triton forms."""
+
 
 def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [M, K]``, ``weight [N, K]``, ``bias [N]`` -> ``[M, N]``."""

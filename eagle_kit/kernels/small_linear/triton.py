@@ -20,7 +20,7 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.backend import device_facts
-from eagle_kit.kernels.small_linear import MAX_ROWS, row_bucket
+from eagle_kit.kernels.small_linear.reference import MAX_ROWS
 
 
 @triton.jit
@@ -89,6 +89,11 @@ class Blocks(NamedTuple):
     block: int
     num_warps: int
     num_stages: int
+
+
+def row_bucket(m: int) -> int:
+    """Number of rows that is computed for M: 16, 32 or 64."""
+    return max(16, 1 << max(0, m - 1).bit_length())
 
 
 def choose_blocks(rows: int, itemsize: int) -> Blocks:

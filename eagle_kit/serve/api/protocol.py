@@ -2,7 +2,7 @@
 
 An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
 that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
-`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`.
+`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`, `best_of: 1`.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -217,6 +217,7 @@ class CompletionRequest(Sampling):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":

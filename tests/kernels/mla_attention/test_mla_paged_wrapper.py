@@ -1,17 +1,19 @@
 """MLA attention by plan and run: the arrays of EAGLE's phases, and what comes out against fp64."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import eagle_kit
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.mla_attention.paged_wrapper import (
     BatchMLAPagedAttention,
     draft_arrays,
     draft_extend_arrays,
-    flashinfer_wrapper,
     verify_arrays,
 )
 
@@ -255,7 +257,7 @@ def test_no_request_and_no_query():
     [
         ({0: [1, 3]}, "begins with 1"),
         ({0: [0, 2]}, "1, 2 and 2 requests"),
-        ({0: [0, 6, 7]}, "6 queries and 5 keys"),
+        ({0: [0, 6, 7]}, "6 queries, 5 pages of 1 and 5 keys"),
         ({3: [5, 12]}, "12 keys"),
         ({0: [0, 3, 2]}, "-1 queries"),
         ({1: [0, 5, 20]}, "ends at 20"),
@@ -285,12 +287,15 @@ def test_what_was_not_planned_is_refused():
         Case([65], [70]).plan(ancestors=torch.ones(65, dtype=torch.int64))
 
 
-def test_flashinfer_missing_is_said(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
-    with pytest.raises(UserError, match="FlashInfer is not installed"):
-        flashinfer_wrapper(torch.device("cpu"))
+def test_the_example_of_the_documentation_runs():
+    page = (Path(eagle_kit.__file__).parents[1] / "docs" / "mla.md").read_text(encoding="utf-8")
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "BatchMLAPagedAttention" in block
+    )
+    names = {}
+    exec(code, names)
+    assert names["out"].shape == (8, 16, 512) and names["out"].isfinite().all()
+    assert names["arrays"].kv_len_arr.tolist() == [104, 40]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -317,7 +322,7 @@ def test_a_run_can_be_captured(sizes, causal):
     ],
 )
 def test_flashinfer_stands_in_and_says_the_same(counts, lens, causal, page_size):
-    pytest.importorskip("flashinfer")
+    theirs = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
     device, heads = torch.device("cuda"), 16
     pages = [-(-length // page_size) for length in lens]
     arrays = [torch.tensor([0, *parts]).cumsum(0).int().cuda() for parts in (counts, pages)]
@@ -325,7 +330,8 @@ def test_flashinfer_stands_in_and_says_the_same(counts, lens, causal, page_size)
     cache = torch.randn(sum(pages), page_size, 576, device=device, dtype=torch.bfloat16)
     q = torch.randn(sum(counts), heads, 576, device=device, dtype=torch.bfloat16)
     outs = []
-    for wrapper in (BatchMLAPagedAttention(), flashinfer_wrapper(device)):
+    workspace = torch.empty(128 << 20, dtype=torch.int8, device=device)
+    for wrapper in (BatchMLAPagedAttention(), theirs(workspace)):
         wrapper.plan(*arrays, heads, 512, 64, page_size, causal, 192**-0.5, torch.bfloat16, torch.bfloat16)
         outs.append(wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:]))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-2, rtol=2e-2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.small_linear import quantize_fp8, row_bucket, small_linear, small_linear_fp8
+from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 
 
 def test_an_element_is_off_by_a_sixteenth_or_a_step_at_most():
@@ -41,10 +41,6 @@ def test_a_layer_is_off_by_less_than_three_percent(dtype):
     assert out.dtype == dtype
     off = (out.double() - bias.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0.024 < off < 0.029
-
-
-def test_rows_are_computed_in_blocks():
-    assert [row_bucket(m) for m in (0, 1, 16, 17, 32, 33, 64, 65)] == [16, 16, 16, 32, 32, 64, 64, 128]
 
 
 def test_the_triton_form_runs_where_it_fits(triton_device, monkeypatch):

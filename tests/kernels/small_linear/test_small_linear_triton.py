@@ -150,3 +150,10 @@ def test_runs_fill_the_gpu():
     assert choose_splits(64, 32, 264) == 4  # 4096 x 4096: 256 of 264 programs
     assert choose_splits(448, 32, 264) == 1  # 28672 x 4096
     assert choose_splits(1, 1, 264) == 1 and choose_splits(1, 1000, 264) == 32
+
+
+def test_rows_are_computed_in_blocks():
+    pytest.importorskip("triton")
+    from eagle_kit.kernels.small_linear.triton import row_bucket
+
+    assert [row_bucket(m) for m in (0, 1, 16, 17, 32, 33, 64, 65)] == [16, 16, 16, 32, 32, 64, 64, 128]

@@ -14,7 +14,6 @@ import torch
 from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.run.clock import LAPS, StepClock
 from eagle_kit.train.run.judge import Judge, Judgement
 from eagle_kit.train.run.report import compare_runs
@@ -177,32 +176,6 @@ def test_tensorboard_gets_judgements_and_steps_once(make_run: Callable) -> None:
     assert {"seconds/backward", "decoded/vocab_coverage", "decoded/3,1,4/at least 1"} <= set(
         events.Tags()["scalars"]
     )
-
-
-def test_every_way_to_compute_a_step_has_one_loss_and_gradient(make_run: Callable, capsys) -> None:
-    from eagle_kit.bench.train.ratios import RatioOptions, format_ratios, measure_ratios
-
-    run = make_run()
-    result = measure_ratios(
-        RatioOptions(length=181, supervised_share=0.4, ttt_length=3, draft_vocab_size=60, repeats=1),
-        load_target(run.folder / "target"),
-    )
-    assert result["loss_difference"] < 1e-5 and result["gradient_difference"] < 1e-4
-    assert min(result["losses"].values()) > 0.1
-    assert result["row"]["supervised_share"] == pytest.approx(0.4, abs=0.01)
-    assert result["ratios"]["memory"]["published"] < 1 and "kept logits" in format_ratios(result)
-
-
-def test_peak_is_that_of_what_lives_together() -> None:
-    from eagle_kit.bench.train.ratios import peak_bytes
-
-    def run() -> None:
-        first = torch.zeros(1_000_000)
-        del first
-        kept = torch.zeros(2_000_000), torch.zeros(500_000)
-        del kept
-
-    assert 10e6 <= peak_bytes(run, torch.device("cpu")) < 11e6
 
 
 def test_a_report_that_cannot_be_drawn_costs_no_step(

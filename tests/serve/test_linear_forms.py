@@ -9,10 +9,11 @@ from tiny import tiny_head, tiny_target
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.kernels import linear as module
 from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.linear import choice as choice_module
 from eagle_kit.kernels.linear import linear
-from eagle_kit.kernels.linear.choice import MACHINE, Choices, Size, time_form
+from eagle_kit.kernels.linear.forms import Size, use_forms
+from eagle_kit.serve import linear_forms
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.linear_forms import LinearForms, time_form
 from eagle_kit.serve.llm import LLM
 
 CPU = torch.device("cpu")
@@ -54,62 +55,62 @@ def operands(m=3, n=64, k=32, dtype=BF16):
 )
 def test_the_faster_form_is_chosen_and_a_tie_is_torchs(ratio, form):
     timer = FakeTimer(ratio)
-    choices = Choices(timer)
+    choices = LinearForms(CPU, timer)
     with choices.measuring():
-        assert choices.form(SIZE, CPU) == form
+        assert choices.form(SIZE) == form
     assert timer.calls == [("torch", SIZE), ("triton", SIZE)]
     assert choices.table[SIZE].seconds == {"torch": 1e-5, "triton": 1e-5 * ratio}
 
 
 def test_a_choice_is_made_once_and_kept():
     timer = FakeTimer(0.5)
-    choices = Choices(timer)
+    choices = LinearForms(CPU, timer)
     with choices.measuring():
-        choices.form(SIZE, CPU)
+        choices.form(SIZE)
         timer.ratio = 2.0
-        assert choices.form(SIZE, CPU) == "triton"
+        assert choices.form(SIZE) == "triton"
     for _ in range(3):
-        assert choices.form(SIZE, CPU) == "triton"
+        assert choices.form(SIZE) == "triton"
     with choices.measuring():  # another engine warms up
-        assert choices.form(SIZE, CPU) == "triton"
-        assert choices.form(SIZE._replace(rows=8), CPU) == "torch"
+        assert choices.form(SIZE) == "triton"
+        assert choices.form(SIZE._replace(rows=8)) == "torch"
     assert len(timer.calls) == 4
-    assert choices.form(SIZE._replace(rows=16), CPU) == "torch" and len(timer.calls) == 4
+    assert choices.form(SIZE._replace(rows=16)) == "torch" and len(timer.calls) == 4
 
 
 def test_nothing_is_measured_outside_of_a_warm_up_or_in_a_capture(monkeypatch):
     timer = FakeTimer()
-    choices = Choices(timer)
-    assert choices.form(SIZE, CPU) == "torch"
+    choices = LinearForms(CPU, timer)
+    assert choices.form(SIZE) == "torch"
     with choices.measuring():
-        monkeypatch.setattr(choice_module, "_is_capturing", lambda: True)
-        assert choices.form(SIZE, CPU) == "torch"
+        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: True)
+        assert choices.form(SIZE) == "torch"
         assert not timer.calls and not choices.table, "a form that was not measured is not remembered"
-        monkeypatch.setattr(choice_module, "_is_capturing", lambda: False)
-        assert choices.form(SIZE, CPU) == "triton"
+        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: False)
+        assert choices.form(SIZE) == "triton"
     with pytest.raises(KeyError), choices.measuring():
         raise KeyError
-    choices.clear()
-    assert choices.form(SIZE, CPU) == "torch" and len(timer.calls) == 2
+    assert choices.form(SIZE._replace(rows=8)) == "torch" and len(timer.calls) == 2
 
 
-def test_overrides_are_not_measured(calls):
-    timer = FakeTimer(0.5)
-    choices = Choices(timer, {SIZE: "torch"})
+def test_a_plain_table_says_which_form_runs(calls):
     x, weight = operands()
-    with choices.measuring():
-        linear(x, weight, choices=choices)
-        assert not calls and not timer.calls
-        choices.set(SIZE, "triton")
-        linear(x, weight, choices=choices)
-        linear(x, weight, choices=choices, backend="torch")
-    linear(x, weight, backend="triton")  # forced, whatever the table of the machine says
-    assert calls == [SIZE, SIZE] and not timer.calls
+    linear(x, weight)
+    with use_forms({SIZE: "triton"}.get):
+        linear(x, weight)
+        linear(x, weight, backend="torch")
+        linear(*operands(5))  # not in the table
+        with use_forms({}.get):
+            linear(x, weight)
+    linear(x, weight)
+    assert calls == [SIZE]
+    linear(x, weight, backend="triton")  # forced, whatever the table says
+    assert calls == [SIZE, SIZE]
 
 
 def test_only_few_rows_of_half_types_without_gradient_are_chosen_for(calls):
     timer = FakeTimer(0.5)
-    choices = Choices(timer)
+    choices = LinearForms(CPU, timer)
     x, weight = operands()
     with choices.measuring():
         for args in (
@@ -120,42 +121,41 @@ def test_only_few_rows_of_half_types_without_gradient_are_chosen_for(calls):
             (x, weight.t().contiguous().t()),
             (x[0], weight),
         ):
-            out = linear(*args, choices=choices)
+            out = linear(*args)
             assert out.shape == (*args[0].shape[:-1], 64)
         assert not timer.calls and not calls
         for m in (1, 2, 3, 4, 5, 64):
-            linear(*operands(m), choices=choices)
+            linear(*operands(m))
     assert [size.rows for size in calls] == [1, 2, 4, 4, 8, 64]
     assert len(timer.calls) == 2 * 5
 
 
 def test_the_reference_can_be_asked_for_and_a_cpu_measures_nothing():
     timer = FakeTimer(0.5)
-    choices = Choices(timer, {SIZE: "triton"})
+    choices = LinearForms(CPU, timer)
     x, weight = operands()
     with choices.measuring():
-        linear(x, weight, choices=choices)
+        linear(x, weight)
         with use("reference"):
-            linear(x, weight, choices=choices)
-        linear(*operands(5), choices=choices)
-    assert not timer.calls
+            linear(x, weight)
+    assert not timer.calls and not choices.table
 
 
 def test_without_memory_torch_is_taken_and_said(caplog):
     def timer(*_):
         raise torch.OutOfMemoryError
 
-    choices = Choices(timer)
+    choices = LinearForms(CPU, timer)
     with choices.measuring():
-        assert choices.form(SIZE, CPU) == "torch"
+        assert choices.form(SIZE) == "torch"
     assert "no memory" in caplog.text and choices.report() == ["4 x 32 -> 64 bfloat16: torch (not measured)"]
 
 
 def test_choices_are_logged(caplog):
-    choices = Choices(FakeTimer(0.5))
+    choices = LinearForms(CPU, FakeTimer(0.5))
     with caplog.at_level(logging.INFO), choices.measuring():
-        choices.form(SIZE, CPU)
-        choices.form(SIZE._replace(rows=1), CPU)
+        choices.form(SIZE)
+        choices.form(SIZE._replace(rows=1))
     line = "4 x 32 -> 64 bfloat16: triton (torch 10.0 us, triton 5.0 us)"
     assert line in caplog.text
     assert choices.report() == [line.replace("4 x", "1 x", 1), line]
@@ -165,9 +165,7 @@ def test_an_engine_measures_what_its_cycles_run_before_it_captures_them(calls, m
     """With graphs that run their body twice before the capture, as those of a GPU do."""
     timer = FakeTimer(0.5)
     capturing = [False]
-    monkeypatch.setattr(MACHINE, "timer", timer)
-    monkeypatch.setattr(MACHINE, "_choices", {})
-    monkeypatch.setattr(choice_module, "_is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(linear_forms, "_is_capturing", lambda: capturing[0])
 
     class Graph(EagerGraph):
         def __init__(self, body, example, pool=None, stream=None):
@@ -183,16 +181,17 @@ def test_an_engine_measures_what_its_cycles_run_before_it_captures_them(calls, m
     llm = LLM(
         target.to(BF16), head.to(BF16), max_batch_size=2, max_context=64, batch_sizes=(2,), shape="3,1,4"
     )
-    llm.engine().runner.graphs = GraphRunner("cycle", Graph)
-    assert llm.engine().runner.warm_up() == 3
-    table = dict(MACHINE.table)
+    runner = llm.engine().runner
+    runner.graphs, runner.linear_forms.timer = GraphRunner("cycle", Graph), timer
+    assert runner.warm_up() == 3
+    table = runner.linear_forms.table
     assert {2, 8} <= {size.rows for size in table}, "draft steps have a row a request, the window four"
     assert {size.dtype for size in table} == {BF16} and len(timer.calls) == 2 * len(table)
     before = len(calls)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     llm.generate([[5, 6, 7], [9, 10]], params)
     assert set(calls[before:]) <= set(table), "what runs was measured"
-    assert MACHINE.table == table and len(timer.calls) == 2 * len(table)
+    assert runner.linear_forms.table == table and len(timer.calls) == 2 * len(table)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -202,15 +201,15 @@ def test_on_a_gpu_both_forms_are_timed_and_one_of_them_is_captured():
     size = Size(4, 1024, 4096, BF16)
     seconds = {form: time_form(form, size, device) for form in ("torch", "triton")}
     assert all(1e-6 < second < 1e-3 for second in seconds.values()), seconds
-    choices = Choices()
+    choices = LinearForms(device)
     x = torch.randn(3, 4096, device=device, dtype=BF16)
     weight = torch.randn(1024, 4096, device=device, dtype=BF16)
     with choices.measuring(), torch.inference_mode():
-        expected = linear(x, weight, choices=choices)
+        expected = linear(x, weight)
         assert set(choices.table) == {size}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = linear(x, weight, choices=choices)
-            linear(x[:1], weight, choices=choices)
+            out = linear(x, weight)
+            linear(x[:1], weight)
         graph.replay()
     assert torch.equal(out, expected) and set(choices.table) == {size}

@@ -1,20 +1,21 @@
-"""Which form a linear layer of few rows takes: cuBLAS through torch, or the Triton kernel where a measurement
-on this machine found it faster.
+"""Measured choice between cuBLAS (torch) and the Triton kernel for linear layers of few rows.
 
-An engine measures while it warms up, at the first call of each size and before any graph is captured. What
-was chosen is kept and never measured again, so that a size takes the same form for as long as the process
-lives. Sizes that never came up in a warm-up take torch's.
+An engine measures while it warms up, at the first call of each size and before any graph is captured. A
+choice is kept and never measured again, so that a size takes the same form as long as the engine lives. Sizes
+that never came up in a warm-up take torch's form.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, get_args
 
 import torch
 
-Form = Literal["torch", "triton"]
-FORMS: tuple[Form, ...] = ("torch", "triton")
+from eagle_kit.kernels.linear import linear
+from eagle_kit.kernels.linear.forms import Form, Size, use_forms
+from eagle_kit.kernels.timing import Timer
+
 MARGIN = 0.97
 """Triton is taken where it needs less than this part of torch's time: less than that is noise, and a choice
 that follows noise differs from one start to the next."""
@@ -23,38 +24,16 @@ TIMED_BYTES, MAX_COPIES = 256 << 20, 16
 logger = logging.getLogger(__name__)
 
 
-class Size(NamedTuple):
-    """Of ``[M, K]`` times ``[N, K]`` transposed, with M rounded up to a power of two."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: torch.Tensor, weight: torch.Tensor) -> "Size":
-        """The size of a layer; ``x`` has at least one row."""
-        outputs, inputs = weight.shape
-        return cls(1 << (x.shape[0] - 1).bit_length(), outputs, inputs, x.dtype)
-
-
 class Choice(NamedTuple):
-    """A form, and the seconds of both where they were measured."""
+    """A form, and the seconds of both forms where they were measured."""
 
     form: Form
     seconds: Mapping[Form, float]
 
 
-Timer = Callable[[Form, Size, torch.device], float]
-"""Seconds that a form takes for a size on a device."""
-
-
 def time_form(form: Form, size: Size, device: torch.device) -> float:
     """Seconds of one call in a CUDA graph. As in a model, no call finds its weight in the second-level cache:
     the calls of a graph read copies of it, and the cache is emptied before."""
-    from eagle_kit.kernels.linear import linear
-    from eagle_kit.kernels.timing import Timer as GpuTimer
-
     bytes_each = size.outputs * size.inputs * size.dtype.itemsize
     copies = max(1, min(MAX_COPIES, TIMED_BYTES // bytes_each))
     generator = torch.Generator(device).manual_seed(0)
@@ -66,57 +45,58 @@ def time_form(form: Form, size: Size, device: torch.device) -> float:
         for weight in weights:
             linear(x, weight, backend=form)
 
-    return GpuTimer(device, budget_s=0.02).time(run).median / copies
+    return Timer(device, budget_s=0.02).time(run).median / copies
 
 
-class Choices:
-    """A table from sizes to forms.
+class LinearForms:
+    """Table from sizes to forms, filled by measurements.
 
     Args:
-        timer: measures a size that is not in the table.
-        choices: forms that are known or wanted; they are not measured.
+        device: of the layers.
+        timer: measures the seconds of a form for a size.
     """
 
-    def __init__(self, timer: Timer = time_form, choices: Mapping[Size, Form] | None = None) -> None:
-        self.timer = timer
-        self._choices = {size: Choice(form, {}) for size, form in (choices or {}).items()}
+    def __init__(
+        self, device: torch.device, timer: Callable[[Form, Size, torch.device], float] = time_form
+    ) -> None:
+        self.device, self.timer = device, timer
+        self._choices: dict[Size, Choice] = {}
         self._measures = False
-
-    def set(self, size: Size, form: Form) -> None:
-        """Override what was or would be measured; graphs that are captured already keep their form."""
-        self._choices[size] = Choice(form, {})
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._choices.clear()
 
     @property
     def table(self) -> Mapping[Size, Choice]:
-        """What was chosen so far."""
+        """Choices so far."""
         return dict(self._choices)
+
+    def using(self) -> AbstractContextManager[None]:
+        """Within, linear layers take the forms chosen so far."""
+        return use_forms(self.form)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Within, a size that is not in the table is measured when it is asked for."""
+        """Within, linear layers take these forms, and a size that is new is measured at its first call."""
         before, self._measures = self._measures, True
         try:
-            yield
+            with self.using():
+                yield
         finally:
             self._measures = before
 
-    def form(self, size: Size, device: torch.device) -> Form:
-        """The form for a size. It is measured first if it is new, within :meth:`measuring` and outside of a
-        graph's capture; otherwise a new one is torch's, for now."""
+    def form(self, size: Size) -> Form:
+        """Form of a size. A new one is measured within :meth:`measuring` and outside of a graph's capture;
+        otherwise it is torch's, for now."""
         choice = self._choices.get(size)
         if choice is None:
             if not self._measures or _is_capturing():
                 return "torch"
-            choice = self._choices[size] = self._measure(size, device)
+            choice = self._choices[size] = self._measure(size)
         return choice.form
 
-    def _measure(self, size: Size, device: torch.device) -> Choice:
+    def _measure(self, size: Size) -> Choice:
         try:
-            seconds: dict[Form, float] = {form: self.timer(form, size, device) for form in FORMS}
+            seconds: dict[Form, float] = {
+                form: self.timer(form, size, self.device) for form in get_args(Form)
+            }
         except torch.AcceleratorError:
             raise  # the device is lost to this process
         except Exception as error:  # whatever a compiler raises, or there is no memory
@@ -131,7 +111,7 @@ class Choices:
         return choice
 
     def report(self) -> list[str]:
-        """A line for each size, for people."""
+        """One line for each size, for people."""
         found = sorted(self._choices.items(), key=lambda item: (*item[0][:3], str(item[0].dtype)))
         return [_line(size, choice) for size, choice in found]
 
@@ -148,7 +128,3 @@ def _name(size: Size) -> str:
 def _line(size: Size, choice: Choice) -> str:
     times = ", ".join(f"{form} {1e6 * seconds:.1f} us" for form, seconds in choice.seconds.items())
     return f"{_name(size)}: {choice.form} ({times or 'not measured'})"
-
-
-MACHINE = Choices()
-"""What was measured in this process: a fact about the machine, which its engines share."""

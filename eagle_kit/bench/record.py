@@ -1,21 +1,34 @@
-"""Results of a benchmark as a JSON file that is whole after every part, so that a run can be taken up."""
+"""Results of a benchmark as a JSON file that is whole after every case, so that a run can be taken up."""
 
 import json
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.report.environment import describe_machine, describe_versions, now
+
+
+def describe(device: str, command: str) -> dict[str, Any]:
+    """Head of a record: date, command, machine and versions."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed"
+    versions = {**describe_versions(), "triton": triton}
+    return {"date": now(), "command": command, "machine": describe_machine(device), "versions": versions}
 
 
 class Record:
-    """One run's file: ``head`` (date, command, machine), ``settings``, and ``parts`` by name, each with its
-    ``status``: ``"ok"``, ``"failed"`` or ``"left out"``.
+    """One run's file: the head (date, command, machine, versions), ``settings``, and ``cases``: rows by key,
+    each with its ``status``: ``"ok"``, ``"failed"`` or ``"left out"``.
 
     Args:
-        path: written at once and after every part; its folder is made.
-        settings: what must be equal for parts of two sessions to stand in one file.
-        resume: keep the parts that the file has; parts left out are done now. A part that was begun and not
+        path: written at once and after every case; its folder is made.
+        head: of :func:`describe`.
+        settings: what must be equal for cases of two sessions to stand in one file.
+        resume: keep the rows that the file has; cases left out are done now. A case that was begun and not
             finished ended its process: it is recorded as failed and not tried again.
 
     Raises:
@@ -26,7 +39,7 @@ class Record:
         self, path: Path, head: dict[str, Any], settings: dict[str, Any], *, resume: bool = False
     ) -> None:
         self.path = path
-        self.data: dict[str, Any] = {**head, "settings": settings, "parts": {}, "running": None}
+        self.data: dict[str, Any] = {**head, "settings": settings, "cases": {}, "running": None}
         if resume and path.exists():
             self._take_up(settings)
         try:
@@ -38,7 +51,7 @@ class Record:
     def _take_up(self, settings: dict[str, Any]) -> None:
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            parts, theirs = dict(found["parts"]), found["settings"]
+            cases, theirs = dict(found["cases"]), found["settings"]
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{self.path} is not a result of this benchmark.", "Name another file, or leave out --resume."
@@ -49,40 +62,32 @@ class Record:
                 "Give the same ones, or leave out --resume.",
             )
         if running := found.get("running"):
-            parts.setdefault(running, {"status": "failed", "error": "It ended the process."})
-        kept = {name: part for name, part in parts.items() if part.get("status") != "left out"}
-        self.data = {
-            **found,
-            "parts": kept,
-            "running": None,
-            "resumed": [*found.get("resumed", []), self._when],
-        }
+            cases.setdefault(running, {"status": "failed", "error": "It ended the process."})
+        kept = {key: row for key, row in cases.items() if row.get("status") != "left out"}
+        resumed = [*found.get("resumed", []), self.data.get("date")]
+        self.data = {**found, "cases": kept, "running": None, "resumed": resumed}
 
     @property
-    def _when(self) -> str:
-        return str(self.data.get("date", "?"))
-
-    @property
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """What is done, by name."""
-        return self.data["parts"]
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """Rows of the cases that are done, by key."""
+        return self.data["cases"]
 
     @property
     def failed(self) -> list[str]:
-        """Names of the parts that failed."""
-        return [name for name, part in self.parts.items() if part["status"] == "failed"]
+        """Keys of the cases that failed."""
+        return [key for key, row in self.cases.items() if row["status"] == "failed"]
 
-    def begin(self, name: str) -> bool:
-        """Note that a part is being measured; False when it is done already."""
-        if name in self.parts:
+    def begin(self, key: str) -> bool:
+        """Note that a case is being measured; False when it is done already."""
+        if key in self.cases:
             return False
-        self.data["running"] = name
+        self.data["running"] = key
         self.save()
         return True
 
-    def finish(self, name: str, part: dict[str, Any]) -> None:
-        """Keep what a part came to."""
-        self.parts[name] = part
+    def finish(self, key: str, row: dict[str, Any]) -> None:
+        """Keep the row of a case."""
+        self.cases[key] = row
         self.data["running"] = None
         self.save()
 

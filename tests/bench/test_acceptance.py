@@ -1,0 +1,149 @@
+"""Acceptance that a server counts: what is read from its metrics, and a load that another program makes."""
+
+import json
+import sys
+
+import pytest
+from tiny import tiny_head
+from tiny_run import make_target
+
+from eagle_kit.bench.acceptance import Snapshot, difference, main, parse_metrics, take_snapshot
+from eagle_kit.bench.options import Options
+from eagle_kit.cli import app
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.llm import LLM
+from tests.serve.api.serving import serving
+
+TEXT = """
+# HELP eagle_kit:spec_decode_num_drafts_total Windows.
+eagle_kit:spec_decode_num_drafts_total{model_name="a b"} 10.0
+eagle_kit:spec_decode_num_draft_tokens_total{model_name="m"} 40.0
+eagle_kit:spec_decode_num_accepted_tokens_total{model_name="m"} 15.0
+eagle_kit:spec_decode_num_accepted_tokens_created{model_name="m"} 1.7e9
+eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 9.0
+eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 6.0
+eagle_kit:generation_tokens_total{model_name="m"} 25.0
+eagle_kit:num_requests_running{model_name="m"} 3.0
+other:spec_decode_num_drafts_total 99.0
+"""
+
+
+def test_counters_are_read_whoever_writes_them():
+    ours = parse_metrics(TEXT)
+    assert ours.counters["spec_decode_num_drafts"] == 10 and ours.counters["generation_tokens"] == 25
+    assert ours.counters["spec_decode_num_accepted_tokens"] == 15 and ours.accepted_at == {0: 9.0, 1: 6.0}
+    assert len(ours.counters) == 4
+    assert parse_metrics(TEXT.replace("eagle_kit:", "vllm:")) == ours
+    two = TEXT + TEXT.replace('"m"', '"other engine"')
+    assert parse_metrics(two).counters["generation_tokens"] == 50, "engines of one server are added up"
+
+
+def test_the_difference_is_of_the_time_between():
+    before = parse_metrics(TEXT)
+    later = (
+        TEXT.replace(" 10.0", " 14.0")
+        .replace(" 15.0", " 21.0")
+        .replace(" 9.0", " 12.0")
+        .replace(" 25.0", " 36.0")
+    )
+    figures = difference(before, parse_metrics(later))
+    assert figures["verifies"] == 4 and figures["accepted tokens"] == 6 and figures["generation_tokens"] == 11
+    assert figures["accept length"] == pytest.approx(2.5)
+    assert (figures["accepted at depth 1"], figures["accepted at depth 2"]) == (0.75, 0.0)
+    assert "accept length" not in difference(before, before)
+    assert difference(Snapshot(), before)["accept length"] == pytest.approx(2.5)
+    with pytest.raises(UserError, match="fell"):
+        difference(parse_metrics(later), before)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = str(make_target(tmp_path_factory.mktemp("target")))
+    plain = LLM(folder, max_context=128)
+    head = tiny_head(plain.target, draft_vocab_size=67)
+    llm = LLM(folder, draft=head, shape="3,1,4", max_batch_size=4, max_context=128)
+    with serving(llm, llm.engine()) as running:
+        yield running
+
+
+CLIENT = """
+import json, sys, urllib.request
+body = {"prompt": "The cat sees", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+data = json.dumps({**body, "return_speculation": True}).encode()
+json_type = {"Content-Type": "application/json"}
+request = urllib.request.Request(sys.argv[1] + "/v1/completions", data, json_type)
+open(sys.argv[2], "w").write(urllib.request.urlopen(request).read().decode())
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_drives_the_server_and_its_reply_agrees(server, tmp_path, capsys, code):
+    reply, out = tmp_path / "reply.json", tmp_path / "a.json"
+    words = ["--base-url", server.url + "/v1", "--out", str(out)]
+    driver = [sys.executable, "-c", CLIENT, server.url, str(reply), str(code)]
+    assert app.main(["bench", "serve", *words, "--", *driver]) == code
+    told = json.loads(reply.read_text())["speculation"]
+    (row,) = json.loads(out.read_text())["cases"].values()
+    figures = row["figures"]
+    assert figures["verifies"] == told["num_verifies"] and figures["generation_tokens"] == 20
+    shares = [count / told["num_verifies"] for count in told["num_accepted_at"]]
+    assert [figures[f"accepted at depth {d + 1}"] for d in range(len(shares))] == pytest.approx(shares)
+    assert figures["accept length"] >= told["accept_length"] - 1e-3
+    assert f"accept length {figures['accept length']:.3g}" in capsys.readouterr().out
+
+
+def test_without_a_command_it_counts_until_ctrl_c(server, monkeypatch, capsys):
+    def generate_and_stop(seconds):
+        body = {"prompt": "ab", "max_tokens": 5, "ignore_eos": True}
+        server.http.post("/v1/completions", json=body)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eagle_kit.bench.acceptance.time.sleep", generate_and_stop)
+    assert main(server.url, (), Options()) == 0
+    assert "generation_tokens 5" in capsys.readouterr().out
+
+
+def test_a_command_that_is_not_there_is_said(server):
+    with pytest.raises(UserError, match="no-such-tool cannot be run"):
+        main(server.url, ["no-such-tool"], Options())
+    assert take_snapshot(server.url).counters["spec_decode_num_drafts"] > 0
+
+
+COMPLETION = {"prompt": "ab", "max_tokens": 6, "ignore_eos": True}
+IN_PARTS = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}],
+    "max_completion_tokens": 6,
+}
+CHAT = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 6}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+BODIES = [
+    pytest.param(COMPLETION | {"repetition_penalty": 1.0, "logprobs": None}, id="vllm, openai"),
+    pytest.param(IN_PARTS, id="vllm, openai-chat"),
+    pytest.param(COMPLETION | {"temperature": 0.0, "best_of": 1}, id="sglang, sglang-oai"),
+    pytest.param(CHAT | {"temperature": 0.0}, id="sglang, sglang-oai-chat"),
+    pytest.param(IN_PARTS | {"stop": None, "ignore_eos": True, "stream_options": USAGE}, id="GuideLLM"),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_requests_of_the_load_generators_of_the_field_are_streamed_with_usage(server, body):
+    path = "chat/completions" if "messages" in body else "completions"
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **body}
+    with server.http.stream("POST", f"/v1/{path}", json=body) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert events[-1]["choices"] == [] and 1 <= events[-1]["usage"]["completion_tokens"] <= 6
+    assert events[-1]["usage"]["prompt_tokens"] > 0 and len(events[0]["choices"]) == 1
+
+
+def test_usage_can_be_in_every_chunk_and_in_no_chunk_of_its_own(server):
+    """As SGLang's generator needs it, which reads the first choice of every chunk."""
+    body = {**CHAT, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    events = [json.loads(line) for line in lines[:-1]]
+    assert all(event["choices"] and event["usage"] for event in events)
+    assert 1 <= events[-1]["usage"]["completion_tokens"] <= 6

@@ -1,0 +1,212 @@
+"""The harness: failures stop nothing, a record is whole after every case and can be gone on with, and lines
+and targets say what was measured."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_kit.bench.case import Case, Cost, Form, Machine
+from eagle_kit.bench.ceilings import Ceilings
+from eagle_kit.bench.options import Options, add_arguments
+from eagle_kit.bench.record import Record
+from eagle_kit.bench.runner import Benchmark, conduct
+from eagle_kit.bench.table import format_row, heading
+from eagle_kit.bench.verdict import at_least, at_most
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.timing import Timer, Timing, matmul_rates
+
+CPU = torch.device("cpu")
+MACHINE = Machine(CPU, torch.float32, Timer(CPU, budget_s=0.0, least=4), Ceilings(1e3, 1e4, 1e-6), 3)
+
+
+def refuse(machine):
+    raise RuntimeError("the kernel is broken\nin many lines")
+
+
+def leave_out(machine):
+    raise UserError("The pool is too small.", "Raise it.")
+
+
+def interrupt(machine):
+    raise KeyboardInterrupt
+
+
+def ok(machine):
+    return {"figures": {"seed": machine.seed}}
+
+
+def run(path, *measures, **options):
+    cases = [Case("group", measure.__name__, measure) for measure in measures]
+    defaults = {"out": path, "no_progress": True, "command": "the command"}
+    code = conduct(Benchmark("test", cases, {"model": "m"}), MACHINE, Options(**{**defaults, **options}))
+    return code, json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_time_is_a_median_with_its_spread():
+    timing = Timing.of([5.0, 1.0, 3.0], "clock")
+    assert timing == (3.0, 1.0, 5.0, 3, "clock")
+    assert timing.in_us() == {"median": 3e6, "low": 1e6, "high": 5e6, "repeats": 3, "how": "clock"}
+    ten = Timing.of([float(i) for i in range(20)], "clock")
+    assert (ten.median, ten.low, ten.high) == (9.5, 2.0, 17.0)
+    calls = []
+    timed = Timer(CPU, budget_s=0.0, least=4).time(lambda: calls.append(1))
+    assert timed.repeats == 4 and len(calls) == 6 and timed.how == "clock"
+
+
+def test_runs_in_a_row_are_timed_from_one_to_the_next(monkeypatch):
+    now = [0.0]
+
+    def step():
+        now[0] += 2.0
+
+    monkeypatch.setattr("eagle_kit.kernels.timing.time.perf_counter", lambda: now[0])
+    assert Timer(CPU).time_in_a_row(step, repeats=3, warmup=1) == (2.0, 2.0, 2.0, 3, "clock, in a row")
+
+
+def test_matmul_rates_are_of_this_machine():
+    rates = matmul_rates(128)
+    assert set(rates) >= {"torch_mm"} and all(1e7 < rate < 1e15 for rate in rates.values())
+
+
+def test_a_floor_is_the_larger_of_bytes_and_arithmetic_of_each_part():
+    assert Cost(4_000, 100).seconds(MACHINE.ceilings) == 4.0
+    assert Cost(4_000, 90_000).seconds(MACHINE.ceilings) == 9.0
+    fast = MACHINE._replace(timer=Timer(CPU, budget_s=0.0, least=1))
+    row = fast.compare({"ours": lambda: Form(lambda: None)}, Cost(4_000, 100), Cost(1_000, 90_000))
+    assert (row["bytes"], row["flops"], row["bound"]) == (5_000, 90_100, "flops")
+    assert (row["floor_us"], row["byte_floor_us"]) == (13e6, 5e6)
+    median = 1e-6 * row["times_us"]["ours"]["median"]
+    assert row["share"] == pytest.approx(13 / median, rel=0.3)
+    assert row["gb_per_s"] == pytest.approx(5e-6 / median, rel=0.3)
+
+
+def test_another_form_that_fails_is_recorded_and_ours_is_not_forgiven():
+    def broken():
+        raise ValueError("no such kernel")
+
+    row = MACHINE.compare({"ours": lambda: Form(lambda: None), "theirs": broken})
+    assert row["times_us"]["theirs"] == {"error": "ValueError: no such kernel"}
+    assert row["times_us"]["ours"]["repeats"] == 4 and "floor_us" not in row
+    with pytest.raises(ValueError, match="no such kernel"):
+        MACHINE.compare({"ours": broken})
+
+
+def test_the_record_says_when_where_and_with_what(tmp_path):
+    code, data = run(tmp_path / "sub" / "r.json", ok)
+    assert code == 0 and data["kind"] == "test" and data["command"] == "the command"
+    assert {"date", "machine", "versions", "ceilings", "targets", "device_state"} <= data.keys()
+    assert {"torch", "python", "triton"} <= data["versions"].keys() and data["machine"]["threads"] >= 1
+    assert data["settings"] == {"model": "m", "device": "CPU", "dtype": "torch.float32"}
+    assert data["seed"] == 3 and data["running"] is None
+    row = data["cases"]["group: ok"]
+    assert row.pop("seconds") >= 0
+    assert row == {"group": "group", "case": "ok", "status": "ok", "figures": {"seed": 3}}
+
+
+def test_a_failure_is_recorded_and_stops_nothing(tmp_path, capsys):
+    code, data = run(tmp_path / "r.json", refuse, leave_out, ok)
+    rows = data["cases"].values()
+    assert code == 1 and [row["status"] for row in rows] == ["failed", "left out", "ok"]
+    assert data["cases"]["group: refuse"]["error"] == "RuntimeError: the kernel is broken"
+    out = capsys.readouterr().out
+    assert "FAILED: RuntimeError: the kernel is broken" in out and "left out: The pool is too small." in out
+    assert "failed: group: refuse" in out
+
+
+def test_cases_are_saved_one_by_one_and_taken_up(tmp_path):
+    path = tmp_path / "r.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, ok, interrupt)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["cases"]["group: ok"]["status"] == "ok" and saved["running"] == "group: interrupt"
+    code, data = run(path, ok, interrupt, leave_out, resume=True)
+    assert code == 1 and data["cases"]["group: ok"] == saved["cases"]["group: ok"]
+    assert data["cases"]["group: interrupt"] == {"status": "failed", "error": "It ended the process."}
+    assert data["cases"]["group: leave_out"]["status"] == "left out" and len(data["resumed"]) == 1
+
+
+def test_what_finds_no_time_is_left_out_and_done_later(tmp_path):
+    path = tmp_path / "r.json"
+    code, data = run(path, ok, minutes=1e-9)
+    row = data["cases"]["group: ok"]
+    assert code == 0 and (row["status"], row["reason"]) == ("left out", "no time was left")
+    code, data = run(path, ok, resume=True)
+    assert code == 0 and data["cases"]["group: ok"]["status"] == "ok"
+
+
+def test_a_file_of_other_settings_is_not_mixed_in(tmp_path):
+    path = tmp_path / "r.json"
+    Record(path, {}, {"sizes": "full"})
+    with pytest.raises(UserError, match="sizes full then, tiny now"):
+        Record(path, {}, {"sizes": "tiny"}, resume=True)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match="is not a result of this benchmark"):
+        Record(path, {}, {"sizes": "tiny"}, resume=True)
+    with pytest.raises(UserError, match="cannot be written"):
+        Record(path / "below.json", {}, {})
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    drawn = []
+    benchmark = Benchmark("test", [Case("g", "ok", ok)], {}, plot=lambda data, path: drawn.append(path))
+    options = Options(out=tmp_path / "r.json", no_progress=True)
+    with pytest.raises(UserError, match="matplotlib is not installed"):
+        conduct(benchmark, MACHINE, options)
+    assert conduct(benchmark, MACHINE, replace(options, no_plot=True)) == 0 and not drawn
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, grid=True)
+    return Options.of(parser.parse_args(words), "eagle-kit bench")
+
+
+def test_options_have_their_defaults_in_one_place():
+    options = parse()
+    assert (options.minutes, options.resume, options.tiny, options.command) == (
+        8.0,
+        False,
+        False,
+        "eagle-kit bench",
+    )
+    assert parse("--seed", "7").seed == 7 and parse("--output", "a.json").out.name == "a.json"
+    path = options.path("engine", "NVIDIA H100 80GB", full=True)
+    assert path.parts[:2] == ("kernels", "results") and path.name.endswith("-nvidia-h100-80gb.json")
+    assert options.path("engine", "CPU", full=False).parent.name == "results"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--minutes", "0"], "--minutes is 0"), (["--resume"], "--resume needs")]
+)
+def test_options_that_cannot_be_are_a_sentence(words, said):
+    with pytest.raises(UserError, match=said):
+        parse(*words)
+
+
+def test_a_target_takes_the_worst():
+    found = [(0.9, "here"), (0.8, "there")]
+    low, high = at_least("share", 0.85, found), at_most("ratio", 0.85, found)
+    assert (low.measured, low.at, low.met) == (0.8, "there", False) and "MISSED" in str(low)
+    assert (high.measured, high.at, high.met) == (0.9, "here", False)
+    assert at_least("x", 0.8, found).met and at_most("x", 0.9, found).met, "the bound itself is met"
+    assert at_least("x", 1.0, found, counts=False).met is None
+    assert "not measured" in str(at_most("x", 1.0, []))
+
+
+def test_a_line_shows_time_floor_other_forms_and_figures():
+    times = {
+        "triton": {"median": 20.0, "low": 19.0, "high": 2500.0},
+        "torch": {"median": 50.0},
+        "sdpa": {"error": "x"},
+    }
+    row = {"case": "decode", "status": "ok", "times_us": times, "figures": {"tokens/s": 1234.5, "same": True}}
+    line = format_row(row)
+    assert "20" in line and "19..2,500" in line and "torch 2.50, sdpa failed" in line
+    assert line.endswith("\n      tokens/s 1,234, same yes")
+    floor = {"floor_us": 5.0, "share": 0.25, "gb_per_s": 12.0, "tflop_per_s": 0.5}
+    assert "0.25" in format_row({**row, **floor}) and "GB/s" in heading("window", {**row, **floor})
+    assert heading("host", {}) == "host"
