@@ -1,4 +1,4 @@
-"""Which drafted nodes the target agrees with.
+"""Greedy verification of deterministic drafts in torch.
 
 Legend: B requests, N nodes, S steps.
 """
@@ -32,7 +32,8 @@ def accept_most_likely(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """:func:`accept_greedy` of ``logits [B, N, V]``, of any float type: the lowest id among equals."""
+    """:func:`accept_greedy` with the argmax of ``logits [B, N, V]`` of any float type; the lowest id among
+    equals."""
     if uses_triton(logits, backend):
         from eagle_kit.kernels.accept import triton
 
@@ -49,7 +50,7 @@ def accept_greedy(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Walk from the root to the child that is the target's choice, as long as there is one.
+    """Follow the target's most likely tokens from the root for as long as they were drafted.
 
     Args:
         predicted: int64 ``[B, N]``, the target's most likely token after each node.

@@ -1,6 +1,6 @@
-"""Commit: copy rows of a key-value store, in all its layers and heads at once.
+"""Commit: copy rows of a key-value store, in all layers and heads at once.
 
-Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows of a request. A store
+Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows per request. A store
 is a pair ``k, v [L, Hkv, R, D]`` or, for latent attention, one tensor ``[L, R, D]`` and None; it is
 contiguous.
 """
@@ -23,7 +23,7 @@ def commit(
 ) -> None:
     """Copy rows ``source_rows`` of ``k`` and ``v`` to ``target_rows``, both int64 ``[n]``.
 
-    No row is source and target at once, and a target may come twice only where its content does not matter.
+    No row is both source and target, and a target may repeat only where its content does not matter.
     """
     _check(k, v)
     if uses_triton(k, backend):

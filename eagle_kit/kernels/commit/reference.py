@@ -1,4 +1,7 @@
-"""Commit in torch: what the kernel is held to. Legend: B requests, n rows of a request."""
+"""Commit in torch, the reference of the kernel.
+
+Legend: B requests, n rows per request.
+"""
 
 import torch
 
@@ -6,7 +9,7 @@ import torch
 def commit(
     k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
 ) -> None:
-    """Copy rows ``[n]`` of the last dimension but one to rows ``[n]``."""
+    """Copy rows ``source_rows [n]`` of the last dimension but one to ``target_rows [n]``."""
     for store in (k, v):
         if store is not None:
             held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8

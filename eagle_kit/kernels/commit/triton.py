@@ -14,8 +14,9 @@ import triton.language as tl
 from eagle_kit.kernels.aot import Variant
 
 BLOCK = 256
-"""Words a program copies of each tensor: 2 KB, one load of 16 bytes a thread at 4 warps. A row of Llama 3 8B
-is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an H200."""
+"""Words of each tensor that a program copies: 2 KB, one load of 16 bytes per thread at 4 warps. A row of
+Llama 3 8B is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an
+H200."""
 NUM_WARPS = 4
 
 
@@ -23,7 +24,7 @@ NUM_WARPS = 4
 def _copy(
     k, v, source, target, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The piece of row ``source`` that belongs to this program."""
+    """Copy this program's share of row ``source``."""
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = i < num_planes * WORDS
     plane = (i // WORDS).to(tl.int64)
@@ -76,7 +77,7 @@ def _commit_path(
 
 
 def _words(store: torch.Tensor) -> torch.Tensor:
-    """The store as the widest integers that its rows and its start allow."""
+    """View the store as the widest integers that its row size and its address allow."""
     row_bytes = store.shape[-1] * store.element_size()
     start = store.storage_offset() * store.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
@@ -86,7 +87,7 @@ def _words(store: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(words: torch.Tensor) -> tuple[int, int, int]:
-    """Planes, rows and words a row."""
+    """Number of planes, of rows, and of words per row."""
     num_rows, size = words.shape[-2:]
     return words.numel() // (num_rows * size), num_rows, size
 
@@ -95,7 +96,7 @@ def _shape(words: torch.Tensor) -> tuple[int, int, int]:
 def commit(
     k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
 ) -> None:
-    """``k`` and ``v [..., R, D]`` contiguous; rows int64 ``[n]``, contiguous."""
+    """Copy rows of ``k`` and ``v [..., R, D]`` contiguous; rows int64 ``[n]``, contiguous."""
     if source_rows.numel() == 0 or k.numel() == 0:
         return
     held = _words(k)
@@ -131,7 +132,8 @@ def commit_path(
     scratch_start: int,
     scratch_stride: int,
 ) -> None:
-    """``k`` and ``v [..., R, D]`` contiguous, ``page_table [B, P]``, ``nodes [B, n]`` of any strides."""
+    """Copy window nodes in ``k`` and ``v [..., R, D]`` contiguous; ``page_table [B, P]``, ``nodes [B, n]`` of
+    any strides."""
     if nodes.numel() == 0 or k.numel() == 0:
         return
     held = _words(k)
@@ -164,7 +166,8 @@ def _(k, v, page_table, page_size, nodes, first_position, num_committed, scratch
 
 
 def variants() -> list[Variant]:
-    """Rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and DeepSeek's latent (576, one tensor)."""
+    """Kernels to compile ahead of time: rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and
+    DeepSeek's latent (576, one tensor)."""
     made = []
     for title, row_bytes, has_v in (
         ("bf16 D128", 256, True),

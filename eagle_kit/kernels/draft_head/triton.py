@@ -34,7 +34,7 @@ _NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def _key(logit, id):
-    """Zeros are equal."""
+    """Sortable integer of a logit and its inverted id; 0 and -0 are equal."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & _SIGN)).to(tl.int64) << 32) | (id ^ _SIGN).to(tl.int64)
 
@@ -150,7 +150,8 @@ def _merge_options(topk: int, tiles: int) -> dict[str, int]:
 def draft_topk(
     x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all contiguous."""
+    """Top-k of ``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all
+    contiguous."""
     (num_rows, size), vocab = x.shape, weight.shape[0]
     ids, scores = _outputs(x, topk)
     if num_rows == 0:
@@ -181,7 +182,8 @@ def _(x, weight, topk, normalized, token_map):
 
 
 def variants() -> list[Variant]:
-    """Heads of 32,000 and of all 151,936 ids over 4,096, and of 8,192 over SmolLM2's 576."""
+    """Kernels to compile ahead of time: heads of 32,000 and of all 151,936 ids over 4,096, and of 8,192 over
+    SmolLM2's 576."""
     found = []
     for kind, dtype, num_rows, vocab, size, topk in (
         ("bf16", torch.bfloat16, 1, 32000, 4096, 1),

@@ -10,7 +10,8 @@ from eagle_kit.kernels.soft_cross_entropy.reference import CHUNK_ROWS, GROUP_ROW
 __all__ = ["NEEDS_MASS", "linear_draft_loss"]
 
 NEEDS_MASS = ("tv", "lk-alpha", "lk-hybrid")
-"""Losses in the acceptance rate, which depends on what the target says outside the draft vocabulary."""
+"""Losses in terms of the acceptance rate, which depends on the target's probability outside the draft
+vocabulary."""
 ENTROPY_ROWS = 256
 
 
@@ -33,17 +34,17 @@ def linear_draft_loss(
 
     Args:
         h: ``[M, H]``.
-        weight: ``[Vd, H]``; frozen, it costs no gradient.
+        weight: ``[Vd, H]``; no gradient is computed when it is frozen.
         probs: fp32 ``[P, Vd]``, teacher distributions, renormalised over the draft vocabulary.
         index: int64 ``[M]``, the teacher row of each row.
         row_weights: fp32 ``[M]``.
-        loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, whose gradient is
-            that of ``ce`` and whose value is less by the teacher's entropy; or one of
-            :mod:`eagle_kit.kernels.draft_loss.reference`. The first two have a Triton form, the others are
-            torch's everywhere.
-        mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for the
-            losses of :data:`NEEDS_MASS`; None when the draft can say everything.
-        eta: of ``lk-hybrid``.
+        loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, which has the
+            gradient of ``ce`` and a value lower by the teacher's entropy; or one of
+            :mod:`eagle_kit.kernels.draft_loss.reference`. The first two have a Triton implementation, the
+            others run in torch everywhere.
+        mass: fp32 ``[P]``, the target's total probability of the draft vocabulary, for the losses of
+            :data:`NEEDS_MASS`; None when the draft vocabulary is complete.
+        eta: parameter of ``lk-hybrid``.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
     if loss in ("ce", "kl"):
@@ -61,7 +62,8 @@ def linear_draft_loss(
         return result if loss == "ce" else _less_entropy(result, probs, index, row_weights)
     if group_rows is None:
         group_rows = GROUP_ROWS
-        chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows  # launches cost more than what a cache saves
+        # On a GPU, launches cost more than cache reuse saves.
+        chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows
     return reference.linear_draft_loss(
         h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows, weight_grad
     )
@@ -70,7 +72,7 @@ def linear_draft_loss(
 def _less_entropy(
     result: SoftCrossEntropy, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
 ) -> SoftCrossEntropy:
-    """Cross-entropy to divergence."""
+    """Subtract the teacher's entropy: cross-entropy to Kullback-Leibler divergence."""
     entropies = torch.cat([reference.entropy(part) for part in probs.split(ENTROPY_ROWS)])[index]
     loss = result.loss - (entropies * row_weights).sum()
     return SoftCrossEntropy(loss, result.row_losses - entropies, result.best)

@@ -22,9 +22,9 @@ def linear(
     """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
 
     Args:
-        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, what ``choices`` say for few rows of half types on
-            a GPU, and torch otherwise; ``"torch"``, ``"onednn"`` and ``"triton"`` force one.
-        choices: between torch and Triton, by what was measured.
+        backend: ``"auto"`` selects oneDNN for fp32 on a CPU, the measured ``choices`` for few rows of half
+            dtypes on a GPU, and torch otherwise; ``"torch"``, ``"onednn"`` and ``"triton"`` force one.
+        choices: measured choices between torch and Triton.
     """
     if backend == "auto":
         backend = _choose(x, weight, bias, choices)
@@ -56,12 +56,12 @@ def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether ``weight`` can be kept in oneDNN's layout."""
+    """Return whether ``weight`` can be kept in oneDNN's layout."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
 
 
 def takes_packed(x: torch.Tensor) -> bool:
-    """Whether rows ``x [T, K]`` are multiplied by packed weights, where there are any."""
+    """Return whether rows ``x [T, K]`` are multiplied by packed weights where these exist."""
     return (
         x.shape[0] <= onednn.PACKED_MAX_ROWS
         and x.device.type == "cpu"
@@ -71,8 +71,8 @@ def takes_packed(x: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for
-    inference."""
+    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy of the
+    weight for inference."""
 
     _packed: onednn.Packed | None = None
     _is_merged = False
@@ -92,19 +92,20 @@ class Linear(nn.Linear):
 
 
 class MergedLinear(NamedTuple):
-    """Layers that read the same rows, packed as one matmul: ``sizes`` of their outputs."""
+    """Linear layers with the same input, packed as one matmul; ``sizes`` are their numbers of outputs."""
 
     weight: onednn.Packed
     bias: torch.Tensor | None
     sizes: list[int]
 
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[T, K]``, of which :func:`takes_packed` holds -> ``[T, N]`` of each layer."""
+        """``x [T, K]``, for which :func:`takes_packed` must hold -> ``[T, N]`` of each layer."""
         return onednn.packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
 
 
 def pack_merged(*layers: Linear) -> MergedLinear | None:
-    """Pack layers of the same inputs together, in place of each by itself; None where that cannot be."""
+    """Pack layers with the same input into one matmul, in place of packing each; None where they cannot be
+    packed."""
     biases = [layer.bias for layer in layers]
     has_bias = biases[0] is not None
     if not all(can_pack(layer.weight) and (layer.bias is not None) == has_bias for layer in layers):
@@ -117,7 +118,7 @@ def pack_merged(*layers: Linear) -> MergedLinear | None:
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Call ``pack`` on every part of ``module`` that has one: :meth:`Linear.pack` and its like."""
+    """Call ``pack`` on every submodule of ``module`` that has it, such as :meth:`Linear.pack`."""
     for child in module.modules():
         pack = getattr(child, "pack", None)
         if pack is not None:
@@ -125,5 +126,6 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def packed_parts(module: nn.Module) -> list[Any]:
-    """What :func:`pack_weights` has left in the parts of ``module``: tuples with tensors in them."""
+    """Packed weights that :func:`pack_weights` has left in submodules of ``module``: tuples that contain
+    tensors."""
     return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]

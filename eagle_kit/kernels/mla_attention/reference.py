@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention in torch: what the kernel is held to.
+"""Absorbed multi-head latent attention in torch, the reference of the kernel.
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, C
 columns.
@@ -30,7 +30,8 @@ def mla_window_attention_by_length(
     kv_scale: float = 1.0,
     latent_dim: int = 512,
 ) -> torch.Tensor:
-    """The same for a CPU, where the host may look at lengths: requests of like length together."""
+    """:func:`mla_window_attention` on a CPU, in groups of requests of similar length, which is read on the
+    host."""
 
     def attend(q: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attend_to(q, rows, columns, mask, scale, kv_scale, latent_dim)
@@ -48,7 +49,7 @@ def attend_to(
     latent_dim: int,
 ) -> torch.Tensor:
     """Attention to the rows ``columns [B, C]`` under ``mask [B, N, C]``. The N x H query rows of a request
-    are one matmul, so a key is read once a window."""
+    are one matmul, so that every key is read once per window."""
     b, n, h, d = q.shape
     keys = rows.index_select(0, columns.reshape(-1)).float().view(b, -1, d)  # [B, C, D]
     if kv_scale != 1.0:

@@ -92,7 +92,7 @@ def _(
 
 
 def variants() -> list[Variant]:
-    """Sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
+    """Kernels to compile ahead of time: sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
     pointers = ("x", "residual", "weight", "out", "total")
     return [
         Variant(

@@ -1,5 +1,5 @@
 """RMSNorm of query and key heads, rotary positions, and the store of keys and values, in one launch. Only the
-reference is differentiable, and it is taken where a gradient is wanted.
+reference is differentiable; it is used where a gradient is needed.
 
 Legend: T tokens, Hq / Hkv query / key-value heads, D head size, E rotated elements of a head, R rows of a
 store.
@@ -30,17 +30,19 @@ def rope_store(
     returns_kv: bool = True,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``qkv [T, Hq + 2 Hkv, D]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated.
+    """Split ``qkv [T, Hq + 2 Hkv, D]`` into q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, rotate q and k, store
+    k and v.
 
     Args:
         table: cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``. The first
-            E elements of a head are rotated, the others stay.
-        q_norm, k_norm: weights ``[D]`` of the dtype of ``qkv``: each head is normed before it is rotated.
+            E elements of a head are rotated, the others are copied.
+        q_norm, k_norm: weights ``[D]`` of the dtype of ``qkv`` of an RMSNorm of each head before its
+            rotation.
         k_rows, v_rows: one layer of a store, ``[Hkv, R, D]`` contiguous; rows ``rows`` int64 ``[T]`` of both
-            are overwritten. A row may come twice only where its content does not matter.
-        k_scale, v_scale: what an fp8 store's values are divided by; they saturate.
+            are overwritten. A row may repeat only where its content does not matter.
+        k_scale, v_scale: divisors of the values of an fp8 store, which saturates.
         interleaved: pairs are ``(2i, 2i + 1)`` instead of ``(i, i + E/2)``.
-        returns_kv: False returns k and v as ``[0, Hkv, D]``, for a caller who reads them from the store.
+        returns_kv: False returns k and v as ``[0, Hkv, D]``, for callers that read them from the store.
     """
     stores = k_rows is not None
     assert stores == (v_rows is not None) == (rows is not None), "k_rows, v_rows and rows go together"

@@ -18,7 +18,7 @@ from eagle_kit.kernels.aot import Variant
 
 @triton.jit
 def _load_pairs(start, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Both members of the pairs of the heads at ``start [X, 1]`` -> fp32 ``[X, BLOCK_HALF]`` each."""
+    """Load both members of the pairs of the heads at ``start [X, 1]`` -> fp32 ``[X, BLOCK_HALF]`` each."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         both = tl.load(start + i, inside & (i < E), 0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def _normed(x, scale, weight, kind: tl.constexpr):
 
 @triton.jit
 def _scaled(x, scale, kind: tl.constexpr):
-    """What a store of this dtype holds for ``x``, before the conversion."""
+    """``x`` scaled and clamped for a store of dtype ``kind``, before the conversion."""
     if kind == tl.float8e4nv:
         x = tl.div_rn(x, scale)
     return x
@@ -206,9 +206,9 @@ def _rope_store(
 
 
 def _blocks(num_heads: int, head_dim: int, rotated: int) -> dict[str, int]:
-    """Block sizes. 1,024 pairs a program are 16 bytes of each half a thread in half types: one load each, and
-    at 16 programs a multiprocessor enough in flight for an H200; a single token still spreads over some
-    multiprocessors."""
+    """Block sizes. 1,024 pairs per program are 16 bytes of each half per thread in half dtypes: one load
+    each, and at 16 programs per multiprocessor enough in flight for an H200; a single token still uses
+    several multiprocessors."""
     half = triton.next_power_of_2(rotated // 2)
     return {
         "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), max(1, 1024 // half)),
@@ -404,7 +404,8 @@ def _variant(
 
 
 def variants() -> list[Variant]:
-    """Shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head; fp8 stores need a Hopper GPU."""
+    """Kernels to compile ahead of time: shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head;
+    fp8 stores need a Hopper GPU."""
     llama, qwen3 = (32, 8, 128), (32, 4, 128)
     return [
         _variant("bf16", llama),

@@ -1,7 +1,7 @@
-"""Linear layers of at most 64 rows: the weight is read once, and how fast that goes is all that counts.
+"""Linear layers of at most 64 rows, whose time is that of reading the weight once.
 
-Models call :func:`eagle_kit.kernels.linear.linear`, which takes the Triton form where it has been measured to
-be faster than cuBLAS. For fp8 weights cuBLAS has no form.
+Models call :func:`eagle_kit.kernels.linear.linear`, which uses the Triton kernel where it was measured to be
+faster than cuBLAS. cuBLAS has no counterpart for fp8 weights.
 
 Legend: M rows, N output features, K input features.
 """
@@ -15,17 +15,17 @@ from eagle_kit.kernels.small_linear.reference import quantize_fp8
 __all__ = ["MAX_ROWS", "fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
 
 MAX_ROWS = 64
-"""Largest M of the Triton forms."""
+"""Largest M of the Triton kernels."""
 
 
 def row_bucket(m: int) -> int:
-    """Number of rows that the Triton form computes for M: 16, 32 or 64."""
+    """Number of rows that the Triton kernel computes for M: 16, 32 or 64."""
     return max(16, 1 << max(0, m - 1).bit_length())
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether the Triton form computes what torch does: it takes at most 64 rows of one half type, and has no
-    backward pass."""
+    """Return whether the Triton kernel supports these inputs: at most 64 rows, all of one half dtype, no
+    gradient."""
     return (
         x.ndim == 2
         and x.shape[0] <= MAX_ROWS
@@ -43,7 +43,7 @@ def small_linear(
     """``x [M, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[M, N]``; all of one dtype.
 
     Args:
-        backend: None takes Triton on a GPU where it fits (:func:`fits_triton`); ``"triton"`` needs that.
+        backend: None selects Triton on a GPU where :func:`fits_triton`; ``"triton"`` requires it.
     """
     if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
         from eagle_kit.kernels.small_linear import triton
@@ -64,8 +64,8 @@ def small_linear_fp8(
     the dtype of ``x``.
 
     Args:
-        backend: None takes Triton on a GPU where M <= 64; the reference unpacks the whole weight every time.
-            e4m3 needs compute capability 8.9.
+        backend: None selects Triton on a GPU where M <= 64; the reference dequantises the whole weight at
+            every call. e4m3 needs compute capability 8.9.
     """
     if uses_triton(x, backend) and (backend is not None or x.shape[0] <= MAX_ROWS):
         from eagle_kit.kernels.small_linear import triton

@@ -38,7 +38,7 @@ def _multiply(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A block of outputs and a run of K, for all rows. EVEN where K is a multiple of BLOCK."""
+    """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
@@ -70,7 +70,7 @@ def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one row: their partial sums in the order of K."""
+    """Add the partial sums of some outputs of one row in the order of K."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < num_outputs
     at = tl.program_id(1).to(tl.int64) * num_outputs + n
@@ -83,7 +83,7 @@ def _add_up(
 
 
 class Blocks(NamedTuple):
-    """Outputs and inputs of a tile, and launch options."""
+    """Tile sizes in outputs and inputs, and launch options."""
 
     outputs: int
     block: int
@@ -101,10 +101,11 @@ def choose_blocks(rows: int, itemsize: int) -> Blocks:
 
 @cache
 def choose_splits(programs: int, tiles: int, slots: int) -> int:
-    """Runs of K for ``programs`` blocks of outputs of ``tiles`` tiles each, where ``slots`` fit on the GPU.
+    """Number of runs of K for ``programs`` blocks of outputs of ``tiles`` tiles each, where ``slots`` fit on
+    the GPU.
 
-    The cost in tiles (1 microsecond on an H200): the number of waves times what a program does, its tiles and
-    one to begin with; and three for the second launch.
+    The cost in tiles (1 microsecond on an H200): the number of waves times the tiles of a program and one for
+    its startup; and three for the second launch.
     """
     choices = range(1, max(1, min(tiles, 32)) + 1)
     return min(
@@ -162,7 +163,8 @@ def _(x, weight, scales, bias):
 
 
 def variants() -> list[Variant]:
-    """Every bucket of M in both kinds of weight, with runs of K and without."""
+    """Kernels to compile ahead of time: every bucket of M in both dtypes of weight, with and without runs of
+    K."""
     made = []
     pointers = ("x", "weight", "scales", "bias", "out")
     integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits")

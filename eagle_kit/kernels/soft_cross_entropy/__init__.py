@@ -1,4 +1,4 @@
-"""The training loss: linear layer and soft cross-entropy, fused."""
+"""Linear layer and soft cross-entropy, fused: the default training loss."""
 
 import torch
 
@@ -30,8 +30,8 @@ def linear_soft_cross_entropy(
     """See :func:`eagle_kit.kernels.soft_cross_entropy.reference.linear_soft_cross_entropy`.
 
     Args:
-        group_rows: 640 unless given; 4,096 in the Triton form, where it is the rows per chunk of logits as
-            well, since no cache holds those. ``chunk_rows`` is the reference's alone.
+        group_rows: default 640; 4,096 in Triton, where it is also the number of rows per chunk of logits,
+            since no cache holds those. ``chunk_rows`` applies to the reference only.
     """
     if not uses_triton(h, backend):
         return reference.linear_soft_cross_entropy(

@@ -31,8 +31,8 @@ from eagle_kit.kernels.aot import Variant
 BLOCK = 2048
 NUM_WARPS = 4
 CHUNK_ROWS = 4096
-"""So that adding to the weight's gradient costs about a tenth of the matmuls (Vd 32,000, H 4,096, H200); the
-logits of a chunk then take 262 MB."""
+"""Rows per chunk of logits: adding to the weight's gradient then costs about a tenth of the matmuls (Vd
+32,000, H 4,096, H200), and the logits of a chunk take 262 MB."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, 
 def soft_cross_entropy_(
     logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits [M, Vd]`` become the gradient of the weighted sum of losses.
+    """Replace ``logits [M, Vd]`` by the gradient of the weighted sum of losses.
 
     ``probs`` fp32 ``[P, Vd]``, ``index`` int64 ``[M]`` and ``row_weights`` fp32 ``[M]``; all contiguous.
 
@@ -138,7 +138,8 @@ def _(h, weight, probs, index, row_weights, dw, dtype, chunk_rows):
 
 
 def variants() -> list[Variant]:
-    """Draft vocabularies that divide by 16, whose rows are loaded 16 bytes at a time, and others."""
+    """Kernels to compile ahead of time: draft vocabularies that divide by 16, whose rows are loaded 16 bytes
+    at a time, and others."""
     types = {"probs": "*fp32", "index": "*i64", "row_weights": "*fp32", "losses": "*fp32", "best": "*i64"}
     return [
         Variant(

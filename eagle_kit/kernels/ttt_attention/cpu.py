@@ -23,7 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """``[n, H, D]`` -> ``[1, H * group, n, D]``, every head repeated for its group."""
+    """``[n, H, D]`` -> ``[1, H * group, n, D]``, every head repeated ``group`` times."""
     return (x.repeat_interleave(group, 1) if group > 1 else x).transpose(0, 1)[None]
 
 
@@ -122,5 +122,5 @@ def ttt_attention(
     blocks: QueryBlocks,
     scale: float,
 ) -> torch.Tensor:
-    """The reference's contract, for fp32 on a CPU."""
+    """See the reference; for fp32 on a CPU."""
     return _TTTAttention.apply(q, k, v, own_k, own_v, blocks, scale)
