@@ -58,9 +58,9 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         )
         mine = [x.to(triton_device) for x in (q, k, v)]
         if placed:
-            place = attend.place(1)
-            rope.store(place.k_rows, place.rows, mine[1], 1.0)
-            rope.store(place.v_rows, place.rows, mine[2], 1.0)
+            slots = attend.kv_slots(1)
+            rope.store(slots.k_rows, slots.rows, mine[1], 1.0)
+            rope.store(slots.v_rows, slots.rows, mine[2], 1.0)
             mine[1:] = (x[:0] for x in mine[1:])
         out = attend(1, *mine).cpu()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

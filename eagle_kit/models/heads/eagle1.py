@@ -1,8 +1,8 @@
-"""The EAGLE-1 draft head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged.
+"""EAGLE-1 draft head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) uses unchanged.
 
 Legend: T packed tokens, H hidden, Hq heads, D head size.
 
-At row i the head sees the target's last hidden state of position i, after the final norm, and the embedding
+At row i the head reads the target's last hidden state of position i, after the final norm, and the embedding
 of the token after it, and predicts the target's last hidden state of position i + 1. The target's own output
 layer turns that into logits, so the head has none.
 """
@@ -20,11 +20,11 @@ from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 @dataclass(frozen=True)
 class Eagle1Config:
-    """An EAGLE-1 head: one decoder layer of the Llama kind behind ``fc``, which may have a bias.
+    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
 
     Attributes:
         max_position_embeddings: positions it was trained for; 0 when unknown.
-        target: name of the target, for people and checks.
+        target: name of the target, informative and for checks.
         template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
@@ -51,27 +51,27 @@ class Eagle1Config:
 
     @property
     def target_hidden_size(self) -> int:
-        """H."""
+        """Hidden size of the target, H."""
         return self.hidden_size
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """None: the target's final states are enough."""
+        """Empty: the head reads the target's final states only."""
         return ()
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores."""
         return self.head_dim**-0.5
 
     @property
     def cache(self) -> KVSpec:
-        """What the head keeps of a token."""
+        """Cache layout of the head."""
         return KVSpec(1, self.num_kv_heads, self.head_dim)
 
 
 class Eagle1Head(TiedHead, Block):
-    """An EAGLE-1 head, which is its own and only block: ``fc`` belongs to every step."""
+    """EAGLE-1 head. It is its own single block: ``fc`` runs at every step."""
 
     config: Eagle1Config
     self_attn: Attention
@@ -101,12 +101,12 @@ class Eagle1Head(TiedHead, Block):
 
     @property
     def last_norm(self) -> RMSNorm:
-        """The layer's only norm: there is none in front of the output layer."""
+        """The layer's only norm; there is none in front of the output layer."""
         return self.post_attention_layernorm
 
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~.draft_head.Block`; no norm is between ``fc`` and attention, so the
-        two ``[T, H]`` are one."""
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`; there is no norm between ``fc`` and
+        attention, so both results are the same ``[T, H]``."""
         x = self.fc(torch.cat((embeds, hidden), -1))
         return x, x
 
