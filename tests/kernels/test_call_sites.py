@@ -18,12 +18,7 @@ import eagle_kit
 from eagle_kit.kernels.aot import kernel_modules
 
 ROOT = Path(eagle_kit.__file__).parent
-WAITING: dict[str, str] = {
-    "commit": "rows that a caller has worked out; the engine's rows are worked out in commit_path itself",
-    "accept_greedy": "for predictions that a caller has; the engine has logits: accept_most_likely",
-}
-"""Operations without a call site, and why."""
-CALLERS = ("models", "serve", "speculation", "train")
+CALLERS = ("kv", "models", "serve", "speculation", "train")
 """Packages of the engine and of the trainer; their benchmarks do not count."""
 
 
@@ -165,10 +160,7 @@ def call_sites(operation: str) -> list[str]:
 def test_it_has_a_call_site(operation, record_property):
     sites = call_sites(operation)
     record_property("call sites", sites)
-    if operation in WAITING:
-        assert not sites, f"{operation} is called in {sites}, so it waits no more"
-    else:
-        assert sites, f"nobody calls torch.ops.eagle_kit.{operation}"
+    assert sites, f"nobody calls torch.ops.eagle_kit.{operation}"
 
 
 def test_the_list_is_what_is_registered():
@@ -177,7 +169,7 @@ def test_the_list_is_what_is_registered():
         importlib.import_module(module)
     names = torch._C._dispatch_get_all_op_names()
     registered = {name.removeprefix("eagle_kit::") for name in names if name.startswith("eagle_kit::")}
-    assert registered == set(read()[1]) and set(WAITING) <= registered
+    assert registered == set(read()[1])
 
 
 def test_every_kernel_folder_registers_something():

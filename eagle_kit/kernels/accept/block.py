@@ -70,7 +70,7 @@ def accept_block(
         from eagle_kit.kernels.accept import triton
 
         chain = q.contiguous(), tokens.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
-        return Accepted(*triton.accept_block(*distribution_parts(probs), *chain))
+        return Accepted(*triton.accept_block(distribution_parts(probs), *chain))
     probs = probabilities(probs)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]

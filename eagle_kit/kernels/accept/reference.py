@@ -39,7 +39,7 @@ def accept_most_likely(
 
         window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
         return Accepted(*triton.accept_most_likely(*window, steps))
-    return accept_greedy(logits.argmax(-1), tokens, parents, steps, backend="reference")
+    return accept_greedy(logits.argmax(-1), tokens, parents, steps)
 
 
 def accept_greedy(
@@ -47,8 +47,6 @@ def accept_greedy(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     steps: int,
-    *,
-    backend: Backend | None = None,
 ) -> Accepted:
     """Follow the target's most likely tokens from the root for as long as they were drafted.
 
@@ -57,11 +55,6 @@ def accept_greedy(
         tokens, parents: int64 ``[B, N]``, the window.
         steps: S, its depth.
     """
-    if uses_triton(tokens, backend):
-        from eagle_kit.kernels.accept import triton
-
-        window = predicted.contiguous(), tokens.contiguous(), parents.contiguous()
-        return Accepted(*triton.accept_greedy(*window, steps))
     b, n = tokens.shape
     node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
     alive = torch.ones_like(node, dtype=torch.bool)

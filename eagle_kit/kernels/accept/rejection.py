@@ -105,7 +105,7 @@ def accept_rejection_tree(
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         return Accepted(
-            *triton.accept_stochastic(*distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
+            *triton.accept_stochastic(distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
         )
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])

@@ -63,7 +63,7 @@ def accept_relaxed(
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         out = triton.accept_stochastic(
-            *distribution_parts(probs), None, *window, steps, threshold_single, least_acc
+            distribution_parts(probs), None, *window, steps, threshold_single, least_acc
         )
         return Accepted(*out)
     probs = probabilities(probs)

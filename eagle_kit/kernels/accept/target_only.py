@@ -41,6 +41,6 @@ def accept_target_only(
         from eagle_kit.kernels.accept import triton
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous()
-        return Accepted(*triton.accept_target_only(*distribution_parts(probs), *window, steps))
+        return Accepted(*triton.accept_target_only(distribution_parts(probs), *window, steps))
     sampled = sample(probabilities(probs), uniforms.gather(1, depths), backend="reference")
-    return accept_greedy(sampled, tokens, parents, steps, backend="reference")
+    return accept_greedy(sampled, tokens, parents, steps)

@@ -34,7 +34,6 @@ from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.sampling.triton import (
     best_of_chunks,
     chunk_size,
-    chunk_sums,
     draw,
     num_chunks,
     pick_chunk,
@@ -43,6 +42,7 @@ from eagle_kit.kernels.sampling.triton import (
     row_probs,
     row_scale,
     row_sums,
+    rows_of,
     sizes,
 )
 
@@ -321,79 +321,38 @@ def accept_most_likely(
     out = _outcome(tokens, steps)
     if tokens.numel():
         values, ids = best_of_chunks(logits)
-        _launch_greedy(values, ids, tokens, parents, out, steps)
+        (b, nodes), chunks = tokens.shape, values.shape[1]
+        _follow[(b,)](
+            *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
+            DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
+        )  # fmt: skip
     return out
-
-
-@torch.library.custom_op("eagle_kit::accept_greedy", mutates_args=())
-def accept_greedy(
-    predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
-) -> Outcome:
-    """Greedy verification of ``predicted``, ``tokens``, ``parents [B, N]``, all contiguous: one launch."""
-    out = _outcome(tokens, steps)
-    if tokens.numel():
-        _launch_greedy(predicted.view(-1, 1), predicted.view(-1, 1), tokens, parents, out, steps)
-    return out
-
-
-def _launch_greedy(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    out: Outcome,
-    steps: int,
-) -> None:
-    (b, nodes), chunks = tokens.shape, values.shape[1]
-    _follow[(b,)](
-        *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
-        DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
-    )  # fmt: skip
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _rows(
-    probs: torch.Tensor, stats: torch.Tensor | None, last: torch.Tensor | None, sums: torch.Tensor | None
-) -> tuple[Rows, bool]:
-    """Kernel arguments for a distribution, and whether it is given as probabilities."""
-    if stats is None or last is None or sums is None:
-        return (probs, probs, probs, chunk_sums(probs)), True
-    return (probs, stats, last, sums), False
 
 
 @torch.library.custom_op("eagle_kit::accept_target_only", mutates_args=())
 def accept_target_only(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     tokens: torch.Tensor,
     parents: torch.Tensor,
     uniforms: torch.Tensor,
     steps: int,
 ) -> Outcome:
-    """Target-only verification of probabilities ``[B, N, V]`` or the parts of a ``FilteredLogits``;
-    ``uniforms`` fp64 ``[B, S + 1]``; all contiguous. One launch for filtered logits, two for
-    probabilities."""
+    """Target-only verification of a distribution in the form of ``distribution_parts``; ``uniforms`` fp64
+    ``[B, S + 1]``; all contiguous. One launch for filtered logits, two for probabilities."""
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
-        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        rows, dense = rows_of(parts)
+        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
         _follow[(b,)](
-            *rows, probs, probs, uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab), steps,
-            GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
+            *rows, parts[0], parts[0], uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab),
+            steps, GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
         )  # fmt: skip
     return out
 
 
 @torch.library.custom_op("eagle_kit::accept_stochastic", mutates_args=())
 def accept_stochastic(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     q: torch.Tensor | None,
     tokens: torch.Tensor,
     parents: torch.Tensor,
@@ -407,18 +366,18 @@ def accept_stochastic(
     ``uniforms [B, S + 1]``; other arguments and launches as for ``accept_target_only``."""
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
-        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        rows, dense = rows_of(parts)
+        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
         options = sizes(vocab)
         options["num_warps"] = _walk_warps(options["CHUNK"], q is None)
         refused = torch.empty_like(tokens)
         scales = torch.empty(b, nodes, 2, dtype=torch.float64, device=tokens.device)
         groups = options["CHUNK"] // _LANE.value
-        parts = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
+        residuals = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
         _walk[(b,)](
-            *rows, probs if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
-            parts, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab, num_chunks(vocab),
-            steps,
+            *rows, parts[0] if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
+            residuals, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab,
+            num_chunks(vocab), steps,
             SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
             **options,
         )  # fmt: skip
@@ -427,10 +386,7 @@ def accept_stochastic(
 
 @torch.library.custom_op("eagle_kit::accept_block", mutates_args=())
 def accept_block(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     q: torch.Tensor,
     tokens: torch.Tensor,
     uniforms: torch.Tensor,
@@ -441,7 +397,7 @@ def accept_block(
     b, steps, vocab = q.shape
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
+        rows, dense = rows_of(parts)
         chunks = num_chunks(vocab)
         excess = torch.empty(b, steps, chunks, dtype=torch.float64, device=q.device)
         options = {**sizes(vocab), "DENSE": dense, "SPAD": triton.next_power_of_2(steps + 1)}
@@ -453,23 +409,22 @@ def accept_block(
 
 
 @accept_most_likely.register_fake
-@accept_greedy.register_fake
 def _(logits, tokens, parents, steps):
     return _outcome(tokens, steps)
 
 
 @accept_target_only.register_fake
-def _(probs, stats, last, sums, tokens, parents, uniforms, steps):
+def _(parts, tokens, parents, uniforms, steps):
     return _outcome(tokens, steps)
 
 
 @accept_stochastic.register_fake
-def _(probs, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
+def _(parts, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
     return _outcome(tokens, steps)
 
 
 @accept_block.register_fake
-def _(probs, stats, last, sums, q, tokens, uniforms, bonus_uniforms):
+def _(parts, q, tokens, uniforms, bonus_uniforms):
     return _outcome(tokens, q.shape[1])
 
 

@@ -21,31 +21,6 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _copy(
-    k, v, source, target, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
-):
-    """Copy this program's share of row ``source``."""
-    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = i < num_planes * WORDS
-    plane = (i // WORDS).to(tl.int64)
-    place = plane * num_rows * WORDS + i % WORDS
-    k_piece = tl.load(k + place + source * WORDS, inside)
-    if HAS_V:
-        v_piece = tl.load(v + place + source * WORDS, inside)
-        tl.store(v + place + target * WORDS, v_piece, inside)
-    tl.store(k + place + target * WORDS, k_piece, inside)
-
-
-@triton.jit
-def _commit(
-    k, v, sources, targets, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
-):
-    row = tl.program_id(0)
-    source, target = tl.load(sources + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
-    _copy(k, v, source, target, num_planes, num_rows, WORDS, HAS_V, SIZE)
-
-
-@triton.jit
 def _commit_path(
     k,
     v,
@@ -73,7 +48,16 @@ def _commit_path(
         page = tl.load(page_table + request * table_stride + position // PAGE_SIZE).to(tl.int64)
         node = tl.load(nodes + request * node_stride_b + j * node_stride_n).to(tl.int64)
         source = scratch_start + request * scratch_stride + node
-        _copy(k, v, source, page * PAGE_SIZE + position % PAGE_SIZE, num_planes, num_rows, WORDS, HAS_V, SIZE)
+        target = page * PAGE_SIZE + position % PAGE_SIZE
+        i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+        inside = i < num_planes * WORDS
+        plane = (i // WORDS).to(tl.int64)
+        offset = plane * num_rows * WORDS + i % WORDS
+        k_piece = tl.load(k + offset + source * WORDS, inside)
+        if HAS_V:
+            v_piece = tl.load(v + offset + source * WORDS, inside)
+            tl.store(v + offset + target * WORDS, v_piece, inside)
+        tl.store(k + offset + target * WORDS, k_piece, inside)
 
 
 def _words(store: torch.Tensor) -> torch.Tensor:
@@ -84,40 +68,6 @@ def _words(store: torch.Tensor) -> torch.Tensor:
         if row_bytes % dtype.itemsize == start % dtype.itemsize == 0:
             return store.view(dtype)
     return store.view(torch.uint8)
-
-
-def _shape(words: torch.Tensor) -> tuple[int, int, int]:
-    """Number of planes, of rows, and of words per row."""
-    num_rows, size = words.shape[-2:]
-    return words.numel() // (num_rows * size), num_rows, size
-
-
-@torch.library.custom_op("eagle_kit::commit", mutates_args=("k", "v"))
-def commit(
-    k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
-) -> None:
-    """Copy rows of ``k`` and ``v [..., R, D]`` contiguous; rows int64 ``[n]``, contiguous."""
-    if source_rows.numel() == 0 or k.numel() == 0:
-        return
-    held = _words(k)
-    num_planes, num_rows, size = _shape(held)
-    _commit[(source_rows.numel(), triton.cdiv(num_planes * size, BLOCK))](
-        held,
-        held if v is None else _words(v),
-        source_rows.contiguous(),
-        target_rows.contiguous(),
-        num_planes,
-        num_rows,
-        WORDS=size,
-        HAS_V=v is not None,
-        SIZE=BLOCK,
-        num_warps=NUM_WARPS,
-    )
-
-
-@commit.register_fake
-def _(k, v, source_rows, target_rows):
-    return None
 
 
 @torch.library.custom_op("eagle_kit::commit_path", mutates_args=("k", "v"))
@@ -137,7 +87,8 @@ def commit_path(
     if nodes.numel() == 0 or k.numel() == 0:
         return
     held = _words(k)
-    num_planes, num_rows, size = _shape(held)
+    num_rows, size = held.shape[-2:]
+    num_planes = held.numel() // (num_rows * size)
     _commit_path[(nodes.numel(), triton.cdiv(num_planes * size, BLOCK))](
         held,
         held if v is None else _words(v),
@@ -177,10 +128,6 @@ def variants() -> list[Variant]:
     ):
         constants = {"WORDS": row_bytes // 8, "HAS_V": has_v, "SIZE": BLOCK}
         stores, counts = dict.fromkeys(("k", "v"), "*i64"), dict.fromkeys(("num_planes", "num_rows"), "i32")
-        rows = dict.fromkeys(("sources", "targets"), "*i64")
-        made.append(
-            Variant(f"commit {title}", _commit, {**stores, **rows, **counts}, constants, num_warps=NUM_WARPS)
-        )
         inputs = dict.fromkeys(("page_table", "nodes", "first_position", "num_committed"), "*i64")
         strides = (
             "table_stride",

@@ -5,6 +5,7 @@ import torch
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.draft_loss import reference
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import reference as soft_cross_entropy
 from eagle_kit.kernels.soft_cross_entropy.reference import CHUNK_ROWS, GROUP_ROWS
 
 __all__ = ["NEEDS_MASS", "linear_draft_loss"]
@@ -64,8 +65,17 @@ def linear_draft_loss(
         group_rows = GROUP_ROWS
         # On a GPU, launches cost more than cache reuse saves.
         chunk_rows = GROUP_ROWS if h.is_cuda else chunk_rows
-    return reference.linear_draft_loss(
-        h, weight, probs, index, row_weights, mass, loss, eta, chunk_rows, group_rows, weight_grad
+    return soft_cross_entropy.linear_soft_cross_entropy(
+        h,
+        weight,
+        probs,
+        index,
+        row_weights,
+        chunk_rows=chunk_rows,
+        group_rows=group_rows,
+        row_loss=reference.row_loss(loss, eta),
+        mass=mass,
+        weight_grad=weight_grad,
     )
 
 

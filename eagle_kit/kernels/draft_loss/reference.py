@@ -31,8 +31,6 @@ import torch
 
 from eagle_kit.kernels.soft_cross_entropy.reference import (
     RowLoss,
-    SoftCrossEntropy,
-    linear_soft_cross_entropy,
 )
 
 LEAST_PROBABILITY = 1e-30
@@ -110,31 +108,3 @@ def row_loss(loss: str, eta: float) -> RowLoss:
     if loss == "lk-hybrid":
         return _lk_hybrid(eta)
     return {"reverse-kl": _reverse_kl, "tv": _tv, "lk-alpha": _lk_alpha}[loss]
-
-
-def linear_draft_loss(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    probs: torch.Tensor,
-    index: torch.Tensor,
-    row_weights: torch.Tensor,
-    mass: torch.Tensor | None,
-    loss: str,
-    eta: float,
-    chunk_rows: int,
-    group_rows: int,
-    weight_grad: torch.Tensor | None,
-) -> SoftCrossEntropy:
-    """See :func:`eagle_kit.kernels.draft_loss.linear_draft_loss`; ``loss`` is one of this module's four."""
-    return linear_soft_cross_entropy(
-        h,
-        weight,
-        probs,
-        index,
-        row_weights,
-        chunk_rows=chunk_rows,
-        group_rows=group_rows,
-        row_loss=row_loss(loss, eta),
-        mass=mass,
-        weight_grad=weight_grad,
-    )

@@ -56,10 +56,9 @@ def rope_store(
         from eagle_kit.kernels.rope import triton
 
         cos, sin = (part.contiguous() for part in table)
-        turn = (qkv.contiguous(), cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
-        if k_rows is None or v_rows is None or rows is None:
-            return triton.rope(*turn)
-        return triton.rope_store(*turn, k_rows, v_rows, rows.contiguous(), k_scale, v_scale, returns_kv)
+        head = (qkv.contiguous(), cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
+        slots = (k_rows, v_rows, None if rows is None else rows.contiguous())
+        return triton.rope_store(*head, *slots, k_scale, v_scale, returns_kv)
     q, k, v = reference.rope(qkv, table, num_heads, q_norm, k_norm, eps, interleaved)
     if k_rows is not None and v_rows is not None and rows is not None:
         reference.store(k_rows, rows, k, k_scale)

@@ -164,14 +164,12 @@ def target_distribution(
     )
 
 
-def distribution_parts(
-    distribution: torch.Tensor | FilteredLogits,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Tensor arguments of the Triton kernels for a distribution: the fields of a ``FilteredLogits``, or
-    probabilities and three None."""
+def distribution_parts(distribution: torch.Tensor | FilteredLogits) -> list[torch.Tensor]:
+    """A distribution as the Triton operations take it: contiguous probabilities, or the four fields of a
+    ``FilteredLogits``."""
     if isinstance(distribution, torch.Tensor):
-        return distribution.contiguous(), None, None, None
-    return distribution.logits, distribution.stats, distribution.last, distribution.sums
+        return [distribution.contiguous()]
+    return list(distribution)
 
 
 def probabilities(distribution: torch.Tensor | FilteredLogits) -> torch.Tensor:

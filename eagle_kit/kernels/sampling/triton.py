@@ -459,31 +459,36 @@ def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def rows_of(parts: list[torch.Tensor]) -> tuple[Rows, bool]:
+    """Kernel arguments of a distribution in the form of ``distribution_parts``, and whether it is given as
+    probabilities, whose chunks are summed here."""
+    if len(parts) == 1:
+        probs = parts[0]
+        return (probs, probs, probs, chunk_sums(probs)), True
+    logits, stats, last, sums = parts
+    return (logits, stats, last, sums), False
+
+
 @torch.library.custom_op("eagle_kit::sample", mutates_args=())
-def sample(
-    uniforms: torch.Tensor,
-    rows: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
-) -> torch.Tensor:
-    """Sample tokens int64 ``[...]`` with ``uniforms`` fp64 ``[...]`` from ``rows [..., V]``, all contiguous:
-    probabilities, or the logits of a ``FilteredLogits`` with its other fields. Two launches for
-    probabilities, one for a ``FilteredLogits``."""
-    vocab = rows.shape[-1]
-    out = torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
+def sample(uniforms: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Sample tokens int64 ``[...]`` with ``uniforms`` fp64 ``[...]``, contiguous, from a distribution in the
+    form of ``distribution_parts``. Two launches for probabilities, one for a ``FilteredLogits``."""
+    vocab = parts[0].shape[-1]
+    out = torch.empty(uniforms.shape, dtype=torch.int64, device=uniforms.device)
     if out.numel():
-        totals = chunk_sums(rows) if sums is None else sums
+        (rows, stats, last, sums), dense = rows_of(parts)
         _draw[(out.numel(),)](
-            rows, uniforms, rows if stats is None else stats, rows if last is None else last, totals, out,
-            vocab, num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
+            rows, uniforms, stats, last, sums, out, vocab, num_chunks(vocab), DENSE=dense, **sizes(vocab)
         )  # fmt: skip
     return out
 
 
 @sample.register_fake
-def _(uniforms, rows, stats, last, sums):
-    return torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
+def _(uniforms, parts):
+    return torch.empty(uniforms.shape, dtype=torch.int64, device=uniforms.device)
 
 
 @torch.library.custom_op("eagle_kit::filtered_probs", mutates_args=())

@@ -93,7 +93,7 @@ def sample(
     if uses_triton(uniforms, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.sample(uniforms.contiguous(), *distribution_parts(probs))
+        return triton.sample(uniforms.contiguous(), distribution_parts(probs))
     probs = probabilities(probs)
     sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]

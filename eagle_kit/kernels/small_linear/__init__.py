@@ -11,16 +11,9 @@ import torch
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.small_linear import reference
 from eagle_kit.kernels.small_linear.reference import quantize_fp8
+from eagle_kit.kernels.small_linear.rows import MAX_ROWS
 
 __all__ = ["MAX_ROWS", "fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
-
-MAX_ROWS = 64
-"""Largest M of the Triton kernels."""
-
-
-def row_bucket(m: int) -> int:
-    """Number of rows that the Triton kernel computes for M: 16, 32 or 64."""
-    return max(16, 1 << max(0, m - 1).bit_length())
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

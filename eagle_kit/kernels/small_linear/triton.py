@@ -20,7 +20,7 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.backend import device_facts
-from eagle_kit.kernels.small_linear import MAX_ROWS, row_bucket
+from eagle_kit.kernels.small_linear.rows import MAX_ROWS, row_bucket
 
 
 @triton.jit

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.small_linear import quantize_fp8, row_bucket, small_linear, small_linear_fp8
+from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+from eagle_kit.kernels.small_linear.rows import row_bucket
 
 
 def test_an_element_is_off_by_a_sixteenth_or_a_step_at_most():
