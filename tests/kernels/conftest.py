@@ -1,4 +1,4 @@
-"""Triton kernels run under its interpreter where there is no GPU, and on the GPU where there is one."""
+"""Fixtures of kernel tests, which run on a GPU or under Triton's interpreter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def triton_device() -> str:
-    """Where Triton kernels run: `cuda`, or `cpu` under the repaired interpreter."""
+    """Device of Triton kernels: `cuda`, or `cpu` under the repaired interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"

@@ -1,7 +1,7 @@
-"""Kernels are there to be called: every registered operation has a call site in the engine or the trainer.
+"""Every registered operation has a call site in the engine or the trainer.
 
 References are followed backwards by name, from an operation through the functions of its kernel's folder to
-modules outside ``eagle_kit/kernels``. A call that insists on ``backend="reference"`` leads to no operation.
+modules outside ``eagle_kit/kernels``. A call with ``backend="reference"`` leads to no operation.
 """
 
 import ast
@@ -119,8 +119,8 @@ class Reader(ast.NodeVisitor):
 
 @cache
 def read() -> tuple[dict[str, list[Reference]], dict[str, str], dict[str, str]]:
-    """References by what they mention; registered operations -> their functions; names that a package's
-    ``__init__`` hands on -> where they come from."""
+    """References by the name they mention; registered operations -> their functions; names that a package's
+    ``__init__`` re-exports -> their origins."""
     by_name, operations, handed_on = defaultdict(list), {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         reader = Reader(path)

@@ -1,4 +1,4 @@
-"""Configs of Hugging Face models as plain data, whatever spelling they use."""
+"""Configs of Hugging Face models, in all supported spellings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The reference of commit against copies written out row by row."""
+"""Reference of commit against row-by-row copies."""
 
 import pytest
 import torch

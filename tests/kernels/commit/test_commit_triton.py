@@ -1,4 +1,4 @@
-"""The commit kernels against a copy in plain loops, byte for byte."""
+"""Commit kernel against plain loops, byte for byte."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ def as_bytes(store):
 
 
 def copy_rows(k, v, source, target):
-    """One committed node per request, in pages of one slot: row ``source[b]`` goes to ``target[b]``."""
+    """Commit one node per request, in pages of one slot: row ``source[b]`` goes to ``target[b]``."""
     zeros = torch.zeros_like(source)
     commit_path(k, v, target[:, None], 1, source[:, None], zeros, zeros + 1, 0, 0, backend="triton")
 
 
 def copied(store, pairs):
-    """The bytes of ``store`` after rows of all planes are copied one by one."""
+    """Bytes of ``store`` after rows of all planes are copied one by one."""
     held = as_bytes(store)
     for source, target in pairs:
         held[..., target, :] = held[..., source, :]
@@ -86,7 +86,7 @@ WINDOW = 9
 
 
 def path_inputs(page_size, device, b=3, n=5):
-    """Shuffled pages of ``b`` requests, then a scratch; what no request commits is poisoned."""
+    """Shuffled pages of ``b`` requests, then a scratch; nodes that are not committed are poisoned."""
     generator = torch.Generator().manual_seed(page_size)
     pages = 20 // page_size + 1
     table = torch.randperm(b * pages, generator=generator).view(b, pages)

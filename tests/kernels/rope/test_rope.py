@@ -1,4 +1,5 @@
-"""The reference of RoPE, qk-norm and store: bit for bit attention, and the rotation's definition."""
+"""Reference of RoPE, qk-norm and store: bit-identical to attention without the op, and the definition of a
+rotation."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from eagle_kit.models.blocks.layers import Rope
 
 
 def attention_without_the_operation(qkv, table, num_heads, norms):
-    """Norm, rotate and split as a model does that knows nothing of kernels."""
+    """Norm, rotation and split in plain torch."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     cos, sin = table

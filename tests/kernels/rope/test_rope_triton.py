@@ -1,4 +1,4 @@
-"""The kernel of RoPE, qk-norm and store against fp64 and against the reference, and its fake form."""
+"""Kernel of RoPE, qk-norm and store against fp64 and against the reference, and its fake implementation."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """New memory holds NaN, so that an element which nobody writes is seen."""
+    """Fill new memory with NaN, so that elements that are never written are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
