@@ -40,7 +40,7 @@ class PagedKV(PagedStore):
         num_columns: int,
     ) -> Attend:
         """See :class:`PagedStore`; the nodes' keys and values are written as soon as they are computed
-        (:class:`~eagle_kit.models.blocks.layers.StoringAttend`)."""
+        (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
         plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
         return _WindowAttend(self, rows, plan)
 

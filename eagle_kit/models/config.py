@@ -34,13 +34,27 @@ ROPE_TYPES = {
 """RoPE scalings and the parameters that each requires."""
 
 
-class _Attention:
-    """Properties derived from a config's attention sizes, grouped-query or latent."""
+class AttentionConfig:
+    """Attention of the layers of a target or draft head, grouped-query or latent, and derived properties.
 
+    Attributes:
+        num_kv_heads: equal to ``num_heads`` with latent attention.
+        head_dim: size of a query or key.
+        attention_bias, attention_out_bias: biases of the input and of the output projections.
+        qk_norm: an RMSNorm of each query and key head.
+        mla: latent attention in place of grouped-query attention.
+    """
+
+    hidden_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    rms_norm_eps: float
     rope_scaling: dict[str, Any] | None
-    mla: MLAConfig | None
+    attention_bias: bool
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    mla: MLAConfig | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -65,15 +79,12 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class TargetConfig(_Attention):
+class TargetConfig(AttentionConfig):
     """Architecture of a decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek,
     Qwen-MoE and Mixtral. Sizes are numbers of elements.
 
     Attributes:
-        num_kv_heads: equal to ``num_heads`` with latent attention.
-        head_dim: size of a query or key.
         intermediate_size: of dense layers.
-        mla: latent attention in place of grouped-query attention.
         moe: experts in place of the MLP.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
     """
@@ -157,12 +168,10 @@ class TargetConfig(_Attention):
 
 
 @dataclass(frozen=True)
-class DraftConfig(_Attention):
+class DraftConfig(AttentionConfig):
     """Architecture of an EAGLE-3 head.
 
     Attributes:
-        head_dim: size of a query or key.
-        mla: latent attention in the head's layer; None for a Llama layer.
         aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
             Hugging Face).
         draft_vocab_size: rows of ``lm_head``, Vd.

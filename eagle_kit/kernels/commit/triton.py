@@ -4,7 +4,7 @@ A store is planes (layer and head) of R rows; a program copies its share of one 
 planes, as words of up to 8 bytes, two of which make the 16 bytes that a thread moves at once. So every dtype
 is one kernel. The row arithmetic of :func:`commit_path` is the kernel's own: nothing is launched before it.
 
-Bytes: 2 planes * D elements a row and tensor, read and written.
+Bytes: 2 planes * D elements per row and tensor, read and written.
 """
 
 import torch

@@ -39,18 +39,13 @@ class PackedExperts:
         _packed[self.number] = self
 
 
-def _by_number(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    return _by_packed_expert(x, ids, weights, _packed[number])
-
-
-def _by_packed_expert(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts
-) -> torch.Tensor:
+def _by_packed_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    packed = _packed[number]
     return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=onednn.packed_matmul)
 
 
 library.define("by_packed_expert(Tensor x, Tensor ids, Tensor weights, int number) -> Tensor")
-library.impl("by_packed_expert", _by_number, "CPU")
+library.impl("by_packed_expert", _by_packed_expert, "CPU")
 library.define("by_expert(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor")
 library.impl("by_expert", reference.by_expert, "CPU")
 
@@ -89,7 +84,7 @@ def experts(
         if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)
             return torch.ops.eagle_kit_cpu.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
-        return _by_packed_expert(x, ids, weights, packed)
+        return _by_packed_expert(x, ids, weights, packed.number)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
         if is_recording():
             return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]

@@ -9,12 +9,12 @@ Keys are counted in columns: the prefix from ``first_slot`` on, and the window's
 lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
 without any key gets zeros.
 
-Two forms of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T = V^T
-P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's matrix
-instructions as well as 64 do.
+Two variants of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T =
+V^T P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's
+matrix instructions as well as 64 do.
 
-Bytes: 2 D a key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) a
-query row, and 8 (L + 1) a query row and run where S > 1. FLOPs: 2 (D + L) a key and query row, so that an
+Bytes: 2 D per key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) per
+query row, and 8 (L + 1) per query row and run where S > 1. FLOPs: 2 (D + L) per key and query row, so that an
 H200 is bound by bytes up to about 97 query rows. Sources: FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
@@ -199,7 +199,7 @@ def _merge(
     tl.store(out + row * LATENT + d, acc.to(out.dtype.element_ty))
 
 
-class Blocks(NamedTuple):
+class MLABlocks(NamedTuple):
     """Tile sizes in query rows and keys, form of the dots, and launch options."""
 
     queries: int
@@ -214,7 +214,7 @@ HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) 
 does not, and 64 query rows of 576 then take so many registers that they spill."""
 
 
-def choose_blocks(num_rows: int, itemsize: int, capability: int) -> Blocks:
+def choose_blocks(num_rows: int, itemsize: int, capability: int) -> MLABlocks:
     """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
@@ -224,15 +224,15 @@ def choose_blocks(num_rows: int, itemsize: int, capability: int) -> Blocks:
     plain one and 32 keys. fp32, which no MLA model is served in, spills at their sizes.
     """
     if itemsize == 4:
-        return Blocks(16, 16, False, 4, 1)
+        return MLABlocks(16, 16, False, 4, 1)
     most = 64 if itemsize == 2 and HOISTS_QUERIES else 32
     queries = min(most, max(16, triton.next_power_of_2(num_rows)))
     if itemsize == 1:
-        return Blocks(queries, 32, False, 8, 2)
+        return MLABlocks(queries, 32, False, 8, 2)
     num_warps = 4 if queries == 16 else 8
     if capability >= 90:
-        return Blocks(queries, 64, True, num_warps, 2)
-    return Blocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
+        return MLABlocks(queries, 64, True, num_warps, 2)
+    return MLABlocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
 
 
 @cache

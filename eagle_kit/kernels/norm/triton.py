@@ -1,4 +1,4 @@
-"""RMSNorm, with or without a residual added first: one program a row, one pass over memory.
+"""RMSNorm, with or without a residual added first: one program per row, one pass over memory.
 
 Bytes: 2 T H elements without residual, 4 T H with it. After Zhang and Sennrich (arXiv 1910.07467); half types
 are rounded before the weight is multiplied, as in Hugging Face's models.

@@ -1,8 +1,8 @@
 """Packed attention by the flash kernels of training-time test: every token is a query row without own keys.
 
-Row t of a document that begins at s sees keys ``s .. t``; blocks of keys that all rows of a block see are
-taken without a mask. Forward and backward; the maths, the bytes and the memory (e Hq D + 4 Hq bytes kept a
-token) are those of :mod:`eagle_kit.kernels.ttt_attention.triton` with R = T and J = 0.
+Row t of a document that begins at s attends to keys ``s .. t``; blocks of keys that all rows of a block
+attend to are not masked. Forward and backward; the maths, the bytes and the memory (e Hq D + 4 Hq bytes kept
+per token) are those of :mod:`eagle_kit.kernels.ttt_attention.triton` with R = T and J = 0.
 
 Legend: T packed tokens, Hq / Hkv heads, D head size.
 """

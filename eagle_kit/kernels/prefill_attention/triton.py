@@ -11,8 +11,8 @@ keys is read once for all of them, and little of a tile lies across the diagonal
 position of a tile are not masked. The last tiles, which have most keys, run first; tiles past the end of a
 chunk return at once: the grid depends on the host's upper bound on rows.
 
-Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store a request and
-tile, out of the L2 cache but for the first tile. FLOPs: ``4 Hq D`` a pair of query and key seen.
+Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store per request and
+tile, out of the L2 cache except for the first tile. FLOPs: ``4 Hq D`` per visible pair of query and key.
 
 After FlashAttention-2 (arXiv 2307.08691) and paged attention (arXiv 2309.06180).
 

@@ -1,6 +1,6 @@
 """Sampling kernels: filters and samples of a distribution without sorting or materialising probabilities.
 
-A filtered distribution needs four numbers a row besides the logits x: the best logit, the temperature, and
+A filtered distribution needs four numbers per row besides the logits x: the best logit, the temperature, and
 the bound of the kept tokens. With d = (best - x) / temperature, top-k, top-p and min-p each keep a prefix of
 the order (d, token id), so together they keep the tokens up to one pair (``bound``, ``last``):
 

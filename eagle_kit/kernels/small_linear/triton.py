@@ -5,8 +5,8 @@ matrix instructions multiply little padding. A program sums one run of K for one
 runs it stores fp32 partial sums, and a second launch adds them in their order. fp8 weights are widened in
 registers on their way into the dot, and ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum.
 
-Bytes: the weight once, x once a block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
-and K only, so that K is summed in the same runs whatever M is.
+Bytes: the weight once, x once per block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
+and K only, so that K is summed in the same runs for any M.
 
 Legend: M rows, N outputs, K inputs, S runs.
 """
@@ -82,7 +82,7 @@ def _add_up(
     tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-class Blocks(NamedTuple):
+class LinearBlocks(NamedTuple):
     """Tile sizes in outputs and inputs, and launch options."""
 
     outputs: int
@@ -91,12 +91,12 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def choose_blocks(rows: int, itemsize: int) -> Blocks:
+def choose_blocks(rows: int, itemsize: int) -> LinearBlocks:
     """Tiles for a bucket of M. A tile is 16 KB of bf16 weights or 8 of fp8, and 4, 8 or 16 of x; as many deep
     as fit twice on a multiprocessor of an H200. Its latency asks for 23 KB in flight, these are over 70."""
     if itemsize == 1:
-        return Blocks(64, 128, 4, 6 if rows < 64 else 4)
-    return Blocks(64, 128, 4, 4 if rows < 64 else 3)
+        return LinearBlocks(64, 128, 4, 6 if rows < 64 else 4)
+    return LinearBlocks(64, 128, 4, 4 if rows < 64 else 3)
 
 
 @cache

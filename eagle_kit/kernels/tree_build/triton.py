@@ -1,4 +1,4 @@
-"""Growing a draft and building its window: one launch each, one program a request, no sort.
+"""Expansion of a draft tree and its window: one launch each, one program per request, no sort.
 
 Order: candidate i comes before j if its score is higher, or equal and i < j. A beam needs its K best of K^2
 in this order, so a program counts the candidates before each one (K^4 comparisons, 65,536 at most), which
@@ -10,7 +10,7 @@ number. A node's index is then the number of kept ones up to it, its parent's in
 candidate, and its ancestors are joined by pointer doubling: after r rounds a node has 2^r - 1 of them, so
 log2 S rounds suffice.
 
-Bytes: 40 n a request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
+Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n candidates.

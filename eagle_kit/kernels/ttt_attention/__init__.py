@@ -35,9 +35,7 @@ def ttt_attention(
 
         return triton.ttt_attention(q, k, v, own_k, own_v, *plan.spans, scale)
     if backend == "cpu" or (backend is None and q.device.type == "cpu" and q.shape[0] > 0):
+        tensors = (x.float() for x in (q, k, v, own_k, own_v))
         with torch.autocast("cpu", enabled=False):
-            out = cpu.ttt_attention(
-                q.float(), k.float(), v.float(), own_k.float(), own_v.float(), plan.blocks, scale
-            )
-        return out.to(q.dtype)
+            return cpu.TTTAttention.apply(*tensors, plan.blocks, scale).to(q.dtype)
     return reference.ttt_attention(q, k, v, own_k, own_v, plan.blocks, scale)

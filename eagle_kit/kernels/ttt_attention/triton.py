@@ -1,9 +1,9 @@
 """Attention of training-time test by flash attention, forward and backward.
 
-Row i of a packed row sees the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J, in
-one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both feed
-the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L the
-log-sum-exp of all scaled scores over the scale,
+Row i of a packed row attends to the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J,
+in one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both
+feed the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L
+the log-sum-exp of all scaled scores over the scale,
 
     P = exp(scale (S - L)),     p_j = exp(scale (s_j - L)),     out = P v + sum_j p_j own_v_j.
 
@@ -16,9 +16,9 @@ both parts:
     dv = P^T dout,                      d own_v_j = sum_g p_j dout_g,
 
 with g over the query heads that share the key head. The backward has three launches: d, the gradients of own
-keys and their part of dq; the prefix's part of dq; dk and dv, whose programs go over the rows that see their
-keys. Rows ascend and documents are contiguous, so those rows are a range, found by two searches. Each element
-is written by one program at a time in a fixed order: no atomics, the same bits every time.
+keys and their part of dq; the prefix's part of dq; dk and dv, whose programs go over the rows that attend to
+their keys. Rows ascend and documents are contiguous, so those rows are a range, found by two searches. Each
+element is written by one program at a time in a fixed order: no atomics, the same bits every time.
 
 Keys of another document inside a block count with probability 0, so they must be finite. scale > 0.
 
@@ -289,7 +289,7 @@ def _backward_kv(
     tl.store(dv + mine, dvalues.to(dv.dtype.element_ty), there)
 
 
-class Blocks(NamedTuple):
+class TTTBlocks(NamedTuple):
     """Rows (M) and keys (N) of a program, warps and pipeline stages."""
 
     m: int
@@ -299,19 +299,19 @@ class Blocks(NamedTuple):
 
 
 _HALF = {  # (kernel, head size): blocks on sm_90, before it
-    ("forward", 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    ("forward", 128): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    ("forward", 256): (Blocks(64, 32, 8, 3), Blocks(64, 32, 8, 2)),
-    ("q", 64): (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 3)),
-    ("q", 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 3)),
-    ("q", 256): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
-    ("kv", 64): (Blocks(64, 128, 8, 3), Blocks(32, 128, 8, 3)),
-    ("kv", 128): (Blocks(32, 128, 8, 3), Blocks(64, 64, 8, 3)),
-    ("kv", 256): (Blocks(16, 64, 8, 2), Blocks(16, 32, 8, 2)),
+    ("forward", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 256): (TTTBlocks(64, 32, 8, 3), TTTBlocks(64, 32, 8, 2)),
+    ("q", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 256): (TTTBlocks(64, 32, 8, 2), TTTBlocks(64, 32, 8, 2)),
+    ("kv", 64): (TTTBlocks(64, 128, 8, 3), TTTBlocks(32, 128, 8, 3)),
+    ("kv", 128): (TTTBlocks(32, 128, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("kv", 256): (TTTBlocks(16, 64, 8, 2), TTTBlocks(16, 32, 8, 2)),
 }
 
 
-def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> Blocks:
+def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> TTTBlocks:
     """The largest blocks that neither Triton 3.6 nor 3.9 spills registers for.
 
     Two warpgroups share an SM of Hopper, 64 rows of a matrix instruction each. The accumulators of dk and dv
@@ -321,7 +321,7 @@ def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> Blocks:
     registers, of which 3.6 spills up to six: it is there to be exact.
     """
     if itemsize == 4:
-        return Blocks(16, 32, 4, 2) if block_d <= 64 else Blocks(16, 16, 8, 2)
+        return TTTBlocks(16, 32, 4, 2) if block_d <= 64 else TTTBlocks(16, 16, 8, 2)
     return _HALF[kernel, max(block_d, 64)][0 if hopper else 1]
 
 
@@ -344,7 +344,7 @@ def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     return {"HQ": hq, "HKV": k.shape[1], "D": d, "BLOCK_D": max(triton.next_power_of_2(d), 16)}
 
 
-def _launch(blocks: Blocks) -> dict[str, int]:
+def _launch(blocks: TTTBlocks) -> dict[str, int]:
     return {
         "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,

@@ -13,7 +13,7 @@ the rest is one or two blocks, the end of the prefix with the window directly be
 bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
 grid depends only on sizes known to the host, and a program without a share returns at once.
 
-Bytes: ``2 Hkv (prefix + M) D`` elements of the store a request, ``2 N Hq D`` of queries and results; with S
+Bytes: ``2 Hkv (prefix + M) D`` elements of the store per request, ``2 N Hq D`` of queries and results; with S
 parts ``8 S N Hq D`` bytes for partial results, most of which stay in the L2 cache.
 
 After FlashAttention-2 (arXiv 2307.08691) and flash decoding (Dao et al. 2023); ancestors' masks are those of
@@ -228,7 +228,7 @@ def _merge(
     tl.store(out + row * D + d, result.to(out.dtype.element_ty), d < D)
 
 
-class Blocks(NamedTuple):
+class WindowBlocks(NamedTuple):
     """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on an
     H200's multiprocessor."""
 
@@ -244,7 +244,9 @@ def block_d(size: int) -> int:
     return triton.next_power_of_2(max(size, 16))
 
 
-def choose_blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True) -> Blocks:
+def choose_blocks(
+    rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True
+) -> WindowBlocks:
     """Block sizes for ``rows`` query rows of a key head.
 
     A block of keys is 16 KB, and as much of values: two blocks in flight are 64 KB per program, twice what
@@ -254,25 +256,27 @@ def choose_blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopp
     is multiplied without tensor cores (TF32 would lose 13 bits): small tiles.
     """
     if query_bytes == 4:
-        return Blocks(16, 32 if size <= 64 else 16, 4, 2, 2)
+        return WindowBlocks(16, 32 if size <= 64 else 16, 4, 2, 2)
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
     if m < 64 and (store_bytes == 1 or size < block_d(size)):
-        return Blocks(m, n // 2, 4, 4, 2)
+        return WindowBlocks(m, n // 2, 4, 4, 2)
     if m < 64:
-        return Blocks(m, n, 4, 3, 2)
+        return WindowBlocks(m, n, 4, 3, 2)
     if not hopper or size > 128:
-        return Blocks(64, 64 if size <= 128 else 32, 8, 3, 1)
-    return Blocks(m, 64, 8, 3, 1) if m == 128 else Blocks(m, 64, 4, 3, 2)
+        return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+    return WindowBlocks(m, 64, 8, 3, 1) if m == 128 else WindowBlocks(m, 64, 4, 3, 2)
 
 
-def values_per_element(blocks: Blocks, query_bytes: int, store_bytes: int) -> int:
+def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int) -> int:
     """Number of values that are read as one element: fp8 pairs where tensor cores multiply out of
     registers."""
     return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
 
 
-def num_splits(batch: int, kv_heads: int, columns: int, rows: int, blocks: Blocks, sms: int = 132) -> int:
+def num_splits(
+    batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
+) -> int:
     """Number of parts to split the columns of a request into, from sizes that the host knows.
 
     One round of programs should fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is always

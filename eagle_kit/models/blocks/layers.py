@@ -13,6 +13,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.models.config import AttentionConfig
 from eagle_kit.models.config_parts import yarn_magnitude
 
 
@@ -36,17 +37,10 @@ class KVSlots(NamedTuple):
     rows: torch.Tensor
 
 
-class StoringAttend(Attend, Protocol):
-    """Attention whose keys and values are written to a store as soon as they are computed; it is then called
-    with empty ``k`` and ``v`` (or with all of them, by callers that do not write to stores)."""
-
-    def kv_slots(self, layer: int) -> KVSlots:
-        """Slots of the tokens in ``layer``."""
-        ...
-
-
 def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
-    """Slots to write the keys and values of ``layer`` to; None when ``attend`` takes them as arguments."""
+    """Slots to write the keys and values of ``layer`` to as soon as they are computed; ``attend`` is then
+    called with empty ``k`` and ``v``. None when ``attend`` has no method ``kv_slots`` and takes them as
+    arguments."""
     kv_slots = getattr(attend, "kv_slots", None)
     return None if kv_slots is None else kv_slots(layer)
 
@@ -149,24 +143,15 @@ def rope_magnitude(scaling: dict[str, Any] | None) -> float:
 class Attention(nn.Module):
     """Grouped-query attention around an :class:`Attend`; q, k and v are one matmul, in that order."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool = False,
-        out_bias: bool = False,
-        qk_norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, input_size: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.qkv_proj = Linear(input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
-        self.o_proj = Linear(num_heads * head_dim, output_size, bias=out_bias)
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = size = config.head_dim
+        all_heads = self.num_heads + 2 * self.num_kv_heads
+        self.qkv_proj = Linear(input_size, all_heads * size, bias=config.attention_bias)
+        self.o_proj = Linear(self.num_heads * size, config.hidden_size, bias=config.attention_out_bias)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
 
     def qkv(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], slots: KVSlots | None = None

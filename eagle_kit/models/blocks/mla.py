@@ -16,7 +16,8 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import rope_store
-from eagle_kit.models.blocks.layers import Attend, RMSNorm
+from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
+from eagle_kit.models.config import AttentionConfig
 from eagle_kit.models.config_parts import MLAConfig
 
 LATENT_NORM_EPS = 1e-6
@@ -68,19 +69,10 @@ class LatentAttention(nn.Module):
 
     _packed: MergedLinear | None = None
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        num_heads: int,
-        mla: MLAConfig,
-        *,
-        bias: bool = False,
-        out_bias: bool = False,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, mla: MLAConfig, input_size: int) -> None:
         super().__init__()
-        self.config, self.num_heads = mla, num_heads
-        queries = num_heads * mla.qk_head_dim
+        self.config, self.num_heads, bias = mla, config.num_heads, config.attention_bias
+        queries = self.num_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:
             self.q_proj = Linear(input_size, queries, bias=False)
         else:
@@ -91,7 +83,9 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
         self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
-        self.o_proj = Linear(self.num_heads * mla.v_head_dim, output_size, bias=out_bias)
+        self.o_proj = Linear(
+            self.num_heads * mla.v_head_dim, config.hidden_size, bias=config.attention_out_bias
+        )
 
     def pack(self) -> None:
         """See :meth:`Linear.pack`; the projections that read the input are one matmul."""
@@ -165,6 +159,13 @@ class LatentAttention(nn.Module):
         """Weight of the expansion, W_UK above W_UV, ``[H, Dn + Dv, L]``."""
         weight = self.kv_b_proj.weight
         return weight.view(self.num_heads, -1, weight.shape[1])
+
+
+def make_attention(config: AttentionConfig, input_size: int) -> Attention | LatentAttention:
+    """Attention of a layer, grouped-query or latent, from ``[T, input_size]`` to ``[T, hidden_size]``."""
+    if config.mla is not None:
+        return LatentAttention(config, config.mla, input_size)
+    return Attention(config, input_size)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

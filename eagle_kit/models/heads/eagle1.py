@@ -14,12 +14,13 @@ import torch
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.config_parts import KVSpec
+from eagle_kit.models.config import AttentionConfig
+from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 
 @dataclass(frozen=True)
-class Eagle1Config:
+class Eagle1Config(AttentionConfig):
     """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
 
     Attributes:
@@ -60,14 +61,9 @@ class Eagle1Config:
         return ()
 
     @property
-    def attention_scale(self) -> float:
-        """Factor of the attention scores."""
-        return self.head_dim**-0.5
-
-    @property
-    def cache(self) -> KVSpec:
+    def cache(self) -> CacheSpec:
         """Cache layout of the head."""
-        return KVSpec(1, self.num_kv_heads, self.head_dim)
+        return self.cache_of(1)
 
 
 class Eagle1Head(TiedHead, Block):
@@ -81,15 +77,7 @@ class Eagle1Head(TiedHead, Block):
         self.config = config
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=config.fc_bias)
-        self.self_attn = Attention(
-            size,
-            size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_bias,
-        )
+        self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = MLP(size, config.intermediate_size)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)

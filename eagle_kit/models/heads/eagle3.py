@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.blocks.layers import MLP, RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.draft_head import Block, DraftHead
 
@@ -25,11 +25,7 @@ class Eagle3Layer(Block):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        heads, bias = config.num_heads, config.attention_bias
-        if config.mla is None:
-            self.self_attn = Attention(2 * size, size, heads, config.num_kv_heads, config.head_dim, bias=bias)
-        else:
-            self.self_attn = LatentAttention(2 * size, size, heads, config.mla, bias=bias)
+        self.self_attn = make_attention(config, 2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size)
         self.norm_before_residual = config.norm_before_residual

@@ -15,10 +15,11 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.draft_head import Block, TiedHead
-from eagle_kit.models.targets.llama import make_attention, make_mlp
+from eagle_kit.models.targets.llama import make_mlp
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class MTPModule(Block):
         self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = make_attention(config)  # type: ignore[assignment]
+        self.self_attn = make_attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = make_mlp(config, config.num_layers)
         self.shared_head = SharedHead(config)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm, Rope
-from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
 
@@ -26,29 +26,6 @@ class TargetOutput(NamedTuple):
 
     hidden: torch.Tensor
     aux: torch.Tensor
-
-
-def make_attention(config: TargetConfig) -> nn.Module:
-    """Attention of a layer, grouped-query or latent."""
-    if config.mla is not None:
-        return LatentAttention(
-            config.hidden_size,
-            config.hidden_size,
-            config.num_heads,
-            config.mla,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_bias,
-        )
-    return Attention(
-        config.hidden_size,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        bias=config.attention_bias,
-        out_bias=config.attention_out_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-    )
 
 
 def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
@@ -64,7 +41,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = make_attention(config)
+        self.self_attn = make_attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = make_mlp(config, layer)
 

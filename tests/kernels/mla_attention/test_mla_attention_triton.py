@@ -131,7 +131,7 @@ def test_equals_a_dense_softmax(triton_device, kernels, case, dtype):
 def test_every_form_tile_and_number_of_runs(
     triton_device, kernels, monkeypatch, queries, keys, splits, swapped
 ):
-    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: kernels.Blocks(queries, keys, swapped, 4, 2))
+    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: kernels.MLABlocks(queries, keys, swapped, 4, 2))
     monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
     q, rows, plan = Case((150, 0), 5, 5, 4, seed=3).build(triton_device)
     check(q, rows, plan, TOLERANCE[torch.float32])
