@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.runner import CycleInputs, Settings
+from eagle_kit.serve.runner import CycleInputs, CycleSettings
 from eagle_kit.speculation.verify.proposal import BlockVerification
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
@@ -123,7 +123,7 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
     runner = engine.runner
     inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling([request], 0))
     shape = runner.shapes.at(1)
-    settings = Settings(shape, 128, None, runner.verifier(shape))
+    settings = CycleSettings(shape, 128, None, runner.verifier(shape))
     runner._cycle(inputs, settings)
     with torch.inference_mode(), _HostTensors() as host:
         runner._cycle(inputs, settings)

@@ -425,7 +425,7 @@ def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run:
     assert Store(run, "one").capture(placed) == 2, "one process has nobody to share with"
     script = (
         "import sys\n"
-        "from eagle_kit.train import placement\n"
+        "from eagle_kit.train.parallel import placement\n"
         "shard = placement.shard_target\n"
         "placement.shard_target = lambda *words: (print('SHARDED'), shard(*words))\n"
         "from eagle_kit.cli.app import main\n"
@@ -458,7 +458,7 @@ def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run:
 def test_a_target_is_spread_before_it_is_captured(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_kit.train.parallel.processes import placement
+    from eagle_kit.train.parallel import placement
 
     asked: list[list[torch.device]] = []
     spread = placement.spread_layers

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.serve.load.scripted_server import Server, scripted_server
+from tests.bench.load.scripted_server import Server, scripted_server
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from eagle_kit.bench.load.endpoint import CONTINUOUS_USAGE, SPECULATION, USAGE, 
 from eagle_kit.bench.load.reply import Recorder
 from eagle_kit.bench.load.workload import LoadRequest
 from eagle_kit.core.errors import UserError
-from tests.serve.load.scripted_server import Script, text
+from tests.bench.load.scripted_server import Script, text
 
 REQUEST = LoadRequest(0, {"messages": [{"role": "user", "content": "hi"}]}, 6)
 

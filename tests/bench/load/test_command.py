@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_kit.cli import app, bench
-from tests.serve.load.scripted_server import Script, scripted_server, text, three_token_chunks
+from tests.bench.load.scripted_server import Script, scripted_server, text, three_token_chunks
 
 
 def serve(server, *options):

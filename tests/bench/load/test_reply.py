@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_kit.bench.load.reply import BadEvent, Recorder
-from tests.serve.load.scripted_server import text, usage
+from tests.bench.load.scripted_server import text, usage
 
 
 def record(*events, done=True, sent_at=10.0):

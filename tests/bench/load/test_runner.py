@@ -10,7 +10,7 @@ from eagle_kit.bench.load.endpoint import explore
 from eagle_kit.bench.load.runner import LoadPlan, measure, send_all
 from eagle_kit.bench.load.workload import arrival_times, make_requests
 from eagle_kit.core.errors import UserError
-from tests.serve.load.scripted_server import Script, scripted_server, text, three_token_chunks
+from tests.bench.load.scripted_server import Script, scripted_server, text, three_token_chunks
 
 
 def requests(count, due=None):

@@ -15,8 +15,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.serve.grammar import compiler as grammar_module
 from eagle_kit.serve.grammar.compiler import MAX_FILL_S, GrammarCompiler, GrammarMatch, _Aside
-from eagle_kit.serve.grammar.compiler import compiler as grammar_module
 from eagle_kit.serve.llm import LLM
 
 SCHEMA = {

@@ -76,7 +76,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 def test_judging_with_a_target_on_several_devices_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_kit.train.parallel.processes import placement
+    from eagle_kit.train.parallel import placement
 
     monkeypatch.setattr(placement, "visible_devices", lambda _: [torch.device("cpu"), torch.device("meta")])
     accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))

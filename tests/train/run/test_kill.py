@@ -19,7 +19,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from eagle_kit.train import __main__, loop, run_folder, state  # imported once, for every child
+from eagle_kit.train import __main__
+from eagle_kit.train.run import folder as run_folder, loop, state  # imported once, for every child
 from eagle_kit.train.monitor.metrics import JsonLines
 
 config, outputs = sys.argv[1], json.loads(sys.argv[2])
