@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.mla_attention import reference
-from eagle_kit.kernels.window_attention.plan import WindowPlan
+from eagle_kit.kernels.window_attention.plan import WindowPlan, reference_columns
 
 
 def mla_window_attention(
@@ -40,6 +40,5 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
-    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return reference.mla_window_attention_by_length(q, rows, plan, scale, kv_scale, latent_dim)
-    return reference.mla_window_attention(q, rows, plan, scale, kv_scale, latent_dim)
+    columns = reference_columns(plan, q, backend)
+    return reference.mla_window_attention(q, rows, columns, scale, kv_scale, latent_dim)

@@ -6,37 +6,24 @@ columns.
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
+from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
 def mla_window_attention(
     q: torch.Tensor,
     rows: torch.Tensor,
-    plan: WindowPlan,
+    columns: list[Columns],
     scale: float,
     kv_scale: float = 1.0,
     latent_dim: int = 512,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) k[:, :L]``: ``q [B, N, H, D]``, ``rows [R, D]`` -> ``[B, N, H, L]``, in
     fp32 inside."""
-    return attend_to(q, rows, *plan.layout, scale, kv_scale, latent_dim)
 
+    def attend(q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend_to(q, rows, keys, mask, scale, kv_scale, latent_dim)
 
-def mla_window_attention_by_length(
-    q: torch.Tensor,
-    rows: torch.Tensor,
-    plan: WindowPlan,
-    scale: float,
-    kv_scale: float = 1.0,
-    latent_dim: int = 512,
-) -> torch.Tensor:
-    """:func:`mla_window_attention` on a CPU, in groups of requests of similar length, which is read on the
-    host."""
-
-    def attend(q: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return attend_to(q, rows, columns, mask, scale, kv_scale, latent_dim)
-
-    return attend_by_length(plan, q, latent_dim, attend)
+    return attend_in_groups(columns, q, latent_dim, attend)
 
 
 def attend_to(

@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.window_attention import reference
-from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits
+from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 
 __all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
 
@@ -41,6 +41,5 @@ def window_attention(
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
-    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return reference.window_attention_by_length(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
-    return reference.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    columns = reference_columns(plan, q, backend)
+    return reference.window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)

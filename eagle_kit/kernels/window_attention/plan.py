@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.recording import guarded_choice
 
 COLUMNS = 64
@@ -96,19 +97,26 @@ class WindowPlan:
         return found
 
 
-def attend_by_length(
-    plan: WindowPlan,
+def reference_columns(plan: WindowPlan, q: torch.Tensor, backend: Backend | None) -> list[Columns]:
+    """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
+    tensors that the host must not read, those of all requests together."""
+    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
+        return plan.by_length
+    return [Columns(None, *plan.layout)]
+
+
+def attend_in_groups(
+    columns: list[Columns],
     q: torch.Tensor,
     size: int,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Call ``attend(q, rows, mask)`` for each group of ``plan.by_length``: ``q [B, N, H, D]`` -> ``[B, N, H,
+    """Call ``attend(q, rows, mask)`` for each group of requests: ``q [B, N, H, D]`` -> ``[B, N, H,
     size]``."""
-    groups = plan.by_length
-    if groups[0].requests is None:
-        return attend(q, groups[0].rows, groups[0].mask)
+    if columns[0].requests is None:
+        return attend(q, columns[0].rows, columns[0].mask)
     out = q.new_empty((*q.shape[:-1], size))
-    for requests, rows, mask in groups:
+    for requests, rows, mask in columns:
         assert requests is not None
         out[requests] = attend(q[requests], rows, mask)
     return out

@@ -6,14 +6,14 @@ size, R rows of the store (head-major, so that a gathered store is a batch of ma
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
+from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
 def window_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
-    plan: WindowPlan,
+    columns: list[Columns],
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -23,31 +23,17 @@ def window_attention(
     Args:
         q: ``[B, N, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; this window's keys are already in it.
-        plan: location and visibility of the keys.
+        columns: location and visibility of the keys, for all requests or in groups.
         k_scale, v_scale: factors of keys and values, other than 1 for an fp8 store.
 
     Returns:
         ``[B, N, Hq, D]``.
     """
-    return attend_to(q, k_rows, v_rows, *plan.layout, scale * k_scale, v_scale)
-
-
-def window_attention_by_length(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    plan: WindowPlan,
-    scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> torch.Tensor:
-    """:func:`window_attention` on a CPU, in groups of requests of similar length, which is read on the
-    host."""
 
     def attend(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attend_to(q, k_rows, v_rows, rows, mask, scale * k_scale, v_scale)
 
-    return attend_by_length(plan, q, q.shape[-1], attend)
+    return attend_in_groups(columns, q, q.shape[-1], attend)
 
 
 def attend_to(

@@ -43,7 +43,7 @@ class Eagle3Layer(Block):
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE-3 head.
+    """EAGLE-3 head.
 
     Buffers: ``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``); ``t2d`` bool ``[V]``.
     """
@@ -53,7 +53,7 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.capture = config, config.aux_layer_ids
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)
         self.fc_norm = (
@@ -75,11 +75,6 @@ class Eagle3Head(DraftHead):
         """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
         self.d2t.copy_(d2t)
         self.t2d.copy_(t2d)
-
-    @property
-    def capture(self) -> tuple[int, ...]:  # type: ignore[override]
-        """``aux_layer_ids`` of the config."""
-        return self.config.aux_layer_ids
 
     @property
     def blocks(self) -> list[Block]:
