@@ -120,7 +120,7 @@ class TargetConfig(AttentionConfig):
         family = FAMILIES.get(name)
         if family is None:
             raise UserError(
-                f"The target's architecture {name} is not one that eagle_kit knows.",
+                f"The target architecture {name} is not supported.",
                 f"Use one of {', '.join(FAMILIES)}.",
             )
         theta, scaling = read_rope(config)

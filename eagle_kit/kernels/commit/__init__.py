@@ -33,8 +33,8 @@ def commit_path(
     // page_size] * page_size + p % page_size``, with ``page_table [B, P]``. Requests own their pages alone,
     except pages whose content does not matter.
     """
-    assert k.is_contiguous(), "a store is contiguous"
-    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), "v is like k"
+    assert k.is_contiguous(), "k must be contiguous"
+    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), "v must have the shape and dtype of k"
     form: Any = reference
     if uses_triton(k, backend):
         from eagle_kit.kernels.commit import triton

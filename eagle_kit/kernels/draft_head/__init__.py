@@ -35,7 +35,7 @@ def draft_topk(
     Returns:
         int64 and fp32 ``[T, K]``, best first.
     """
-    assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk is 1 to 16, and Vd at most"
+    assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk must be 1 to 16 and at most Vd"
     if uses_triton(x, backend):
         from eagle_kit.kernels.draft_head import triton
 

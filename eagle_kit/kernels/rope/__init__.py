@@ -45,12 +45,12 @@ def rope_store(
         returns_kv: False returns k and v as ``[0, Hkv, D]``, for callers that read them from the store.
     """
     stores = k_rows is not None
-    assert stores == (v_rows is not None) == (rows is not None), "k_rows, v_rows and rows go together"
-    assert (q_norm is None) == (k_norm is None), "both q and k are normed, or neither is"
-    assert stores or returns_kv, "k and v would be lost"
+    assert stores == (v_rows is not None) == (rows is not None), "k_rows, v_rows and rows must be given together"
+    assert (q_norm is None) == (k_norm is None), "q_norm and k_norm must be given together"
+    assert stores or returns_kv, "k and v must be stored or returned"
     is_fp8 = k_rows is not None and k_rows.element_size() == 1
     assert is_fp8 or k_scale == v_scale == 1.0, "only fp8 stores have scales"
-    assert q_norm is None or q_norm.dtype == qkv.dtype, "a norm's weight has the dtype of its heads"
+    assert q_norm is None or q_norm.dtype == qkv.dtype, "q_norm must have the dtype of qkv"
     learned = [weight for weight in (q_norm, k_norm) if weight is not None]
     if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
         from eagle_kit.kernels.rope import triton

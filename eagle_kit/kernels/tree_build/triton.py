@@ -273,7 +273,7 @@ def tree_build(
 ) -> Tree:
     """Window of the best candidates; ``roots [B]``, ``tokens``, ``scores`` fp32 and ``parents [B, n]``, all
     contiguous."""
-    assert scores.dtype == torch.float32, "scores are fp32"
+    assert scores.dtype == torch.float32, "scores must be fp32"
     return Tree(*_tree(roots, tokens, scores, parents, *shape))
 
 

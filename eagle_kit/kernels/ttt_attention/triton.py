@@ -338,7 +338,7 @@ def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     hq, d = q.shape[1:]
     if d > MAX_HEAD_SIZE:
         raise UserError(
-            f"The Triton kernels of attention take heads of up to {MAX_HEAD_SIZE}, not of {d}.",
+            f"The Triton attention kernels support head sizes up to {MAX_HEAD_SIZE}, not {d}.",
             "Use the backend 'reference'.",
         )
     return {"HQ": hq, "HKV": k.shape[1], "D": d, "BLOCK_D": max(triton.next_power_of_2(d), 16)}

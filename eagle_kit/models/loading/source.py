@@ -115,7 +115,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
-            f"The tokenizer in {folder} is a slow one, which cannot say where in the text a token lies.",
+            f"The tokenizer in {folder} is a slow one, which has no offsets of tokens in the text.",
             "Add the model's tokenizer.json to the folder.",
         )
     return tokenizer

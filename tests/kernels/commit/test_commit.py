@@ -33,7 +33,7 @@ def test_fp8_and_a_single_latent_store():
 def test_stores_that_do_not_fit_are_refused():
     k, one = torch.zeros(2, 3, 4, 5), torch.ones(1, dtype=torch.int64)
     path = (one[:, None], 1, one[:, None], 0 * one, one, 0, 0)
-    with pytest.raises(AssertionError, match="like k"):
+    with pytest.raises(AssertionError, match="dtype of k"):
         commit_path(k, k[..., :4].contiguous(), *path)
     with pytest.raises(AssertionError, match="contiguous"):
         commit_path(k.transpose(0, 1), None, *path)

@@ -85,9 +85,9 @@ def test_gradients_take_the_reference():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"k_rows": torch.zeros(1, 4, 6)}, "go together"),
-        ({"q_norm": torch.ones(6)}, "both"),
-        ({"returns_kv": False}, "lost"),
+        ({"k_rows": torch.zeros(1, 4, 6)}, "k_rows, v_rows and rows"),
+        ({"q_norm": torch.ones(6)}, "given together"),
+        ({"returns_kv": False}, "stored or returned"),
         ({"k_scale": 2.0}, "fp8"),
         ({"q_norm": torch.ones(6).half(), "k_norm": torch.ones(6).half()}, "dtype"),
     ],
