@@ -34,7 +34,9 @@ def commit_path(
     except pages whose content does not matter.
     """
     assert k.is_contiguous(), "k must be contiguous"
-    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), "v must have the shape and dtype of k"
+    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), (
+        "v must have the shape and dtype of k"
+    )
     form: Any = reference
     if uses_triton(k, backend):
         from eagle_kit.kernels.commit import triton

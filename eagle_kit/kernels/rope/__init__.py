@@ -45,7 +45,9 @@ def rope_store(
         returns_kv: False returns k and v as ``[0, Hkv, D]``, for callers that read them from the store.
     """
     stores = k_rows is not None
-    assert stores == (v_rows is not None) == (rows is not None), "k_rows, v_rows and rows must be given together"
+    assert stores == (v_rows is not None) == (rows is not None), (
+        "k_rows, v_rows and rows must be given together"
+    )
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm must be given together"
     assert stores or returns_kv, "k and v must be stored or returned"
     is_fp8 = k_rows is not None and k_rows.element_size() == 1
