@@ -1,4 +1,4 @@
-"""The one exception that reaches a user: a sentence of cause and a sentence of remedy."""
+"""Exception for mistakes that the user can repair: one sentence of cause, one of remedy."""
 
 
 class UserError(ValueError):

@@ -1,4 +1,4 @@
-"""What a user asks of the engine and what comes back."""
+"""Sampling parameters of a request, and the finished reply."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token that can be asked for, OpenAI's limit."""
+"""Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
 
 FinishReason = Literal["stop", "length", "context", "abort"]
 
 
 class Grammar(NamedTuple):
-    """What a reply must match: any JSON object, a JSON schema (as text) or a regular expression."""
+    """Constraint on a reply: any JSON object, a JSON schema (``text`` is its JSON), or a regular
+    expression."""
 
     kind: Literal["json_object", "json_schema", "regex"]
     text: str = ""
@@ -23,26 +24,31 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one reply is decoded.
+    """Sampling parameters of one reply.
 
     Attributes:
-        max_tokens: most tokens of the reply, >= 1.
+        max_tokens: maximum number of tokens of the reply, at least 1.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
-        min_p: then keep tokens at least this share as likely as the most likely one.
-        seed: of this reply's draws, whatever it is batched with; None draws one when the request arrives.
+        min_p: then keep tokens whose probability is at least this share of the largest one.
+        seed: seed of the reply's random numbers, which do not depend on the batch; None draws a seed when the
+            request arrives.
         repetition_penalty: > 1 divides positive and multiplies negative logits of tokens that are in the
             prompt or the reply (arXiv 1909.05858).
-        frequency_penalty: subtracted from a token's logit per occurrence in the reply.
-        presence_penalty: subtracted from the logit of a token that is in the reply.
-        logit_bias: added to the logits of single tokens.
-        logprobs: None for none, or how many most likely alternatives to report besides the chosen token,
-            0 to 20. They are log-softmaxes of the target's logits as they are, before anything above.
-        stop: texts that end the reply; they are left out of it.
+        frequency_penalty: subtracted from a token's logit for every occurrence in the reply.
+        presence_penalty: subtracted from the logit of every token that is in the reply.
+        logit_bias: token id -> number added to its logit.
+        logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
+            reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before all of the
+            above.
+        stop: strings that end the reply and are cut from its text.
         stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
-        ignore_eos: go on after the model's own end tokens.
-        grammar: what the reply must match.
+        ignore_eos: continue after the model's own end tokens.
+        grammar: constraint that the reply must match.
+
+    Raises:
+        UserError: a parameter is out of range.
     """
 
     max_tokens: int = 256
@@ -89,17 +95,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the most likely one."""
+        """True if every token is the most likely one."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens before."""
+        """True if logits depend on the tokens before them."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one emitted token: its log-probability under the target, and the most likely tokens ``top`` as
+    """Log-probability of one emitted token under the target, and its most likely alternatives ``top`` as
     (token id, log-probability), best first."""
 
     logprob: float
@@ -117,10 +123,11 @@ class RequestOutput:
         finish_reason: ``"stop"`` (a stop token or text), ``"length"`` (max_tokens), ``"context"`` (the
             context is full) or ``"abort"``.
         stats: acceptance of this reply.
-        logprobs: one entry per token when they were asked for.
-        num_cached_tokens: prompt tokens that the prefix cache held.
+        logprobs: one entry per token, empty unless requested.
+        num_cached_tokens: prompt tokens found in the prefix cache.
         prefill_s: seconds from admission to the first token.
-        decode_s: seconds from the first token to the last; shared by the batch it decoded in.
+        decode_s: seconds from the first token to the last, during which other requests of the batch decode
+            too.
     """
 
     prompt_ids: list[int]

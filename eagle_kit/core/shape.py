@@ -6,11 +6,11 @@ from typing import NamedTuple
 from eagle_kit.core.errors import UserError
 
 MAX_WINDOW = 64
-"""Most nodes a window may hold: ancestors are the bits of one 64-bit word."""
+"""Maximum number of nodes of a window: ancestors are the bits of one 64-bit word."""
 
 
 class SpecShape(NamedTuple):
-    """How a draft is grown and how much of it is verified.
+    """Size of a draft and of the window that verifies it.
 
     Attributes:
         steps: depth of the draft, S. 0 is ordinary decoding.
@@ -32,7 +32,7 @@ class SpecShape(NamedTuple):
 
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
-        """Read ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""
+        """Parse ``"5,4,16"``; ``None`` and ``"none"`` are ordinary decoding. Raises UserError."""
         if isinstance(text, cls):
             text._check()
             return text
@@ -86,18 +86,18 @@ NO_SPECULATION = SpecShape(0, 1, 1)
 
 @dataclass(frozen=True)
 class ShapeTable:
-    """The shape for every batch size: drafts are cheap while a batch waits for memory, and dear when it
-    computes.
+    """Speculation shape by batch size: draft tokens are cheap while a batch is memory-bound and expensive
+    once it is compute-bound.
 
     Attributes:
-        by_batch: (smallest batch size, shape), ascending, the first for a batch of one.
+        by_batch: (smallest batch size, shape), ascending; the first entry is for a batch of one.
     """
 
     by_batch: tuple[tuple[int, SpecShape], ...]
 
     @classmethod
     def parse(cls, text: "str | SpecShape | ShapeTable | None") -> "ShapeTable":
-        """Read ``"5,4,16"``, or ``"5,4,16 8:4,1,5 32:none"``: chains from 8 requests on, ordinary decoding
+        """Parse ``"5,4,16"``, or ``"5,4,16 8:4,1,5 32:none"``: chains from 8 requests on, ordinary decoding
         from 32 on. Raises UserError."""
         if isinstance(text, ShapeTable):
             return text
@@ -120,34 +120,40 @@ class ShapeTable:
         return " ".join([str(first[1]), *(f"{size}:{shape}" for size, shape in others)])
 
     def at(self, batch_size: int) -> SpecShape:
-        """The shape of a batch."""
+        """Shape for a batch of ``batch_size`` requests."""
         return next(shape for size, shape in reversed(self.by_batch) if size <= batch_size)
 
     @property
     def shapes(self) -> tuple[SpecShape, ...]:
-        """All of them."""
+        """All shapes of the table."""
         return tuple(shape for _, shape in self.by_batch)
 
     @property
     def steps(self) -> int:
-        """Of the deepest shape; 0 is ordinary decoding throughout."""
+        """Depth of the deepest shape; 0 is ordinary decoding at every batch size."""
         return max(shape.steps for shape in self.shapes)
 
     @property
     def topk(self) -> int:
-        """Of the broadest shape."""
+        """Largest ``topk`` of the shapes."""
         return max(shape.topk for shape in self.shapes)
 
     @property
     def tokens(self) -> int:
-        """Of the largest window."""
+        """Largest window of the shapes."""
         return max(shape.tokens for shape in self.shapes)
 
 
 def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:
-    """The shape when nobody chose one: a short chain where every drafted or verified token is dear (whole
-    models as drafts; mixtures as targets, whose windows wake more experts with every token), a tree for all
-    others. ``model_type`` is the one of the target's ``config.json``."""
+    """Default speculation shape.
+
+    A short chain where every drafted or verified token is expensive: draft models (``STANDALONE``), and
+    mixture-of-experts targets, whose windows activate more experts with every token. A tree otherwise.
+
+    Args:
+        model_type: from the target's ``config.json``.
+        algorithm: name of the drafting algorithm.
+    """
     is_mixture = model_type.startswith("deepseek") or model_type.endswith("_moe") or model_type == "mixtral"
     is_dear = algorithm == "STANDALONE" or is_mixture
     return SpecShape(3, 1, 4) if is_dear else SpecShape(5, 4, 8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SpecStats:
-    """What speculation did for one request, or for many when added up.
+    """Acceptance counts of one request, or the sum over many.
 
     A *verify* is one target forward over a window. It emits the accepted draft tokens and one bonus token, so
     ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from
@@ -45,7 +45,7 @@ class SpecStats:
             self.num_accepted_at[depth] += 1
 
     def add(self, other: "SpecStats") -> None:
-        """Add another request's counts to these."""
+        """Add the counts of ``other`` to these."""
         self.num_verifies += other.num_verifies
         self.num_emitted_tokens += other.num_emitted_tokens
         for mine, theirs in (

@@ -1,2 +1,2 @@
-"""Operations, one folder each: ``reference.py`` in torch, faster forms beside it, one dispatching
-function."""
+"""Operations, one folder each: a torch ``reference.py``, faster implementations beside it, and one function
+that dispatches between them."""

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: the torch reference or the Triton kernel."""
+"""Choice between the torch reference and the Triton kernel of an operation."""
 
 import importlib.util
 import os
@@ -12,7 +12,8 @@ import torch
 
 from eagle_kit.core.errors import UserError
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton has always done; 3.9 warns without it
+# Triton's long-standing behaviour; 3.9 warns when it is not requested.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 Backend = Literal["reference", "triton"]
 _chosen: ContextVar[Backend | None] = ContextVar("backend", default=None)
@@ -20,14 +21,14 @@ _chosen: ContextVar[Backend | None] = ContextVar("backend", default=None)
 
 @cache
 def triton_available() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
-    """Whether the Triton form of an operation over ``tensor`` is to run.
+    """Return whether to run the Triton kernel of an operation over ``tensor``.
 
-    What ``backend`` or else :func:`use` says; without either, Triton where the tensor is on a GPU.
+    ``backend`` decides, or else the enclosing :func:`use`; without either, Triton runs for tensors on a GPU.
 
     Raises:
         UserError: an unknown backend, or Triton was asked for and is not installed.
@@ -43,14 +44,14 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
 
 
 def is_differentiated(*tensors: torch.Tensor) -> bool:
-    """Whether an operation over ``tensors`` is recorded for a backward pass, which forms without one must not
-    take part in."""
+    """Return whether an operation over ``tensors`` is recorded for a backward pass, so that implementations
+    without one must not run."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
-    """Within, every operation that is not told otherwise takes this form."""
+    """Context manager: the default backend of all operations called within."""
     token = _chosen.set(backend)
     try:
         yield
@@ -59,7 +60,8 @@ def use(backend: Backend) -> Iterator[None]:
 
 
 class DeviceFacts(NamedTuple):
-    """What sizes of tiles and grids depend on: multiprocessors, and the compute capability, 90 for 9.0."""
+    """Device properties that sizes of tiles and grids depend on: number of multiprocessors, and compute
+    capability times 10 (90 for 9.0)."""
 
     multiprocessors: int
     capability: int
@@ -67,7 +69,7 @@ class DeviceFacts(NamedTuple):
 
 @cache
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Those of ``device``; an H200's where kernels are interpreted."""
+    """Properties of ``device``; those of an H200 where kernels are interpreted."""
     if device.type != "cuda":
         return DeviceFacts(132, 90)
     facts = torch.cuda.get_device_properties(device)
@@ -75,5 +77,6 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch kernels on ``device``: Triton takes the current CUDA device, not that of its arguments."""
+    """Context manager: launch kernels on ``device``, since Triton uses the current CUDA device and not that
+    of its arguments."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""Keep glibc from handing big freed blocks back to the kernel."""
+"""Settings of glibc's allocator for processes with large tensors."""
 
 import ctypes
 import sys
@@ -7,10 +7,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_large_blocks() -> bool:
-    """Make ``malloc`` reuse large freed blocks instead of unmapping them; returns whether it could.
+    """Make ``malloc`` reuse large freed blocks instead of unmapping them; returns whether this was possible.
 
     Every tensor above 32 MiB is otherwise a fresh mapping whose pages fault in one by one, which costs more
-    than the matmul that fills it. Changes the whole process, so programs call it at their start (trainer,
+    than the matmul that fills it. Affects the whole process, so programs call it at their start (trainer,
     engine, benchmark) and libraries do not. Does nothing outside Linux with glibc.
     """
     if not sys.platform.startswith("linux"):
@@ -23,10 +23,11 @@ def keep_large_blocks() -> bool:
 
 
 def release_free_memory() -> bool:
-    """Give freed memory back to the kernel, tens of milliseconds; returns whether anything was given back.
+    """Return free heap memory to the kernel, which takes tens of milliseconds; returns whether any was
+    released.
 
-    With :func:`keep_large_blocks` a program whose tensors change size from step to step slowly fills its
-    heap with free gaps. Called every few steps, this bounds them and costs little.
+    With :func:`keep_large_blocks` a program whose tensors change size from step to step slowly fills its heap
+    with free gaps. Calling this every few steps bounds them.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,8 +1,8 @@
-"""What a recording of operations must know that the operations do not say.
+"""Support for recording operations on a CPU and replaying them without Python (``serve/cpu_graph.py``).
 
-On a CPU a cycle's operations are recorded and replayed without Python (``serve/cpu_graph.py``). Where Python
-looks at numbers to choose what to do, the recording holds only as long as the choice is the same: the choice
-is made through :func:`guarded_choice`. What is different each time is one operation of :data:`library`.
+Where Python branches on numbers in a tensor, a recording is valid only as long as the branch is the same:
+such branches go through :func:`guarded_choice`. Code whose operations differ between calls is one custom op
+of :data:`library`.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ import torch
 Choice = Callable[[list[int]], tuple[int, ...]]
 
 library = torch.library.Library("eagle_kit_cpu", "FRAGMENT")
-"""For operations that are Python inside; kept alive here."""
+"""Custom ops implemented in Python; the module keeps their registrations alive."""
 VIEWED_TYPES = (
     torch.uint8,
     torch.int16,
@@ -39,8 +39,8 @@ library.impl("bits_as", _bits_as, "CPU")
 
 
 class Guard(NamedTuple):
-    """``choice`` was made by the numbers in ``tensor``, int64 ``[B]``, when ``position`` operations were
-    recorded, and was ``found``."""
+    """A recorded branch: ``choice`` of the numbers in ``tensor``, int64 ``[B]``, was ``found`` after
+    ``position`` recorded operations."""
 
     tensor: torch.Tensor
     choice: Choice
@@ -50,35 +50,35 @@ class Guard(NamedTuple):
 
 @dataclass
 class RecordingContext:
-    """What was said within :func:`recording_context`: the choices, and what must live as long as the
-    recording."""
+    """Guards and objects collected within :func:`recording_context`; ``held`` objects must live as long as
+    the recording."""
 
     position: Callable[[], int]
     choices: list[Guard] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
 
 
-_current_context: ContextVar[RecordingContext | None] = ContextVar("listener", default=None)
+_current_context: ContextVar[RecordingContext | None] = ContextVar("recording_context", default=None)
 
 
 def guarded_choice(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
-    """``choice`` of the numbers in ``tensor``, read on the host.
+    """Return ``choice`` of the numbers in ``tensor``, read on the host, and guard it when recording.
 
     Args:
-        tensor: int64 ``[B]``; in a recording, lengths of requests, or those and a number.
-        choice: a function of the numbers alone, the same one at this place of the code each time.
+        tensor: int64 ``[B]``; in a recording, lengths of requests, optionally followed by one more number.
+        choice: a function of these numbers alone, the same at every call from this place.
     """
     context = _current_context.get()
     if context is None:
         return choice(tensor.tolist())
-    with torch._C.DisableTorchFunction():  # whoever records refuses other looks at numbers
+    with torch._C.DisableTorchFunction():  # recorders refuse other reads on the host
         found = choice(tensor.tolist())
     context.choices.append(Guard(tensor, choice, found, context.position()))
     return found
 
 
 def keep_alive(thing: object) -> None:
-    """An operation knows ``thing`` by a number: it lives as long as the recording."""
+    """Keep ``thing``, which an operation refers to by number, alive as long as the recording."""
     context = _current_context.get()
     if context is not None:
         context.held.append(thing)
@@ -86,7 +86,7 @@ def keep_alive(thing: object) -> None:
 
 @contextmanager
 def recording_context(position: Callable[[], int]) -> Iterator[RecordingContext]:
-    """What is said within; ``position`` tells how many operations have been recorded."""
+    """Collect guards and held objects; ``position`` returns the number of operations recorded so far."""
     context = RecordingContext(position)
     token = _current_context.set(context)
     try:
@@ -96,5 +96,5 @@ def recording_context(position: Callable[[], int]) -> Iterator[RecordingContext]
 
 
 def is_recording() -> bool:
-    """Whether operations are being recorded."""
+    """Return whether operations are being recorded."""
     return _current_context.get() is not None

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device."""
+"""Transfer of host numbers to a device."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 def to_device(
     numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """``numbers`` as ``[n]``; the host does not wait for the copy."""
+    """Tensor ``[n]`` of ``numbers`` on ``device``; the host does not wait for the copy."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The paged store of keys and values.
+"""Paged store of keys and values.
 
 Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
 """
@@ -13,11 +13,12 @@ from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_atten
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, Segment
-from eagle_kit.models.blocks.layers import Attend, Place
+from eagle_kit.models.blocks.layers import Attend, KVSlots
 
 
 class PagedKV(PagedStore):
-    """Keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows and for ``sizes``."""
+    """Paged store of keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows and for
+    ``sizes``."""
 
     def __init__(self, num_layers: int, num_heads: int, head_dim: int, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -27,7 +28,7 @@ class PagedKV(PagedStore):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values."""
+        """Keys and values, ``[L, Hkv, R, D]`` each."""
         return self.k, self.v
 
     def window_attend(
@@ -38,14 +39,14 @@ class PagedKV(PagedStore):
         num_keys: int,
         num_columns: int,
     ) -> Attend:
-        """See :class:`PagedStore`; the nodes' keys and values are written as they are made
-        (:class:`~eagle_kit.models.blocks.layers.StoringAttend`)."""
+        """See :class:`PagedStore`; the nodes' keys and values are written as soon as they are computed
+        (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
         plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
         return _WindowAttend(self, rows, plan)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """See :class:`PagedStore`. Kernels read keys from the pool, as anybody does where it is of another
-        dtype; elsewhere those of earlier tokens are copied next to the new ones."""
+        """See :class:`PagedStore`. On a GPU, and for a store of another dtype, keys are read from the pool;
+        on a CPU those of earlier tokens are gathered next to the new ones."""
         if uses_triton(self.k) or self.k.dtype != self.dtype:
             return _PrefillAttend(self, *self._prefill_plan(segments))
         target_rows, cached = self._prompt_rows(segments)
@@ -67,8 +68,8 @@ class PagedKV(PagedStore):
         return attend
 
     def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
-        """Rows that the tokens' keys and values go to, int64 ``[T]``, and where those lie that they attend
-        to."""
+        """Rows that the tokens' keys and values are written to, int64 ``[T]``, and the plan of their
+        attention."""
         numbers = torch.tensor([segment[1:] for segment in segments]).t().contiguous()
         sizes = [segment.stop - segment.start for segment in segments]
         if self.k.is_cuda:
@@ -85,18 +86,20 @@ class PagedKV(PagedStore):
 
 
 class _StoreAttend:
-    """Attention over a store that keys and values are written into as they are made, to ``rows [T]``."""
+    """Attention over a store whose keys and values are written to ``rows [T]`` as soon as they are
+    computed."""
 
     def __init__(self, kv: PagedKV, rows: torch.Tensor) -> None:
         self.kv, self.rows = kv, rows
 
-    def place(self, layer: int) -> Place:
-        """The tokens' rows of the store."""
-        return Place(self.kv.k[layer], self.kv.v[layer], self.rows)
+    def kv_slots(self, layer: int) -> KVSlots:
+        """Slots of the tokens in ``layer``."""
+        return KVSlots(self.kv.k[layer], self.kv.v[layer], self.rows)
 
     def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values, these included."""
-        k_rows, v_rows, rows = self.place(layer)
+        """Keys and values of the layer after writing ``k`` and ``v``, which are empty if they were written
+        already."""
+        k_rows, v_rows, rows = self.kv_slots(layer)
         if len(k):
             store(k_rows, rows, k, 1.0)
             store(v_rows, rows, v, 1.0)
@@ -104,7 +107,7 @@ class _StoreAttend:
 
 
 class _WindowAttend(_StoreAttend):
-    """Attention of a window's nodes, over the pool and the scratch."""
+    """Attention of window nodes to the pool and the scratch."""
 
     def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: WindowPlan) -> None:
         super().__init__(kv, rows)
@@ -118,7 +121,7 @@ class _WindowAttend(_StoreAttend):
 
 
 class _PrefillAttend(_StoreAttend):
-    """Attention of prompt tokens, over the pool."""
+    """Attention of prompt tokens to the pool."""
 
     def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: PrefillPlan) -> None:
         super().__init__(kv, rows)

@@ -1,9 +1,9 @@
-"""The paged store of latent attention, and which store a model needs.
+"""Paged store of latent attention, and the choice of a model's store.
 
-A token is one row a layer, from which all heads' keys and values are made (``models/blocks/mla.py``).
-Windows attend in the absorbed form, which reads each row once for all heads and nodes. Prompts attend in the
-expanded form: what they have from before is expanded with them, so that a prompt in chunks, or one whose
-beginning was cached, is computed as if it were whole.
+A token is one row per layer, from which the keys and values of all heads are computed
+(``models/blocks/mla.py``). Windows use absorbed attention, which reads each row once for all heads and nodes.
+Prompts use expanded attention: the rows of earlier tokens are expanded together with the new ones, so that a
+prompt in chunks, or one with a cached prefix, is computed as if it were whole.
 
 Legend: L layers, R rows, D = latent + RoPE size, H heads, T prompt tokens.
 """
@@ -24,14 +24,15 @@ from eagle_kit.models.config_parts import CacheSpec, LatentSpec
 
 
 def open_store(spec: CacheSpec, **sizes: Any) -> PagedStore:
-    """The store of a model that keeps ``spec`` of a token; ``sizes`` as :class:`PagedStore` takes them."""
+    """Store for a model with the cache layout ``spec``; ``sizes`` are arguments of :class:`PagedStore`."""
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, **sizes)
     return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, **sizes)
 
 
 class PagedLatents(PagedStore):
-    """Rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for which is which and for ``sizes``."""
+    """Paged store of rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for the rows and for
+    ``sizes``."""
 
     def __init__(self, spec: LatentSpec, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -40,7 +41,7 @@ class PagedLatents(PagedStore):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, None]:
-        """The rows."""
+        """Rows ``[L, R, D]``, and None."""
         return self.rows, None
 
     def window_attend(
@@ -60,14 +61,14 @@ class PagedLatents(PagedStore):
 
 
 class _LatentAttend:
-    """Refuses the keys and values of other layers."""
+    """Base of latent attention; keys and values of layers of another kind are refused."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a store of latents was given keys and values")
 
 
 class _WindowAttend(_LatentAttend):
-    """Absorbed attention of a window's nodes."""
+    """Absorbed attention of window nodes."""
 
     def __init__(self, store: PagedLatents, plan: WindowPlan, rows: torch.Tensor) -> None:
         self.store, self.plan, self.rows = store, plan, rows
@@ -91,7 +92,7 @@ class _PrefillAttend(_LatentAttend):
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held = self.store.rows[layer]
         _put(held, self.written, rows)
-        if held.dtype != rows.dtype:  # a prompt in chunks is computed as if it were whole
+        if held.dtype != rows.dtype:  # chunks of a prompt give the results of a whole prompt
             rounded = torch.empty_like(rows, dtype=held.dtype)
             _put(rounded, torch.arange(len(rows), device=rows.device), rows)
             rows = rounded.to(rows.dtype)
@@ -106,7 +107,7 @@ class _PrefillAttend(_LatentAttend):
 
 
 def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """``held[at] = rows``, rounded to the store's type."""
+    """``held[at] = rows``, rounded to the dtype of the store."""
     if held.dtype == rows.dtype:
         held.index_copy_(0, at, rows)
     else:

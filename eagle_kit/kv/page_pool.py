@@ -1,9 +1,9 @@
-"""Pages: who holds them, which are shared, and which are only remembered.
+"""Page pool with a radix prefix cache.
 
 A page is free, private to one request, or *cached*: a node of a radix tree whose edges are the tokens of one
-page. Requests with a common beginning hold the same nodes. Target and draft share page numbers, because a
-draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's.
-Tensors are elsewhere; this is bookkeeping on the host.
+page. Requests with a common prefix hold the same nodes. Target and draft share page numbers, because a
+draft's entry is stored at the slot of the token it embeds and so depends on the same tokens as the target's.
+This is bookkeeping on the host; the tensors are in the stores.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 
 class RadixNode:
-    """A cached page. ``refs`` requests hold it; with none it may be evicted. Its tokens, after those of its
-    ancestors, are ``key``."""
+    """A cached page, held by ``refs`` requests; at zero it may be evicted. ``key`` is its tokens, which
+    follow those of its ancestors."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
@@ -25,7 +25,7 @@ class RadixNode:
 
 @dataclass
 class PageAllocation:
-    """The pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
+    """Pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
 
     nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -35,37 +35,37 @@ class PageAllocation:
 
     @property
     def table(self) -> list[int]:
-        """Page numbers, first token first."""
+        """Page numbers in the order of tokens."""
         return [node.page for node in self.nodes] + self.pages
 
 
 class PagePool:
-    """Hands out page numbers 0..num_pages-1 and remembers what finished requests left in theirs.
+    """Allocates page numbers 0..num_pages-1 and caches the pages of finished requests.
 
     Args:
-        prefix_cache: keep pages of finished requests until their room is needed.
+        prefix_cache: keep pages of finished requests until their memory is needed.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
         self._free = list(range(num_pages - 1, -1, -1))
         self._root = RadixNode(None, (), -1)
-        # A request holds every ancestor of a node it holds and lets go of the deepest first, so the oldest
+        # A request holds every ancestor of a node it holds and releases the deepest first, so the oldest
         # unused node never has children.
         self._unused: OrderedDict[RadixNode, None] = OrderedDict()
         self.num_evicted = 0
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and held by nobody."""
+        """Number of pages that are free, or cached and held by no request."""
         return len(self._free) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens need."""
+        """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: Sequence[int]) -> list[RadixNode]:
-        """The longest cached beginning of ``tokens``, whole pages only. Nothing is held."""
+        """Longest cached prefix of ``tokens``, whole pages only. Holds nothing."""
         nodes, node = [], self._root
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
@@ -76,7 +76,7 @@ class PagePool:
         return nodes
 
     def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
-        """Hold ``nodes`` and ``num_pages`` private pages; None, changing nothing, when too few are left."""
+        """Hold ``nodes`` and ``num_pages`` private pages; None, with no change, when too few are left."""
         allocation = PageAllocation()
         for node in nodes:
             self._hold(node)
@@ -87,7 +87,7 @@ class PagePool:
         return allocation
 
     def extend(self, allocation: PageAllocation, num_pages: int) -> bool:
-        """Add private pages to ``allocation``, all or none; cached pages give way, the longest unused
+        """Add private pages to ``allocation``, all or none; evicts cached pages, least recently used
         first."""
         if num_pages > self.num_available:
             return False
@@ -97,12 +97,13 @@ class PagePool:
         return True
 
     def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
-        """Cache the whole pages of ``tokens``, which the request has computed; it goes on holding them.
+        """Cache the whole pages of ``tokens``, which the request has computed and continues to hold.
 
-        Where the tree has a page of the same tokens already, that one is held and the request's own is freed.
+        Where the tree already has a page of the same tokens, that page is held and the request's own is
+        freed.
 
         Returns:
-            Whether a page number of the allocation changed.
+            True if a page number of the allocation changed.
         """
         if not self.prefix_cache:
             return False
@@ -123,7 +124,7 @@ class PagePool:
         return changed
 
     def release(self, allocation: PageAllocation) -> None:
-        """Let go of every page; the allocation is empty afterwards."""
+        """Release every page of ``allocation``, which is empty afterwards."""
         for node in reversed(allocation.nodes):
             node.refs -= 1
             if node.refs == 0:
@@ -132,7 +133,7 @@ class PagePool:
         allocation.nodes, allocation.pages = [], []
 
     def clear(self) -> None:
-        """Forget every cached page that nobody holds."""
+        """Drop every cached page that no request holds."""
         while self._unused:
             self._evict()
 
@@ -149,8 +150,8 @@ class PagePool:
         self.num_evicted += 1
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
-        """Assert that free, cached and private pages are together all pages, each once, and that every node
-        is held by as many of ``allocations`` as it says."""
+        """Assert that free, cached and private pages are together all pages, each once, and that the
+        reference count of every node is the number of ``allocations`` that hold it."""
         cached: list[RadixNode] = []
         stack = list(self._root.children.values())
         while stack:

@@ -1,9 +1,9 @@
-"""Where a model's tokens are kept: pages of committed tokens and a scratch for window nodes.
+"""Paged store of a model's tokens: pages of committed tokens and a scratch for window nodes.
 
-What is kept of a token is a matter of the stores: keys and values (:mod:`.paged_kv`) or latents
-(:mod:`.paged_latents`). Where it lies is the same for all, and here.
+Subclasses define the entry of a token: keys and values (``keys_values``) or latents (``latents``). Its
+location, defined here, is the same for all.
 
-Legend: R rows, B requests, N window nodes, P pages a request may have.
+Legend: R rows, B requests, N window nodes, P pages of a request.
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +18,8 @@ from eagle_kit.models.blocks.layers import Attend
 
 
 class Segment(NamedTuple):
-    """Prompt tokens of one request that own slots start..stop-1 under ``page_table [P]``. Those before
-    ``write_from`` lie in pages shared with other requests and are computed again without being stored."""
+    """Prompt tokens start..stop-1 of one request, in the pages of ``page_table [P]``. Those before
+    ``write_from`` lie in pages shared with other requests; they are recomputed but not written."""
 
     page_table: torch.Tensor
     start: int
@@ -28,18 +28,23 @@ class Segment(NamedTuple):
 
 
 class PagedStore(ABC):
-    """A store of R rows in every layer: the slots of ``num_pages`` pages and of one *dummy page*, then a
-    scratch of ``window`` rows per request of a batch, then one dummy row that padding reads and nobody
-    writes, and one trash row for what is not to be kept.
+    """Store of R rows in every layer: the slots of ``num_pages`` pages and of one *dummy page*, then a
+    scratch of ``window`` rows per request of a batch, then one dummy row, which is read for padding and never
+    written, and one trash row for writes to discard.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch,
     :meth:`commit_window` copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p %
-    page_size`` belongs to position p. Page tables name the dummy page where a request has no page.
+    page_size`` belongs to position p. Page tables hold the dummy page where a request has no page.
 
     Args:
-        first_slot: how many slots at the front of a request hold nothing and are not attended to.
-        dtype: of queries, keys and values.
-        store_dtype: of the store when it is another one: fp8 e4m3, which saturates.
+        num_pages: pages of the pool, without the dummy page.
+        page_size: slots per page.
+        max_batch_size: requests of a batch, at most.
+        window: scratch rows per request.
+        first_slot: number of unused slots at the front of a request, which are not attended to.
+        dtype: dtype of queries, keys and values.
+        store_dtype: dtype of the store if different: fp8 e4m3, which saturates.
+        device: device of the store.
     """
 
     def __init__(
@@ -64,13 +69,13 @@ class PagedStore(ABC):
         self._store_dtype = store_dtype or dtype
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """Rows that nothing has been written to."""
+        """Uninitialised rows."""
         return torch.zeros(shape, dtype=self._store_dtype, device=self.device)
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What ``commit_path`` takes: keys and values, or latents and None."""
+        """First two arguments of ``commit_path``: keys and values, or latents and None."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -78,12 +83,12 @@ class PagedStore(ABC):
         return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)
 
     def slots(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Pool rows of ``positions`` int64 ``[B, n]`` under ``page_table [B, P]`` -> ``[B, n]``."""
+        """Pool rows ``[B, n]`` of ``positions`` int64 ``[B, n]`` under ``page_table [B, P]``."""
         page = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
         return page_table.gather(1, page) * self.page_size + positions % self.page_size
 
     def scratch_rows(self, batch_size: int, start: int, stop: int) -> torch.Tensor:
-        """Scratch rows start..stop-1 of each request -> int64 ``[B, stop - start]``."""
+        """Scratch rows start..stop-1 of each request, int64 ``[B, stop - start]``."""
         request = torch.arange(batch_size, device=self.device)[:, None] * self.window
         return self.num_slots + request + torch.arange(start, stop, device=self.device)
 
@@ -98,15 +103,16 @@ class PagedStore(ABC):
     ) -> Attend:
         """Attention for a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window keys.
 
-        What is kept of the nodes goes into the scratch; each node attends to the first ``prefix_lens [B]``
-        slots (without those before ``first_slot``) and to the node's ``ancestors [B, N]``. ``num_columns``
-        bounds prefix + ``num_keys``.
+        The nodes' entries are written to the scratch; each node attends to the first ``prefix_lens [B]``
+        slots (without those before ``first_slot``) and to the node's ``ancestors [B, N]``. ``num_columns`` is
+        an upper bound on prefix + ``num_keys``.
         """
 
     @abstractmethod
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """Attention for a forward over prompt tokens of one or several requests, packed in this order: they
-        are stored in the pool and attend causally from ``first_slot`` on, every request by itself."""
+        """Attention for a forward over prompt tokens of one or several requests, packed in the order of
+        ``segments``: their entries are written to the pool, and they attend causally from ``first_slot`` on
+        to their own request."""
 
     def commit_window(
         self,
@@ -115,8 +121,8 @@ class PagedStore(ABC):
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Copy window ``nodes [B, n]`` to positions ``first_position [B] + 0..n-1``, the first
-        ``num_committed [B]``."""
+        """Copy the first ``num_committed [B]`` of window ``nodes [B, n]`` to positions ``first_position [B] +
+        0..n-1``."""
         commit_path(
             *self.tensors,
             page_table,
@@ -136,7 +142,7 @@ class PagedStore(ABC):
         num_keys: int,
         num_columns: int,
     ) -> tuple[WindowPlan, torch.Tensor]:
-        """Where a window's keys are, and the scratch rows int64 ``[B * N]`` of its nodes."""
+        """Plan of a window, and the scratch rows int64 ``[B * N]`` of its nodes."""
         b, n = ancestors.shape
         plan = WindowPlan(
             page_table=page_table,
@@ -154,8 +160,8 @@ class PagedStore(ABC):
         return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
 
     def _prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Rows int64 ``[T]`` that prompt tokens are written to, the trash where they are not, and the rows
-        that each request has from before."""
+        """Rows int64 ``[T]`` that prompt tokens are written to (the trash row for shared pages), and the rows
+        of each request's earlier tokens."""
         written, cached = [], []
         for table, start, stop, write_from in segments:
             positions = torch.arange(self.first_slot, stop, device=self.device)

@@ -1,1 +1,1 @@
-"""Targets and draft heads, each written once for capture, training and serving; and their loading."""
+"""Targets and draft heads, each defined once for capture, training and serving; and their loading."""

@@ -1,4 +1,4 @@
-"""Architectures as plain data, read from Hugging Face ``config.json`` dictionaries."""
+"""Architectures of targets and draft heads, parsed from Hugging Face ``config.json`` dictionaries."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,21 +31,35 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""RoPE scalings and the numbers that each needs."""
+"""RoPE scalings and the parameters that each requires."""
 
 
-class _Attention:
-    """What follows from the sizes of a config's attention, grouped-query or latent."""
+class AttentionConfig:
+    """Attention of the layers of a target or draft head, grouped-query or latent, and derived properties.
 
+    Attributes:
+        num_kv_heads: equal to ``num_heads`` with latent attention.
+        head_dim: size of a query or key.
+        attention_bias, attention_out_bias: biases of the input and of the output projections.
+        qk_norm: an RMSNorm of each query and key head.
+        mla: latent attention in place of grouped-query attention.
+    """
+
+    hidden_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    rms_norm_eps: float
     rope_scaling: dict[str, Any] | None
-    mla: MLAConfig | None
+    attention_bias: bool
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    mla: MLAConfig | None = None
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
-        magnitude."""
+        """Factor of the attention scores. DeepSeek's YaRN multiplies it by the square of its
+        ``mscale_all_dim`` magnitude."""
         scale = self.head_dim**-0.5
         if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
             scale *= yarn_magnitude(self.rope_scaling["factor"], mscale) ** 2
@@ -53,11 +67,11 @@ class _Attention:
 
     @property
     def rope_dim(self) -> int:
-        """Rotated values of a head."""
+        """Number of rotated elements of a head."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     def cache_of(self, num_layers: int) -> CacheSpec:
-        """What as many layers keep of a token."""
+        """Cache layout of ``num_layers`` layers."""
         if self.mla is None:
             return KVSpec(num_layers, self.num_kv_heads, self.head_dim)
         latent, rope = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
@@ -65,15 +79,12 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class TargetConfig(_Attention):
-    """A decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek, Qwen-MoE and
-    Mixtral. Sizes are counts of elements.
+class TargetConfig(AttentionConfig):
+    """Architecture of a decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek,
+    Qwen-MoE and Mixtral. Sizes are numbers of elements.
 
     Attributes:
-        num_kv_heads: with latent attention as many as there are heads.
-        head_dim: of a query or key.
         intermediate_size: of dense layers.
-        mla: latent attention in place of grouped-query attention.
         moe: experts in place of the MLP.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
     """
@@ -103,13 +114,13 @@ class TargetConfig(_Attention):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
-        """Read a Hugging Face config, old or new RoPE spelling. Raises UserError for an unknown
+        """Parse a Hugging Face config, with old or new RoPE keys. Raises UserError for an unknown
         architecture."""
         name = (config.get("architectures") or ["?"])[0]
         family = FAMILIES.get(name)
         if family is None:
             raise UserError(
-                f"The target's architecture {name} is not one that eagle_kit knows.",
+                f"The target architecture {name} is not supported.",
                 f"Use one of {', '.join(FAMILIES)}.",
             )
         theta, scaling = read_rope(config)
@@ -145,30 +156,29 @@ class TargetConfig(_Attention):
 
     @property
     def default_aux_layer_ids(self) -> tuple[int, int, int]:
-        """Low, mid and high: the inputs of layers 2, L // 2 and L - 3, clamped for models of few layers."""
+        """Low, middle and high: the inputs of layers 2, L // 2 and L - 3, clamped for models of few
+        layers."""
         last = self.num_layers
         return min(2, last), last // 2, max(last - 3, 0)
 
     @property
     def cache(self) -> CacheSpec:
-        """What the model keeps of a token."""
+        """Cache layout of the model."""
         return self.cache_of(self.num_layers)
 
 
 @dataclass(frozen=True)
-class DraftConfig(_Attention):
-    """An EAGLE-3 head.
+class DraftConfig(AttentionConfig):
+    """Architecture of an EAGLE-3 head.
 
     Attributes:
-        head_dim: of a query or key.
-        mla: latent attention in the head's layer; None for a Llama layer.
         aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
             Hugging Face).
         draft_vocab_size: rows of ``lm_head``, Vd.
         fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
         norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
-        target: name of the target, for people and checks.
+        target: name of the target, informative and for checks.
         template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
@@ -197,12 +207,12 @@ class DraftConfig(_Attention):
     def for_target(
         cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
     ) -> "DraftConfig":
-        """The default head of a target: its sizes, its RoPE, its default captured layers.
+        """Default head for a target: its sizes, its RoPE, its default captured layers.
 
-        The head's layer is a Llama one whatever the target's are, or, ``latent`` set, has latent attention of
-        the target's sizes. A Llama layer for a target with latent attention has heads of the size of the
-        target's values, as many as the hidden size holds, in groups for at most 8 keys, and plain RoPE:
-        engines disagree on what YaRN's magnitudes are outside of latent attention.
+        The head's layer is a Llama layer for any target, or, with ``latent``, has latent attention of the
+        target's sizes. A Llama layer for a target with latent attention has heads of the size of the target's
+        values, as many as the hidden size holds, grouped for at most 8 keys, and plain RoPE: engines disagree
+        on YaRN's magnitudes outside of latent attention.
         """
         num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         assert model.mla is not None or not latent
@@ -231,12 +241,12 @@ class DraftConfig(_Attention):
 
     @property
     def cache(self) -> CacheSpec:
-        """What the head keeps of a token."""
+        """Cache layout of the head."""
         return self.cache_of(1)
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling of a Hugging Face config, from ``rope_parameters`` or ``rope_theta`` +
+    """RoPE base and scaling of a Hugging Face config, from ``rope_parameters``, or ``rope_theta`` and
     ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -256,7 +266,7 @@ def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _context(config: dict[str, Any], family: str) -> int:
-    """Context in tokens; a sliding window is a full one up to its width, so it bounds the context."""
+    """Context length in tokens; limited to a sliding window, which up to its width equals full attention."""
     context = config.get("max_position_embeddings", 2048)
     window = config.get("sliding_window")
     uses_window = window is not None and (

@@ -1,5 +1,4 @@
-"""Parts of a target's config that only some targets have: latent attention, a mixture of experts; and what a
-model keeps of a token.
+"""Optional parts of a target's config (latent attention, mixture of experts), and cache layouts.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, sections 2.1 and 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1).
 """
@@ -16,7 +15,8 @@ SCORINGS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class KVSpec:
-    """A key and a value of ``num_heads`` heads of ``head_dim`` in each of ``num_layers`` layers."""
+    """Cache layout of a key and a value of ``num_heads`` heads of ``head_dim`` in each of ``num_layers``
+    layers."""
 
     num_layers: int
     num_heads: int
@@ -24,14 +24,14 @@ class KVSpec:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers kept of one token."""
+        """Number of cached values per token."""
         return 2 * self.num_layers * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """In each of ``num_layers`` layers one row: a latent, and behind it ``rope_dim`` rotated values. All
-    heads read it, with scores times ``scale``."""
+    """Cache layout of one row in each of ``num_layers`` layers: a latent of ``latent_dim`` values, then
+    ``rope_dim`` rotated values. All heads share the row; scores are multiplied by ``scale``."""
 
     num_layers: int
     latent_dim: int
@@ -40,7 +40,7 @@ class LatentSpec:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers kept of one token."""
+        """Number of cached values per token."""
         return self.num_layers * (self.latent_dim + self.rope_dim)
 
 
@@ -49,12 +49,12 @@ CacheSpec = KVSpec | LatentSpec
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention.
+    """Sizes of multi-head latent attention.
 
     Attributes:
-        q_lora_rank: of the query's bottleneck; None without one.
-        kv_lora_rank: size of the latent that keys and values of all heads are made of.
-        qk_nope_head_dim, qk_rope_head_dim: the parts of a query or key without and with RoPE.
+        q_lora_rank: size of the query's bottleneck; None without one.
+        kv_lora_rank: size of the latent.
+        qk_nope_head_dim, qk_rope_head_dim: sizes of the parts of a query or key without and with RoPE.
         v_head_dim: size of a head's value.
         interleaved: RoPE pairs are ``(2i, 2i + 1)`` instead of ``(i, i + qk_rope_head_dim / 2)``.
     """
@@ -74,18 +74,19 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in place of the MLP.
+    """Mixture of experts in place of the MLP.
 
     Attributes:
-        num_experts, num_experts_per_token: routed ones, and how many of them a token is sent to.
+        num_experts, num_experts_per_token: number of routed experts, and of those chosen per token.
         intermediate_size: of a routed expert.
         shared_intermediate_size: of the shared experts together, which are one MLP; 0 without any.
-        dense_layers: layers that have an MLP all the same.
-        scoring: makes scores of the gate's logits.
-        has_bias: experts are chosen by score plus a learned bias, which is not in their weight.
-        num_groups, num_kept_groups: the experts are chosen from the best of as many groups.
-        normalises: the chosen experts' weights are divided by their sum.
-        scale: what the weights are multiplied by.
+        dense_layers: layers that have an MLP instead.
+        scoring: function from the gate's logits to scores.
+        has_bias: experts are chosen by score plus a learned bias, which does not affect their weight.
+        num_groups, num_kept_groups: groups of experts, and number of best groups that experts are chosen
+            from.
+        normalises: weights of the chosen experts are divided by their sum.
+        scale: factor of the weights.
     """
 
     num_experts: int
@@ -102,11 +103,11 @@ class MoEConfig:
 
 
 V3_NEEDS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
-"""Keys without a default that everybody agrees on."""
+"""Keys of DeepSeek-V3 configs without a commonly accepted default."""
 
 
 def read_mla(config: dict[str, Any]) -> MLAConfig:
-    """MLA of a DeepSeek config."""
+    """Parse the latent attention of a DeepSeek config."""
     return MLAConfig(
         q_lora_rank=config.get("q_lora_rank"),
         kv_lora_rank=config["kv_lora_rank"],
@@ -118,7 +119,8 @@ def read_mla(config: dict[str, Any]) -> MLAConfig:
 
 
 def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
-    """The mixture of a config; None when it has none. Raises UserError for a gate that we do not know."""
+    """Parse the mixture of experts of a config; None without one. Raises UserError for an unsupported
+    gate."""
     layers = range(config["num_hidden_layers"])
     if family == "mixtral":
         return MoEConfig(
@@ -181,5 +183,5 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of queries and keys for a context ``factor`` times as long (arXiv 2309.00071, 3.4)."""
+    """YaRN's factor of queries and keys for a context ``factor`` times as long (arXiv 2309.00071, 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

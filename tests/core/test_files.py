@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that goes with its process."""
+"""File locks: one writer at a time, released with its process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Speculation shapes: what is read, what is refused, what is taken when nobody chose."""
+"""Speculation shapes: parsing, refusals and defaults."""
 
 import pytest
 

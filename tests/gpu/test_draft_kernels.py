@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.commit import commit, commit_path
+from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_head import draft_topk
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
 from tests.gpu.near import assert_same_bits
@@ -116,11 +116,8 @@ def test_commits_move_what_was_accepted_and_nothing_else(name, page, dtype):
         sources.append(scratch + b * window + nodes[b, :many])
         targets.append(table[b, place // page] * page + place % page)
     source, target = torch.cat(sources), torch.cat(targets)
-    again = [None if x is None else x.clone() for x in before]
-    commit(*again, source, target, backend="triton")
-    for ours, theirs, old in zip((k, v), again, before, strict=True):
+    for ours, old in zip((k, v), before, strict=True):
         if ours is not None:
             raw, expected = ours.view(torch.uint8), old.view(torch.uint8)
             expected[..., target, :] = expected[..., source, :].clone()
             assert_same_bits("commit_path", raw, expected)
-            assert_same_bits("commit", theirs, ours)

@@ -1,7 +1,7 @@
-"""Kernels are there to be called: every registered operation has a call site in the engine or the trainer.
+"""Every registered operation has a call site in the engine or the trainer.
 
 References are followed backwards by name, from an operation through the functions of its kernel's folder to
-modules outside ``eagle_kit/kernels``. A call that insists on ``backend="reference"`` leads to no operation.
+modules outside ``eagle_kit/kernels``. A call with ``backend="reference"`` leads to no operation.
 """
 
 import ast
@@ -18,11 +18,6 @@ import eagle_kit
 from eagle_kit.kernels.aot import kernel_modules
 
 ROOT = Path(eagle_kit.__file__).parent
-WAITING: dict[str, str] = {
-    "commit": "rows that a caller has worked out; the engine's rows are worked out in commit_path itself",
-    "accept_greedy": "for predictions that a caller has; the engine has logits: accept_most_likely",
-}
-"""Operations without a call site, and why."""
 CALLERS = ("kv", "models", "serve", "speculation", "train")
 """Packages of the engine and of the trainer; their benchmarks do not count."""
 
@@ -124,8 +119,8 @@ class Reader(ast.NodeVisitor):
 
 @cache
 def read() -> tuple[dict[str, list[Reference]], dict[str, str], dict[str, str]]:
-    """References by what they mention; registered operations -> their functions; names that a package's
-    ``__init__`` hands on -> where they come from."""
+    """References by the name they mention; registered operations -> their functions; names that a package's
+    ``__init__`` re-exports -> their origins."""
     by_name, operations, handed_on = defaultdict(list), {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         reader = Reader(path)
@@ -163,10 +158,7 @@ def call_sites(operation: str) -> list[str]:
 def test_it_has_a_call_site(operation, record_property):
     sites = call_sites(operation)
     record_property("call sites", sites)
-    if operation in WAITING:
-        assert not sites, f"{operation} is called in {sites}, so it waits no more"
-    else:
-        assert sites, f"nobody calls torch.ops.eagle_kit.{operation}"
+    assert sites, f"nobody calls torch.ops.eagle_kit.{operation}"
 
 
 def test_the_list_is_what_is_registered():
@@ -175,7 +167,7 @@ def test_the_list_is_what_is_registered():
         importlib.import_module(module)
     names = torch._C._dispatch_get_all_op_names()
     registered = {name.removeprefix("eagle_kit::") for name in names if name.startswith("eagle_kit::")}
-    assert registered == set(read()[1]) and set(WAITING) <= registered
+    assert registered == set(read()[1])
 
 
 def test_every_kernel_folder_registers_something():

@@ -1,4 +1,4 @@
-"""The self-check passes here, covers every operation there is, and notices a wrong one."""
+"""The self-check passes, covers every operation, and notices a wrong one."""
 
 from pathlib import Path
 

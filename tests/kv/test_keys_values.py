@@ -1,4 +1,4 @@
-"""The paged store read in place by kernels, and in fp8, against the form that copies keys."""
+"""Paged store read in place by kernels, and in fp8, against attention to copied keys."""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -29,7 +29,7 @@ def needs_fp8(device):
 
 
 def make(first_slot=0, device="cpu", **options):
-    """A store of 4 slots a page, filled where it is not fp8, and the pages of three requests."""
+    """Store of 4 slots per page, filled unless it is fp8, and the pages of three requests."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"num_pages": 30, "page_size": 4, "max_batch_size": 3, "window": 8}
     kv = PagedKV(2, 2, 16, **sizes, first_slot=first_slot, device=device, **options)
@@ -58,9 +58,9 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         )
         mine = [x.to(triton_device) for x in (q, k, v)]
         if placed:
-            place = attend.place(1)
-            rope.store(place.k_rows, place.rows, mine[1], 1.0)
-            rope.store(place.v_rows, place.rows, mine[2], 1.0)
+            slots = attend.kv_slots(1)
+            rope.store(slots.k_rows, slots.rows, mine[1], 1.0)
+            rope.store(slots.v_rows, slots.rows, mine[2], 1.0)
             mine[1:] = (x[:0] for x in mine[1:])
         out = attend(1, *mine).cpu()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Pages: shared beginnings, eviction in the right order, and no page lost in any order of events."""
+"""Page pool: shared prefixes, order of eviction, and no page lost in any order of events."""
 
 import random
 
@@ -8,7 +8,7 @@ from eagle_kit.kv.page_pool import PagePool
 
 
 def _serve(pool: PagePool, tokens: list[int]) -> list[int]:
-    """One request from beginning to end -> its page numbers."""
+    """Serve one request from beginning to end and return its page numbers."""
     shared = pool.match(tokens)
     allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
     assert allocation is not None

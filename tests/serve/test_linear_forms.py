@@ -1,4 +1,4 @@
-"""Forms of linear layers are chosen by measurements: when those happen, what follows, and that it stays."""
+"""Measured choice between linear kernels: time of the measurements, their result, its stability."""
 
 import logging
 
@@ -22,7 +22,7 @@ SIZE = Size(4, 64, 32, BF16)
 
 
 class FakeTimer:
-    """Triton takes ``ratio`` of torch's time."""
+    """Timer by which Triton takes ``ratio`` of torch's time."""
 
     def __init__(self, ratio=0.5):
         self.ratio, self.calls = ratio, []
@@ -34,7 +34,7 @@ class FakeTimer:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Half types on the CPU are taken for ones on a GPU; which form ran is recorded."""
+    """Treat half dtypes on the CPU as on a GPU, and record the kernels that ran."""
     ran = []
 
     def triton(x, weight, bias=None, *, backend):
@@ -162,7 +162,7 @@ def test_choices_are_logged(caplog):
 
 
 def test_an_engine_measures_what_its_cycles_run_before_it_captures_them(calls, monkeypatch):
-    """With graphs that run their body twice before the capture, as those of a GPU do."""
+    """With graphs that run their body twice before the capture, as on a GPU."""
     timer = FakeTimer(0.5)
     capturing = [False]
     monkeypatch.setattr(linear_forms, "_is_capturing", lambda: capturing[0])

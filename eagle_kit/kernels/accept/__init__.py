@@ -1,4 +1,4 @@
-"""Verification: which drafts are kept and which token follows them.
+"""Verification kernels: accepted draft tokens and the bonus token that follows them.
 
 Deterministic drafts: ``accept_greedy``, ``accept_most_likely``, ``accept_target_only``, and LOSSY
 ``accept_relaxed``. Sampled drafts: ``accept_rejection_chain``, ``accept_rejection_tree``, ``accept_block``.

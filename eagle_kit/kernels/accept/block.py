@@ -1,8 +1,8 @@
 """Block verification of sampled chains (Sun et al., "Block Verification Accelerates Speculative Decoding",
-arXiv 2403.10444, algorithm 2): lossless as rejection is, and never keeps fewer tokens on average.
+arXiv 2403.10444, algorithm 2): lossless like rejection sampling, and never accepts fewer tokens on average.
 
-Token by token, a refusal early in the chain throws away what follows even where the target finds the block as
-a whole more likely than the draft did. Block verification weighs prefixes instead. Let X_1 .. X_S be the
+Token-by-token rejection early in the chain discards the rest, even where the block as a whole is more likely
+under the target than under the draft. Block verification weighs prefixes instead. Let X_1 .. X_S be the
 chain, Q(X^i) the draft's probability of its first i tokens, p and q the two distributions after a prefix, and
 
     w_0 = 1,    w_i = min(1, w_{i-1} p(X_i | X^{i-1}) / q(X_i | X^{i-1})).
@@ -12,18 +12,18 @@ The number of kept tokens t shall satisfy P(t >= i | X^i) = w_i. With the distri
     m_i = sum_y min(w_i p(y), q(y)),    r_i = sum_y relu(w_i p(y) - q(y)) = w_i - m_i.
 
 Going backwards: t = S is decided by a uniform random number of its own, with probability h_S = w_S. For i <
-S, averaging over X_{i+1}, which was sampled from q,
+S, averaging over X_{i+1} ~ q,
 
     P(t >= i + 1 | X^i) = sum_y q(y) min(1, w_i p(y) / q(y)) = m_i,
 
-so t = i, tried only when no longer prefix was kept, needs a uniform random number of probability h_i with
-m_i + (1 - m_i) h_i = w_i:
+so t = i, tried only when no longer prefix was kept, must have the probability h_i with m_i + (1 - m_i) h_i =
+w_i:
 
     h_i = (w_i - m_i) / (1 - m_i) = r_i / (r_i + 1 - w_i).
 
-Each of the S uniform random numbers is independent and t is the largest i whose uniform random number says
-yes, or 0. Then y is sampled from p when t = S, else from norm(relu(w_t p - q)) after X^t. It is lossless,
-because the token after a kept prefix X^i is y with
+The S uniforms u_i are independent, and t is the largest i with u_i < h_i, or 0. Then y is sampled from p when
+t = S, else from norm(relu(w_t p - q)) after X^t. It is lossless, because the token after a kept prefix X^i is
+y with
 
     P(t > i, X_{i+1} = y) + P(t = i, y sampled) = Q(X^i) [ q(y) w_{i+1}(y) + r_i relu(w_i p(y) - q(y)) / r_i ]
                                               = Q(X^i) [ min(w_i p(y), q(y)) + relu(w_i p(y) - q(y)) ]
@@ -33,8 +33,8 @@ given that X^i was kept, the next token follows p, from i = 0 on, where w_0 = 1.
 
 Rejection keeps X^i with probability prod_j min(1, p / q), which is at most w_i factor by factor.
 
-Whether X_1 is kept depends on the *later* drafts and their uniforms. They must therefore be new in every
-cycle, also for positions whose drafts an earlier cycle threw away: ``window_uniforms``, not
+Whether X_1 is kept depends on the *later* drafts and their uniforms. The uniforms must therefore be new in
+every cycle, also for positions whose drafts an earlier cycle rejected: ``window_uniforms``, not
 ``position_uniforms``.
 
 Legend: B requests, S steps, V vocabulary.
@@ -61,7 +61,7 @@ def accept_block(
 
     Args:
         probs: ``[B, S + 1, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        q: ``[B, S, V]``, the distribution that the child of each node was sampled from, S >= 1.
+        q: ``[B, S, V]``, the draft's distribution for the child of each node, S >= 1.
         tokens: int64 ``[B, S + 1]``, the root and the drafts; each was sampled with q > 0.
         uniforms: ``[B, S]`` in [0, 1), one per draft.
         bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
@@ -70,7 +70,7 @@ def accept_block(
         from eagle_kit.kernels.accept import triton
 
         chain = q.contiguous(), tokens.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
-        return Accepted(*triton.accept_block(*distribution_parts(probs), *chain))
+        return Accepted(*triton.accept_block(distribution_parts(probs), *chain))
     probs = probabilities(probs)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]
@@ -84,7 +84,7 @@ def accept_block(
     w = torch.stack(weights, 1)
     excess = (w[:, 1:steps, None] * probs[:, 1:steps] - q[:, 1:]).relu().sum(-1)
     slack = excess + 1 - w[:, 1:steps]
-    # No slack means that a longer prefix is kept for certain, and this uniform random number does not count.
+    # Without slack a longer prefix is kept with certainty, and this uniform has no effect.
     h = torch.where(slack > 0, excess / torch.where(slack > 0, slack, 1.0), 1.0)
     passes = uniforms < torch.cat((h, w[:, steps:]), 1)
     num_accepted = (passes * torch.arange(1, steps + 1, device=q.device)).amax(1)

@@ -1,4 +1,4 @@
-"""Which drafted nodes the target agrees with.
+"""Greedy verification of deterministic drafts in torch.
 
 Legend: B requests, N nodes, S steps.
 """
@@ -32,13 +32,14 @@ def accept_most_likely(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """:func:`accept_greedy` of ``logits [B, N, V]``, of any float type: the lowest id among equals."""
+    """:func:`accept_greedy` with the argmax of ``logits [B, N, V]`` of any float type; the lowest id among
+    equals."""
     if uses_triton(logits, backend):
         from eagle_kit.kernels.accept import triton
 
         window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
         return Accepted(*triton.accept_most_likely(*window, steps))
-    return accept_greedy(logits.argmax(-1), tokens, parents, steps, backend="reference")
+    return accept_greedy(logits.argmax(-1), tokens, parents, steps)
 
 
 def accept_greedy(
@@ -46,21 +47,14 @@ def accept_greedy(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     steps: int,
-    *,
-    backend: Backend | None = None,
 ) -> Accepted:
-    """Walk from the root to the child that is the target's choice, as long as there is one.
+    """Follow the target's most likely tokens from the root for as long as they were drafted.
 
     Args:
         predicted: int64 ``[B, N]``, the target's most likely token after each node.
         tokens, parents: int64 ``[B, N]``, the window.
         steps: S, its depth.
     """
-    if uses_triton(tokens, backend):
-        from eagle_kit.kernels.accept import triton
-
-        window = predicted.contiguous(), tokens.contiguous(), parents.contiguous()
-        return Accepted(*triton.accept_greedy(*window, steps))
     b, n = tokens.shape
     node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
     alive = torch.ones_like(node, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Verification of sampled drafts: a token is kept with probability min(1, p / q).
+"""Rejection sampling of sampled drafts: accept a token with probability min(1, p / q).
 
 Chains (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). The draft drew x from q, the
 target's distribution is p. Keep x with probability min(1, p(x) / q(x)), else draw from norm(relu(p - q)).
@@ -17,9 +17,9 @@ by the identity above, and the next child came from q without the refused token,
 again. When all are refused, the token is sampled from what is left of p. The topology must not depend on the
 values that were sampled.
 
-A token is kept when ``uniform * q(x) < p(x)``, in fp64. It is strict, so that a uniform random number of 0
-never keeps a token of target probability zero; and p = q keeps everything, as uniform random numbers stay
-below 1.
+A token is accepted when ``u * q(x) < p(x)``, in fp64, with a uniform random number u in [0, 1). The
+inequality is strict, so that u = 0 never accepts a token of target probability zero; p = q accepts
+everything.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -42,14 +42,14 @@ def accept_rejection_chain(
 ) -> Accepted:
     """Verify a chain token by token.
 
-    A token with q = 0 cannot have been sampled: it and what follows count as not drafted.
+    A token with q = 0 cannot have been sampled: it and the tokens after it are treated as not drafted.
 
     Args:
         probs: ``[B, S + 1, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        q: ``[B, S, V]``, the distribution that the child of each node was sampled from, S >= 1.
+        q: ``[B, S, V]``, the draft's distribution for the child of each node, S >= 1.
         tokens: int64 ``[B, S + 1]``, the root and the drafts.
         uniforms: ``[B, S]`` in [0, 1), one per draft.
-        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
+        bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
     """
     steps = q.shape[1]
     if uses_triton(tokens, backend):
@@ -65,7 +65,7 @@ def accept_rejection_chain(
     keeps = (uniforms.double() * q_x < p_x) & (q_x > 0)
     num_accepted = keeps.to(torch.int64).cumprod(1).sum(1)
     p_end, q_end = node_rows(probs, num_accepted), node_rows(q, num_accepted.clamp(max=steps - 1))
-    # After the last draft, and where nothing can have been sampled, there is no q to subtract.
+    # Nothing to subtract after the last draft, and where q = 0 says that nothing was sampled.
     is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
     left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
     return chain_accepted(
@@ -87,18 +87,17 @@ def accept_rejection_tree(
     """Verify a tree whose siblings were sampled without replacement and lie in the window in that order.
 
     One pass over the window: as parents come before children, the children of an accepted node are still
-    ahead when it is accepted. A child that q cannot have sampled (q = 0: padding, a repeated sibling, or fill
-    when q had no token left) is passed over as if it were not in the tree. Siblings sampled *with*
-    replacement are therefore verified exactly too: leaving repetitions out, they are a draw without
-    replacement.
+    ahead when it is accepted. A child with q = 0, which cannot have been sampled (padding, a repeated
+    sibling, or a filler once q had no token left), is skipped. Siblings sampled *with* replacement are
+    therefore verified exactly too: without their repetitions they are a sample without replacement.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        q: ``[B, Q, V]``, Q <= N, the distribution that the children of each of the first Q nodes were sampled
-            from; nodes from Q on have no children.
+        q: ``[B, Q, V]``, Q <= N, the draft's distribution for the children of each of the first Q nodes;
+            later nodes have no children.
         tokens, parents: int64 ``[B, N]``, the window; a token of -1 is an unused node.
         uniforms: ``[B, N]`` in [0, 1), one per node; the root's is not used.
-        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
+        bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
         steps: S, depth of the window.
     """
     if uses_triton(tokens, backend):
@@ -106,7 +105,7 @@ def accept_rejection_tree(
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         return Accepted(
-            *triton.accept_stochastic(*distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
+            *triton.accept_stochastic(distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
         )
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
@@ -129,8 +128,8 @@ def accept_rejection_tree(
 
 
 def weights_or(weights: torch.Tensor, distribution: torch.Tensor) -> torch.Tensor:
-    """``weights [B, V]``, but ``distribution [B, V]`` where they are all zero: two distributions that differ
-    by rounding only leave nothing, on a path whose probability is of that size."""
+    """``weights [B, V]``, or ``distribution [B, V]`` in rows where all weights are zero: subtracting two
+    distributions that differ by rounding alone may leave nothing."""
     return torch.where(weights.amax(-1, keepdim=True) > 0, weights, distribution)
 
 
@@ -140,8 +139,7 @@ def node_rows(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
 
 
 def chain_accepted(tokens: torch.Tensor, num_accepted: torch.Tensor, bonus: torch.Tensor) -> Accepted:
-    """The result of a chain ``tokens [B, S + 1]`` of which ``num_accepted [B]`` drafts are followed by
-    ``bonus [B]``."""
+    """Result for a chain ``tokens [B, S + 1]``: its first ``num_accepted [B]`` drafts, then ``bonus [B]``."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     path = torch.minimum(place, num_accepted[:, None])
     return tree_accepted(tokens, path, num_accepted, bonus)
@@ -150,7 +148,7 @@ def chain_accepted(tokens: torch.Tensor, num_accepted: torch.Tensor, bonus: torc
 def tree_accepted(
     tokens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor, bonus: torch.Tensor
 ) -> Accepted:
-    """The result of following ``path [B, S + 1]`` through the window ``tokens [B, N]``."""
+    """Result of following ``path [B, S + 1]`` through the window ``tokens [B, N]``."""
     place = torch.arange(path.shape[1], device=path.device)
     drafts = tokens.gather(1, path).roll(-1, 1)
     emitted = torch.where(place == num_accepted[:, None], bonus[:, None], drafts)
@@ -160,8 +158,8 @@ def tree_accepted(
 def step_to(
     j: int, kept: torch.Tensor, node: torch.Tensor, num_accepted: torch.Tensor, path: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; ``node``, ``num_accepted`` int64 ``[B, 1]``
-    and ``path`` int64 ``[B, S + 1]`` come back anew."""
+    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; returns new ``node`` and ``num_accepted``
+    int64 ``[B, 1]`` and ``path`` int64 ``[B, S + 1]``."""
     num_accepted = num_accepted + kept
     place = torch.arange(path.shape[1], device=path.device)
     return (
@@ -172,6 +170,6 @@ def step_to(
 
 
 def _normalised(weights: torch.Tensor) -> torch.Tensor:
-    """Weights ``[B, V]`` with sum 1, or as they are when all zero."""
+    """Weights ``[B, V]`` scaled to a sum of 1; rows of zeros are returned unchanged."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1.0)

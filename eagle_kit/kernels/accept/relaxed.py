@@ -1,5 +1,5 @@
-"""LOSSY verification by thresholds, as SGLang offers it: more drafts are kept than the target's distribution
-allows.
+"""LOSSY verification by acceptance thresholds, as in SGLang: accepts more drafts than the target's
+distribution allows.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -12,7 +12,7 @@ from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 
 LEAST_THRESHOLD = 1e-9
-"""What a threshold of 0 divides by, SGLang's cap."""
+"""Smallest divisor in place of a threshold of 0, as in SGLang."""
 
 
 def accept_relaxed(
@@ -27,29 +27,27 @@ def accept_relaxed(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Keep a child whose probability, or whose share of the uniform random number, is large enough. LOSSY
-    below thresholds of 1: the text no longer follows the target's distribution, it leans towards what the
-    draft proposes.
+    """Accept a child by two thresholds on its probability. LOSSY below thresholds of 1: the text no longer
+    follows the target's distribution but leans towards the draft's proposals.
 
-    At a node with distribution p and uniform u, children are tried in window order; x is kept when p(x) >=
-    ``threshold_single``, or when u < (the sum of p over x and the siblings tried before it) /
-    ``threshold_acc``. When none is kept, the token is sampled from p without them, with a uniform random
-    number of its own.
+    At a node with distribution p and uniform u, children are tried in window order; x is accepted if p(x) >=
+    ``threshold_single``, or if u < (the sum of p over x and the siblings tried before it) /
+    ``threshold_acc``. If none is accepted, the bonus token is sampled from p without them, using
+    ``bonus_uniforms``.
 
-    With both thresholds 1 this is lossless: x is kept with probability p(x) exactly, and the rest is drawn
-    from the rest. It then spends two uniforms where ``accept_target_only`` spends one, so it emits the same
-    distribution but not the same text.
+    With both thresholds 1 this is lossless: x is accepted with probability exactly p(x), and the bonus token
+    is sampled from the remainder. It then uses two uniforms where ``accept_target_only`` uses one, so it
+    emits the same distribution but not the same text.
 
-    SGLang compares ``u <=``; here it is ``<`` and p(x) > 0 is required besides, so that neither a uniform
-    random number of 0 nor a threshold of 0 emits a token that a filter or a grammar forbade. A repeated
-    sibling is never kept, its probability was spent. Source: SGLang, ``speculative_sampling.cuh``, read in
-    2026.
+    SGLang compares ``u <=``; here it is ``<`` with p(x) > 0, so that neither u = 0 nor a threshold of 0 emits
+    a token that a filter or a grammar excludes. A repeated sibling is never accepted, since its probability
+    was already counted. Source: SGLang, ``speculative_sampling.cuh``, read in 2026.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tokens, parents: int64 ``[B, N]``, the window of a deterministic draft; -1 is an unused node.
         uniforms: ``[B, S + 1]`` in [0, 1), one per depth.
-        bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
+        bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
         steps: S, depth of the window.
         threshold_single, threshold_acc: 0..1.
 
@@ -65,7 +63,7 @@ def accept_relaxed(
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         out = triton.accept_stochastic(
-            *distribution_parts(probs), None, *window, steps, threshold_single, least_acc
+            distribution_parts(probs), None, *window, steps, threshold_single, least_acc
         )
         return Accepted(*out)
     probs = probabilities(probs)

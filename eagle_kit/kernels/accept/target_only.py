@@ -1,9 +1,10 @@
-"""Verification of deterministic drafts: the target's own draw decides, the draft is followed while it agrees.
+"""Verification of deterministic drafts: sample from the target at every node, accept drafts that equal the
+sample.
 
-Lossless for any tree that does not depend on the uniform random numbers: the tree only decides how many of
-the target's draws are already known. As a draw depends on its position's uniform random number and on nothing
-else, text with speculation equals text without, token for token. A temperature of zero is a one-hot
-distribution, and this is the greedy walk.
+Lossless for any tree that does not depend on the uniform random numbers: the tree only determines how many of
+the target's samples are already known. As a sample depends only on the distribution and on the uniform of its
+position, text with speculation equals text without, token for token. A temperature of zero is a one-hot
+distribution, for which this is greedy verification.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -25,21 +26,21 @@ def accept_target_only(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Draw the target's token at every node and walk to the child that equals it.
+    """Sample the target's token at every node and walk to the child that equals it.
 
-    Nodes of one depth share a uniform random number; only one of them is on the path. A node's children are
-    tried by what they are, so their order and repeated siblings change nothing.
+    Nodes of one depth share a uniform; only one of them is on the path. Children are matched by token, so
+    their order and repeated siblings have no effect.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tokens, parents, depths: int64 ``[B, N]``, the window.
-        uniforms: ``[B, S + 1]`` in [0, 1), of the tokens that follow nodes of depth 0..S.
+        uniforms: ``[B, S + 1]`` in [0, 1), for the tokens that follow nodes of depth 0..S.
         steps: S, depth of the window.
     """
     if uses_triton(tokens, backend):
         from eagle_kit.kernels.accept import triton
 
         window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous()
-        return Accepted(*triton.accept_target_only(*distribution_parts(probs), *window, steps))
+        return Accepted(*triton.accept_target_only(distribution_parts(probs), *window, steps))
     sampled = sample(probabilities(probs), uniforms.gather(1, depths), backend="reference")
-    return accept_greedy(sampled, tokens, parents, steps, backend="reference")
+    return accept_greedy(sampled, tokens, parents, steps)

@@ -1,22 +1,24 @@
-"""Verification without a row of probabilities: every program walks one request's window.
+"""Verification in Triton without materialising probabilities: every program walks one request's window.
 
 Greedy and target-only (deterministic drafts) follow the target's own token from node to node, so only nodes
-on the path are looked at: the best of each chunk decides the greedy token, the sums of the chunks and one
-chunk of logits decide a drawn one. Bytes a node on the path: C values, and 4,096 logits where it is drawn.
+on the path are looked at: the best of each chunk gives the greedy token, the sums of the chunks and one chunk
+of logits give a sampled one. Bytes per node on the path: C values, and 4,096 logits where its token is
+sampled.
 
-Rejection (arXiv 2211.17192, 2305.09781) reads a row only when a draft is refused. After r refusals at a node,
-of tokens x_1 .. x_r, what is left of p and q is a recursion over each token alone,
+Rejection (arXiv 2211.17192, 2305.09781) reads a row only when a draft is rejected. After r rejections at a
+node, of tokens x_1 .. x_r, the residuals of p and q follow a recursion for each token alone,
 
     u_r(y) = relu(u_{r-1}(y) / P_{r-1} - q_{r-1}(y) / Q_{r-1}),    q_r(y) = q_{r-1}(y) [y != x_r],
 
-with the sums P and Q over the vocabulary. The program keeps those 3 r numbers instead of rows and computes
-u_r anew where it is needed; one pass over p and q a refusal gives P_r, Q_r and the sums of the chunks that
-the token is sampled from. Bytes: (e + 4) V a refusal, e those of a logit. A chain is a tree without branches.
+with the sums P and Q over the vocabulary. The program keeps these 3 r numbers instead of rows and recomputes
+u_r where it is needed; one pass over p and q per rejection gives P_r, Q_r and the sums of the chunks that the
+token is sampled from. Bytes: (e + 4) V per rejection, e those of a logit. A chain is a tree without branches.
 
 Block verification (arXiv 2403.10444) needs the sums of relu(w_i p - q) at every node: one launch over all
 chunks of all nodes, which are those of the residual row as well, then one walk. Bytes: (e + 4) V S.
 
-Relaxed verification (LOSSY) drops refused tokens: one pass over p where any was refused before the bonus.
+Relaxed verification (LOSSY) excludes rejected tokens: one pass over p where any was rejected before the
+bonus.
 
 p comes as probabilities or as a ``FilteredLogits``, whose p is rounded to fp32 as by ``filtered_probs``, q as
 probabilities. Tokens behind the accepted ones are all the bonus token, so the next root is ``tokens[:, -1]``.
@@ -32,7 +34,6 @@ from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.sampling.triton import (
     best_of_chunks,
     chunk_size,
-    chunk_sums,
     draw,
     num_chunks,
     pick_chunk,
@@ -41,11 +42,12 @@ from eagle_kit.kernels.sampling.triton import (
     row_probs,
     row_scale,
     row_sums,
+    rows_of,
     sizes,
 )
 
 _LANE = tl.constexpr(128)
-"""Tokens whose left-over is summed within a warp: no barrier then stands between the loads of a pass."""
+"""Tokens whose residual is summed within a warp, so that no barrier stands between the loads of a pass."""
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, pat
 
 @triton.jit
 def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
-    """What ``number`` refusals leave of the distributions p and q at tokens ``y``, not normalised."""
+    """Residuals of p and q at tokens ``y`` after ``number`` rejections, not normalised."""
     for r in range(number):
         token = tl.load(refused + at + r)
         if RELAXED:
@@ -100,8 +102,8 @@ def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
 @triton.jit
 def _residuals(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number,
           RELAXED: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
-    """p after node ``m`` and q for its children, of which ``q_size`` tokens are known, at tokens ``y`` as
-    ``number`` refusals leave them, fp64."""
+    """Residuals, fp64, of p after node ``m`` and of q for its children (a row of ``q_size`` tokens) at tokens
+    ``y``, after ``number`` rejections."""
     p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
     if RELAXED:
         return _left(p, p, y, refused, scales, at, number, True)
@@ -112,7 +114,7 @@ def _residuals(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused,
 @triton.jit
 def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refused, scales, at, number,
               parts, RELAXED: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Sums of what is left of p and q; those of p of every 128 tokens are written to ``parts``."""
+    """Sums of the residuals of p and q; those of p over every 128 tokens are written to ``parts``."""
     GROUPS: tl.constexpr = CHUNK // _LANE
     group = tl.arange(0, GROUPS)
     total, rest = tl.zeros([GROUPS], tl.float64), tl.zeros([GROUPS], tl.float64)
@@ -175,7 +177,7 @@ def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms,
                 number += 1
                 total, rest = one * 0.0, one * 0.0
                 for attempt in range(2):
-                    # Distributions that differ by rounding only may leave nothing: p then stays.
+                    # Distributions that differ by rounding alone may leave no residual: then p is sampled.
                     if total <= 0:
                         tl.debug_barrier()
                         tl.store(scales + 2 * (at + number) - 1, tl.where(attempt == 0, 1.0 / q_total, 0.0))
@@ -221,7 +223,7 @@ def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms,
 @triton.jit
 def _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE: tl.constexpr,
                     CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
-    """w_0 .. w_S of a chain."""
+    """Prefix weights w_0 .. w_S of a chain."""
     k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
     is_draft = k < steps
     m = b * (steps + 1) + tl.where(is_draft, k, 0)
@@ -301,8 +303,8 @@ def _outcome(tokens: torch.Tensor, steps: int) -> Outcome:
 
 
 def _walk_warps(chunk: int, is_relaxed: bool) -> int:
-    """A program of ``_walk`` has a multiprocessor to itself: 16 warps keep 32 KB of loads in flight.
-    Without q the compiler takes so few registers for 8 or 16 that it spills."""
+    """Warps of ``_walk``, whose program has a multiprocessor to itself: 16 keep 32 KB of loads in flight.
+    Without q the compiler allots so few registers for 8 or 16 that it spills."""
     return max(1, min(4 if is_relaxed else 16, chunk // 256))
 
 
@@ -314,82 +316,43 @@ def _padded(nodes: int) -> int:
 def accept_most_likely(
     logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
 ) -> Outcome:
-    """``logits [B, N, V]``, ``tokens``, ``parents [B, N]``, all contiguous: two launches."""
+    """Greedy verification of ``logits [B, N, V]``, ``tokens``, ``parents [B, N]``, all contiguous: two
+    launches."""
     out = _outcome(tokens, steps)
     if tokens.numel():
         values, ids = best_of_chunks(logits)
-        _launch_greedy(values, ids, tokens, parents, out, steps)
+        (b, nodes), chunks = tokens.shape, values.shape[1]
+        _follow[(b,)](
+            *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
+            DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
+        )  # fmt: skip
     return out
-
-
-@torch.library.custom_op("eagle_kit::accept_greedy", mutates_args=())
-def accept_greedy(
-    predicted: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
-) -> Outcome:
-    """``predicted``, ``tokens``, ``parents [B, N]`` contiguous: one launch, over rows of a single chunk."""
-    out = _outcome(tokens, steps)
-    if tokens.numel():
-        _launch_greedy(predicted.view(-1, 1), predicted.view(-1, 1), tokens, parents, out, steps)
-    return out
-
-
-def _launch_greedy(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    out: Outcome,
-    steps: int,
-) -> None:
-    (b, nodes), chunks = tokens.shape, values.shape[1]
-    _follow[(b,)](
-        *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
-        DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
-    )  # fmt: skip
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _rows(
-    probs: torch.Tensor, stats: torch.Tensor | None, last: torch.Tensor | None, sums: torch.Tensor | None
-) -> tuple[Rows, bool]:
-    """What kernels read of a distribution, and whether it comes as probabilities."""
-    if stats is None or last is None or sums is None:
-        return (probs, probs, probs, chunk_sums(probs)), True
-    return (probs, stats, last, sums), False
 
 
 @torch.library.custom_op("eagle_kit::accept_target_only", mutates_args=())
 def accept_target_only(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     tokens: torch.Tensor,
     parents: torch.Tensor,
     uniforms: torch.Tensor,
     steps: int,
 ) -> Outcome:
-    """Probabilities ``[B, N, V]`` or the parts of a ``FilteredLogits``; ``uniforms`` fp64 ``[B, S + 1]``; all
-    contiguous. One launch for filtered logits, two for probabilities."""
+    """Target-only verification of a distribution in the form of ``distribution_parts``; ``uniforms`` fp64
+    ``[B, S + 1]``; all contiguous. One launch for filtered logits, two for probabilities."""
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
-        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        rows, dense = rows_of(parts)
+        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
         _follow[(b,)](
-            *rows, probs, probs, uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab), steps,
-            GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
+            *rows, parts[0], parts[0], uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab),
+            steps, GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
         )  # fmt: skip
     return out
 
 
 @torch.library.custom_op("eagle_kit::accept_stochastic", mutates_args=())
 def accept_stochastic(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     q: torch.Tensor | None,
     tokens: torch.Tensor,
     parents: torch.Tensor,
@@ -400,21 +363,21 @@ def accept_stochastic(
     threshold_acc: float,
 ) -> Outcome:
     """Rejection with ``q [B, Q, V]`` and ``uniforms`` fp64 ``[B, N]``, or without q by thresholds with
-    ``uniforms [B, S + 1]``; the rest as for ``accept_target_only``, launches too."""
+    ``uniforms [B, S + 1]``; other arguments and launches as for ``accept_target_only``."""
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
-        (b, nodes), vocab = tokens.shape, probs.shape[-1]
+        rows, dense = rows_of(parts)
+        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
         options = sizes(vocab)
         options["num_warps"] = _walk_warps(options["CHUNK"], q is None)
         refused = torch.empty_like(tokens)
         scales = torch.empty(b, nodes, 2, dtype=torch.float64, device=tokens.device)
         groups = options["CHUNK"] // _LANE.value
-        parts = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
+        residuals = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
         _walk[(b,)](
-            *rows, probs if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
-            parts, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab, num_chunks(vocab),
-            steps,
+            *rows, parts[0] if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
+            residuals, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab,
+            num_chunks(vocab), steps,
             SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
             **options,
         )  # fmt: skip
@@ -423,21 +386,18 @@ def accept_stochastic(
 
 @torch.library.custom_op("eagle_kit::accept_block", mutates_args=())
 def accept_block(
-    probs: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    parts: list[torch.Tensor],
     q: torch.Tensor,
     tokens: torch.Tensor,
     uniforms: torch.Tensor,
     bonus_uniforms: torch.Tensor,
 ) -> Outcome:
-    """``q [B, S, V]``, ``tokens [B, S + 1]``, ``uniforms`` fp64 ``[B, S]``; the rest as for
-    ``accept_target_only``. Two launches for filtered logits, three for probabilities."""
+    """Block verification with ``q [B, S, V]``, ``tokens [B, S + 1]`` and ``uniforms`` fp64 ``[B, S]``; other
+    arguments as for ``accept_target_only``. Two launches for filtered logits, three for probabilities."""
     b, steps, vocab = q.shape
     out = _outcome(tokens, steps)
     if tokens.numel():
-        rows, dense = _rows(probs, stats, last, sums)
+        rows, dense = rows_of(parts)
         chunks = num_chunks(vocab)
         excess = torch.empty(b, steps, chunks, dtype=torch.float64, device=q.device)
         options = {**sizes(vocab), "DENSE": dense, "SPAD": triton.next_power_of_2(steps + 1)}
@@ -449,28 +409,28 @@ def accept_block(
 
 
 @accept_most_likely.register_fake
-@accept_greedy.register_fake
 def _(logits, tokens, parents, steps):
     return _outcome(tokens, steps)
 
 
 @accept_target_only.register_fake
-def _(probs, stats, last, sums, tokens, parents, uniforms, steps):
+def _(parts, tokens, parents, uniforms, steps):
     return _outcome(tokens, steps)
 
 
 @accept_stochastic.register_fake
-def _(probs, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
+def _(parts, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
     return _outcome(tokens, steps)
 
 
 @accept_block.register_fake
-def _(probs, stats, last, sums, q, tokens, uniforms, bonus_uniforms):
+def _(parts, q, tokens, uniforms, bonus_uniforms):
     return _outcome(tokens, q.shape[1])
 
 
 def variants() -> list[Variant]:
-    """Llama 3's vocabulary: distributions over bf16 logits, probabilities for drafts of other engines."""
+    """Kernels to compile ahead of time, for Llama 3's vocabulary: distributions over bf16 logits, and
+    probabilities for drafts of other engines."""
     found = []
     integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
     longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")

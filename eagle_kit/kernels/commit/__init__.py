@@ -1,6 +1,6 @@
-"""Commit: copy rows of a key-value store, in all its layers and heads at once.
+"""Commit: copy accepted window nodes of a key-value store to their pages, in all layers and heads at once.
 
-Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows of a request. A store
+Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows per request. A store
 is a pair ``k, v [L, Hkv, R, D]`` or, for latent attention, one tensor ``[L, R, D]`` and None; it is
 contiguous.
 """
@@ -11,27 +11,6 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.commit import reference
-
-
-def commit(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    source_rows: torch.Tensor,
-    target_rows: torch.Tensor,
-    *,
-    backend: Backend | None = None,
-) -> None:
-    """Copy rows ``source_rows`` of ``k`` and ``v`` to ``target_rows``, both int64 ``[n]``.
-
-    No row is source and target at once, and a target may come twice only where its content does not matter.
-    """
-    _check(k, v)
-    if uses_triton(k, backend):
-        from eagle_kit.kernels.commit import triton
-
-        triton.commit(k, v, source_rows, target_rows)
-    else:
-        reference.commit(k, v, source_rows, target_rows)
 
 
 def commit_path(
@@ -54,7 +33,10 @@ def commit_path(
     // page_size] * page_size + p % page_size``, with ``page_table [B, P]``. Requests own their pages alone,
     except pages whose content does not matter.
     """
-    _check(k, v)
+    assert k.is_contiguous(), "k must be contiguous"
+    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), (
+        "v must have the shape and dtype of k"
+    )
     form: Any = reference
     if uses_triton(k, backend):
         from eagle_kit.kernels.commit import triton
@@ -63,8 +45,3 @@ def commit_path(
     form.commit_path(
         k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride
     )
-
-
-def _check(k: torch.Tensor, v: torch.Tensor | None) -> None:
-    assert k.is_contiguous(), "a store is contiguous"
-    assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), "v is like k"

@@ -1,16 +1,9 @@
-"""Commit in torch: what the kernel is held to. Legend: B requests, n rows of a request."""
+"""Commit in torch, the reference of the kernel.
+
+Legend: B requests, n rows per request.
+"""
 
 import torch
-
-
-def commit(
-    k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
-) -> None:
-    """Copy rows ``[n]`` of the last dimension but one to rows ``[n]``."""
-    for store in (k, v):
-        if store is not None:
-            held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8
-            held.index_copy_(-2, target_rows, held.index_select(-2, source_rows))
 
 
 def commit_path(
@@ -29,8 +22,12 @@ def commit_path(
     offset = torch.arange(n, device=nodes.device)
     kept = offset < num_committed[:, None]
     scratch = scratch_start + torch.arange(b, device=nodes.device)[:, None] * scratch_stride
-    source = scratch + torch.where(kept, nodes, 0)
+    source = (scratch + torch.where(kept, nodes, 0)).view(-1)
     position = first_position[:, None] + offset
     page = torch.where(kept, position // page_size, 0)
     slot = page_table.gather(1, page) * page_size + position % page_size
-    commit(k, v, source.view(-1), torch.where(kept, slot, source).view(-1))
+    target = torch.where(kept.view(-1), slot.view(-1), source)
+    for store in (k, v):
+        if store is not None:
+            held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8
+            held.index_copy_(-2, target, held.index_select(-2, source))

@@ -4,7 +4,7 @@ A store is planes (layer and head) of R rows; a program copies its share of one 
 planes, as words of up to 8 bytes, two of which make the 16 bytes that a thread moves at once. So every dtype
 is one kernel. The row arithmetic of :func:`commit_path` is the kernel's own: nothing is launched before it.
 
-Bytes: 2 planes * D elements a row and tensor, read and written.
+Bytes: 2 planes * D elements per row and tensor, read and written.
 """
 
 import torch
@@ -14,34 +14,10 @@ import triton.language as tl
 from eagle_kit.kernels.aot import Variant
 
 BLOCK = 256
-"""Words a program copies of each tensor: 2 KB, one load of 16 bytes a thread at 4 warps. A row of Llama 3 8B
-is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an H200."""
+"""Words of each tensor that a program copies: 2 KB, one load of 16 bytes per thread at 4 warps. A row of
+Llama 3 8B is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an
+H200."""
 NUM_WARPS = 4
-
-
-@triton.jit
-def _copy(
-    k, v, source, target, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
-):
-    """The piece of row ``source`` that belongs to this program."""
-    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = i < num_planes * WORDS
-    plane = (i // WORDS).to(tl.int64)
-    place = plane * num_rows * WORDS + i % WORDS
-    k_piece = tl.load(k + place + source * WORDS, inside)
-    if HAS_V:
-        v_piece = tl.load(v + place + source * WORDS, inside)
-        tl.store(v + place + target * WORDS, v_piece, inside)
-    tl.store(k + place + target * WORDS, k_piece, inside)
-
-
-@triton.jit
-def _commit(
-    k, v, sources, targets, num_planes, num_rows, WORDS: tl.constexpr, HAS_V: tl.constexpr, SIZE: tl.constexpr
-):
-    row = tl.program_id(0)
-    source, target = tl.load(sources + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
-    _copy(k, v, source, target, num_planes, num_rows, WORDS, HAS_V, SIZE)
 
 
 @triton.jit
@@ -72,51 +48,26 @@ def _commit_path(
         page = tl.load(page_table + request * table_stride + position // PAGE_SIZE).to(tl.int64)
         node = tl.load(nodes + request * node_stride_b + j * node_stride_n).to(tl.int64)
         source = scratch_start + request * scratch_stride + node
-        _copy(k, v, source, page * PAGE_SIZE + position % PAGE_SIZE, num_planes, num_rows, WORDS, HAS_V, SIZE)
+        target = page * PAGE_SIZE + position % PAGE_SIZE
+        i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+        inside = i < num_planes * WORDS
+        plane = (i // WORDS).to(tl.int64)
+        offset = plane * num_rows * WORDS + i % WORDS
+        k_piece = tl.load(k + offset + source * WORDS, inside)
+        if HAS_V:
+            v_piece = tl.load(v + offset + source * WORDS, inside)
+            tl.store(v + offset + target * WORDS, v_piece, inside)
+        tl.store(k + offset + target * WORDS, k_piece, inside)
 
 
 def _words(store: torch.Tensor) -> torch.Tensor:
-    """The store as the widest integers that its rows and its start allow."""
+    """View the store as the widest integers that its row size and its address allow."""
     row_bytes = store.shape[-1] * store.element_size()
     start = store.storage_offset() * store.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
         if row_bytes % dtype.itemsize == start % dtype.itemsize == 0:
             return store.view(dtype)
     return store.view(torch.uint8)
-
-
-def _shape(words: torch.Tensor) -> tuple[int, int, int]:
-    """Planes, rows and words a row."""
-    num_rows, size = words.shape[-2:]
-    return words.numel() // (num_rows * size), num_rows, size
-
-
-@torch.library.custom_op("eagle_kit::commit", mutates_args=("k", "v"))
-def commit(
-    k: torch.Tensor, v: torch.Tensor | None, source_rows: torch.Tensor, target_rows: torch.Tensor
-) -> None:
-    """``k`` and ``v [..., R, D]`` contiguous; rows int64 ``[n]``, contiguous."""
-    if source_rows.numel() == 0 or k.numel() == 0:
-        return
-    held = _words(k)
-    num_planes, num_rows, size = _shape(held)
-    _commit[(source_rows.numel(), triton.cdiv(num_planes * size, BLOCK))](
-        held,
-        held if v is None else _words(v),
-        source_rows.contiguous(),
-        target_rows.contiguous(),
-        num_planes,
-        num_rows,
-        WORDS=size,
-        HAS_V=v is not None,
-        SIZE=BLOCK,
-        num_warps=NUM_WARPS,
-    )
-
-
-@commit.register_fake
-def _(k, v, source_rows, target_rows):
-    return None
 
 
 @torch.library.custom_op("eagle_kit::commit_path", mutates_args=("k", "v"))
@@ -131,11 +82,13 @@ def commit_path(
     scratch_start: int,
     scratch_stride: int,
 ) -> None:
-    """``k`` and ``v [..., R, D]`` contiguous, ``page_table [B, P]``, ``nodes [B, n]`` of any strides."""
+    """Copy window nodes in ``k`` and ``v [..., R, D]`` contiguous; ``page_table [B, P]``, ``nodes [B, n]`` of
+    any strides."""
     if nodes.numel() == 0 or k.numel() == 0:
         return
     held = _words(k)
-    num_planes, num_rows, size = _shape(held)
+    num_rows, size = held.shape[-2:]
+    num_planes = held.numel() // (num_rows * size)
     _commit_path[(nodes.numel(), triton.cdiv(num_planes * size, BLOCK))](
         held,
         held if v is None else _words(v),
@@ -164,7 +117,8 @@ def _(k, v, page_table, page_size, nodes, first_position, num_committed, scratch
 
 
 def variants() -> list[Variant]:
-    """Rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and DeepSeek's latent (576, one tensor)."""
+    """Kernels to compile ahead of time: rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and
+    DeepSeek's latent (576, one tensor)."""
     made = []
     for title, row_bytes, has_v in (
         ("bf16 D128", 256, True),
@@ -174,10 +128,6 @@ def variants() -> list[Variant]:
     ):
         constants = {"WORDS": row_bytes // 8, "HAS_V": has_v, "SIZE": BLOCK}
         stores, counts = dict.fromkeys(("k", "v"), "*i64"), dict.fromkeys(("num_planes", "num_rows"), "i32")
-        rows = dict.fromkeys(("sources", "targets"), "*i64")
-        made.append(
-            Variant(f"commit {title}", _commit, {**stores, **rows, **counts}, constants, num_warps=NUM_WARPS)
-        )
         inputs = dict.fromkeys(("page_table", "nodes", "first_position", "num_committed"), "*i64")
         strides = (
             "table_stride",

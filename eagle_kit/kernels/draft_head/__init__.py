@@ -1,4 +1,4 @@
-"""The output layer of a draft and the best K of its vocabulary, in one pass over the weight.
+"""Output layer of a draft head and top-k over its vocabulary, in one pass over the weight.
 
 Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 """
@@ -20,21 +20,22 @@ def draft_topk(
     token_map: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [T, H]`` times ``weight [Vd, H]`` transposed -> the K best ids and their log-probabilities.
+    """Top-k ids and log-probabilities of ``softmax(x weight^T)`` for ``x [T, H]`` and ``weight [Vd, H]``.
 
-    The reference rounds logits to the dtype of ``x``, as a linear layer does, so that near ones become equal;
-    the kernel ranks and normalizes sums in fp32. Of equal logits the lowest id is first. Logits are finite.
+    The reference rounds logits to the dtype of ``x``, as a linear layer does, so that near-equal logits
+    become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal logits.
+    Logits must be finite.
 
     Args:
         topk: 1 to 16.
-        normalized: False leaves the log-probabilities at 0 and spares the sum of exponentials, for a chain,
-            which ranks nothing.
-        token_map: int64 ``[Vd]``, target id of each draft id, if target ids are wanted.
+        normalized: False returns log-probabilities of 0 and saves the sum of exponentials, for chains, which
+            need no scores.
+        token_map: int64 ``[Vd]``, target id of each draft id, to return target ids.
 
     Returns:
         int64 and fp32 ``[T, K]``, best first.
     """
-    assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk is 1 to 16, and Vd at most"
+    assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk must be 1 to 16 and at most Vd"
     if uses_triton(x, backend):
         from eagle_kit.kernels.draft_head import triton
 

@@ -1,14 +1,17 @@
-"""The draft head in torch: what the kernel is held to. Legend: T rows, H hidden, Vd draft vocabulary."""
+"""Draft head in torch, the reference of the kernel.
+
+Legend: T rows, H hidden, Vd draft vocabulary.
+"""
 
 import torch
 from torch.nn import functional as F
 
 
 def best_of(logits: torch.Tensor, topk: int) -> torch.Tensor:
-    """Ids ``[T, K]`` of the largest of ``logits [T, Vd]`` fp32, best first, the lowest id first of equals.
+    """Ids ``[T, K]`` of the largest of ``logits [T, Vd]`` fp32, best first, the lowest id first among equals.
 
-    ``torch.topk`` takes equals as they come, and a stable sort is ten times slower. So it is given integers
-    in the same order that differ: the bits of a float, those of a negative one inverted, before the id.
+    ``torch.topk`` leaves the order of equals open, and a stable sort is ten times slower. So it is applied to
+    distinct integers of the same order: the bits of the float (inverted if negative) followed by the id.
     """
     if topk == 1:
         return logits.argmax(-1, keepdim=True)
@@ -21,7 +24,7 @@ def best_of(logits: torch.Tensor, topk: int) -> torch.Tensor:
 def draft_topk(
     x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in the dtype of ``x``, their softmax in fp32."""
+    """Top-k from logits in the dtype of ``x`` and their fp32 softmax."""
     return topk_of_logits(F.linear(x, weight), topk, normalized, token_map)
 
 

@@ -8,16 +8,16 @@ matrix instruction that has 64 rows, and keeps of each row's logits z, in fp32,
 A key is a logit's bits, in the order of integers, before the inverted id: the largest key is the largest
 logit of the lowest id. No two are equal, so the best is taken out by comparing.
 
-``_merge``: a program a row. The K best lie in the K tiles with the best heads, since each of these holds a
-better key than any in another tile. With m the best logit and (m_t, s_t) those of tile t,
+``_merge``: one program per row. The K best lie in the K tiles with the best heads, since each of these holds
+a better key than any in another tile. With m the best logit and (m_t, s_t) those of tile t,
 
     log-probability = z - m - log(sum_t s_t exp(m_t - m)).
 
 Logits are sums in fp32 and never rounded (a linear layer rounds them to the dtype of x); sums of exponentials
 are fp32.
 
-Bytes: Vd H elements of weight once for up to 64 rows, 8 K + 4 a tile and row between the launches. The best K
-of a tile are K maxima over keys in registers, at the end of what is bound by the weight's bytes.
+Bytes: Vd H elements of weight once for up to 64 rows, 8 K + 4 per tile and row between the launches. The best
+K of a tile are K maxima over keys in registers, after a loop that is bound by the weight's bytes.
 
 Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 """
@@ -34,7 +34,7 @@ _NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def _key(logit, id):
-    """Zeros are equal."""
+    """Sortable integer of a logit and its inverted id; 0 and -0 are equal."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & _SIGN)).to(tl.int64) << 32) | (id ^ _SIGN).to(tl.int64)
 
@@ -116,7 +116,7 @@ def _merge(keys, sums, token_map, ids, scores, tiles, topk, NORMALIZED: tl.const
 
 
 def _options(num_rows: int, vocab: int, size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of ``_tiles``, for an H200: 132 multiprocessors of 228 KB want some 32 KB in flight each.
+    """Sizes of ``_tiles``, for an H200: 132 multiprocessors of 228 KB need some 32 KB in flight each.
 
     128 ids a tile halve what is read of x from the L2 cache; 64 reach all multiprocessors with a small
     vocabulary, about one program each, which takes more stages. 16 rows: stages of 32 + 4 KB, two of three in
@@ -150,7 +150,8 @@ def _merge_options(topk: int, tiles: int) -> dict[str, int]:
 def draft_topk(
     x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all contiguous."""
+    """Top-k of ``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all
+    contiguous."""
     (num_rows, size), vocab = x.shape, weight.shape[0]
     ids, scores = _outputs(x, topk)
     if num_rows == 0:
@@ -181,7 +182,8 @@ def _(x, weight, topk, normalized, token_map):
 
 
 def variants() -> list[Variant]:
-    """Heads of 32,000 and of all 151,936 ids over 4,096, and of 8,192 over SmolLM2's 576."""
+    """Kernels to compile ahead of time: heads of 32,000 and of all 151,936 ids over 4,096, and of 8,192 over
+    SmolLM2's 576."""
     found = []
     for kind, dtype, num_rows, vocab, size, topk in (
         ("bf16", torch.bfloat16, 1, 32000, 4096, 1),

@@ -9,7 +9,8 @@ from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, line
 __all__ = ["NEEDS_MASS", "linear_draft_loss"]
 
 NEEDS_MASS = ("tv", "lk-alpha", "lk-hybrid")
-"""Losses in the acceptance rate, which depends on the target's probabilities outside the draft vocabulary."""
+"""Losses in terms of the acceptance rate, which depends on the target's probability outside the draft
+vocabulary."""
 ENTROPY_ROWS = 256
 
 

@@ -1,8 +1,7 @@
-"""Losses of a draft besides cross-entropy, for the fused output layer.
+"""Divergences between draft and target other than cross-entropy, fused with the draft's output layer.
 
 For a row with logits z over the draft vocabulary D, q = softmax(z), the target's distribution renormalised
-over D, p, and the share m of the target's probability that D has, so that the target says v in D with
-probability m p_v:
+over D, p, and the target's total probability m of D, so that v in D has the target probability m p_v:
 
     reverse-kl   sum_v q_v log(q_v / p_v)                          dz_v = q_v (log(q_v / p_v) - loss)
     tv           1 - a,  a = sum_v min(m p_v, q_v)                 dz_v = q_v (s - [q_v < m p_v])
@@ -14,10 +13,10 @@ dq_u / dz_v = q_u ([u = v] - q_v).)
 
 **Which p.** a is the probability that a token sampled from q is accepted (Leviathan et al., arXiv
 2211.17192), and 1 - a is the total variation between q, zero outside D, and the target's distribution over
-*all* tokens. What the target says outside D can never be accepted, so there p keeps its own scale, m p, as in
-section 4.4 of LK losses: renormalised, a row whose target is mostly outside D would count as if everything
-could be won, and q would be called too small where it is right. A logarithm of a ratio needs the renormalised
-p: KL to a distribution that q cannot reach is infinite.
+*all* tokens. Target tokens outside D can never be accepted, so these losses use p at its own scale, m p, as
+in section 4.4 of LK losses: with a renormalised p, a row whose target is mostly outside D would count as
+fully learnable, and q would appear too small where it is right. The KL divergences need the renormalised p,
+because they are infinite where q is zero and p is not.
 
 Sources: total variation for drafts, DistillSpec (arXiv 2310.08461); lk-alpha and lk-hybrid, LK losses (arXiv
 2602.23881), where w follows the mean of a over a step's batch; here, as in the speculators project, the row's
@@ -33,13 +32,13 @@ import torch
 from eagle_kit.kernels.soft_cross_entropy.reference import RowLoss
 
 LEAST_PROBABILITY = 1e-30
-"""Floor of a probability inside a logarithm."""
+"""Lower bound of probabilities inside a logarithm."""
 LEAST_ACCEPTANCE = 1e-8
-"""Floor of an acceptance rate inside a logarithm and below a fraction."""
+"""Lower bound of acceptance rates inside a logarithm and in a denominator."""
 
 
 def _softmax(z: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Turn ``z`` into its softmax, in place; ``top`` is its largest value by rows."""
+    """Softmax of ``z`` in place; ``top`` is its row-wise maximum."""
     z = z.sub_(top[:, None]).exp_()
     return z.div_(z.sum(-1, keepdim=True))
 
@@ -47,7 +46,7 @@ def _softmax(z: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 def _overlap(
     q: torch.Tensor, p: torch.Tensor, mass: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Acceptance rate ``[rows]``, and the gradient of one minus it with respect to logits."""
+    """Acceptance rate a ``[rows]``, and the gradient of 1 - a with respect to the logits."""
     if mass is not None:
         p = p * mass[:, None]
     accepted = torch.minimum(p, q).sum(-1)
@@ -103,7 +102,7 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 
 def row_loss(loss: str, eta: float) -> RowLoss:
-    """Rule of ``reverse-kl``, ``tv``, ``lk-alpha`` or ``lk-hybrid``, the last with ``eta``."""
+    """Loss function of rows by name: one of the four losses of this module."""
     if loss == "lk-hybrid":
         return _lk_hybrid(eta)
     return {"reverse-kl": _reverse_kl, "tv": _tv, "lk-alpha": _lk_alpha}[loss]

@@ -1,8 +1,9 @@
-"""The routed experts of a mixture: every token through its own few of E SwiGLU networks.
+"""Routed experts of a mixture: every token passes through its own K of E SwiGLU networks.
 
-On a CPU the host reads who goes where and multiplies each expert's rows. On a GPU nothing is read, so that it
-can be in a CUDA graph: rows sorted by expert and two grouped matmuls in bf16, which read the weights of the
-experts that are hit; in other types all experts over all rows, E / K times the work.
+On a CPU the routing is read on the host, and each expert multiplies its own rows. On a GPU nothing is read on
+the host, so that it can be captured in a CUDA graph: in bf16, rows sorted by expert and two grouped matmuls,
+which read the weights of the active experts only; in other dtypes all experts over all rows, E / K times the
+work.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -27,8 +28,8 @@ _packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """Copies of every expert's weights in oneDNN's layout for few rows. An operation, whose arguments are
-    tensors and numbers, knows them by ``number``."""
+    """Copies of every expert's weights in oneDNN's layout for few rows. The custom op, whose arguments are
+    tensors and numbers, looks them up by ``number``."""
 
     gate_up: Sequence[onednn.Packed]
     down: Sequence[onednn.Packed]
@@ -38,24 +39,19 @@ class PackedExperts:
         _packed[self.number] = self
 
 
-def _by_number(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    return _by_packed_expert(x, ids, weights, _packed[number])
-
-
-def _by_packed_expert(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts
-) -> torch.Tensor:
+def _by_packed_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    packed = _packed[number]
     return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=onednn.packed_matmul)
 
 
 library.define("by_packed_expert(Tensor x, Tensor ids, Tensor weights, int number) -> Tensor")
-library.impl("by_packed_expert", _by_number, "CPU")
+library.impl("by_packed_expert", _by_packed_expert, "CPU")
 library.define("by_expert(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor")
 library.impl("by_expert", reference.by_expert, "CPU")
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts | None:
-    """The weights of :func:`experts`, packed; None where oneDNN is not what multiplies them."""
+    """Pack the weights of :func:`experts`; None where oneDNN is not used."""
     if not (can_pack(gate_up) and can_pack(down)):
         return None
     return PackedExperts(
@@ -71,24 +67,24 @@ def experts(
     down: torch.Tensor,
     packed: PackedExperts | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of a token's experts.
+    """Weighted sum of the outputs of each token's experts.
 
     Args:
         x: ``[T, H]``.
-        ids: int64 ``[T, K]``, a token's experts, each once.
-        weights: fp32 ``[T, K]``, theirs.
+        ids: int64 ``[T, K]``, the distinct experts of each token.
+        weights: fp32 ``[T, K]``, their weights.
         gate_up: ``[E, 2 I, H]``, the gate first.
         down: ``[E, H, I]``.
-        packed: both again as :func:`pack_experts` made them, for few rows and no gradients.
+        packed: both weights packed by :func:`pack_experts`, for few rows without gradients.
 
     Returns:
         ``[T, H]`` in the dtype of ``x``.
     """
     if packed is not None and takes_packed(x):
-        if is_recording():  # of the operation, not of who goes where this time
+        if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)
             return torch.ops.eagle_kit_cpu.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]
-        return _by_packed_expert(x, ids, weights, packed)
+        return _by_packed_expert(x, ids, weights, packed.number)
     if x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor):
         if is_recording():
             return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]

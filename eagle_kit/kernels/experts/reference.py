@@ -1,4 +1,4 @@
-"""Routed experts in torch, in three orders of the same work.
+"""Routed experts in torch, in three orders of computation.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -14,8 +14,8 @@ from eagle_kit.kernels.swiglu import swiglu
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`linear` of rows ``[n, K]``, a lone one beside a copy of itself: it would be summed in another
-    order than one among others."""
+    """:func:`linear` of rows ``[n, K]``, with one-row inputs padded to two rows to keep the summation
+    order."""
     return linear(x, weight) if len(x) > 1 else linear(x.expand(2, -1).contiguous(), weight)[:1]
 
 
@@ -27,11 +27,12 @@ def by_expert(
     down: Sequence[Any] | torch.Tensor,
     multiply: Callable[[torch.Tensor, Any], torch.Tensor] = batch_invariant_linear,
 ) -> torch.Tensor:
-    """One expert after another over its rows; who goes where is read on the host. Differentiable.
+    """Run one expert after another over its rows, reading the routing on the host. Differentiable.
 
     Args:
-        gate_up, down: what ``multiply`` takes behind the rows, for each expert. It must not let a row depend
-            on how many there are: a token's logits are not to depend on who shares its expert.
+        gate_up, down: weights as ``multiply`` takes them after the rows, one per expert.
+        multiply: linear layer whose result for a row must not depend on the number of rows, so that a token's
+            logits do not depend on the other tokens of its expert.
     """
     chosen, k = ids.flatten().tolist(), ids.shape[1]
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
@@ -53,8 +54,8 @@ def by_expert(
 def grouped(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Rows sorted by expert, then two grouped matmuls. On a GPU nothing is read on the host; they need bf16
-    and rows of a multiple of 16 bytes."""
+    """Sort rows by expert, then run two grouped matmuls. Nothing is read on the host of a GPU; bf16 only,
+    with rows of a multiple of 16 bytes."""
     t, k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -71,8 +72,8 @@ def grouped(
 def dense(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert over every row, weighted by 0 where a token is not sent: reads nothing on the host, for
-    few tokens or small models."""
+    """Run every expert over every row, with weight 0 for tokens not routed to it: nothing is read on the
+    host; for few tokens or small models."""
     share = torch.zeros(len(x), len(down), dtype=torch.float32, device=x.device)
     share = share.scatter(1, ids, weights)
     inner = swiglu(torch.matmul(x, gate_up.transpose(1, 2)))  # [E, T, I]

@@ -51,12 +51,12 @@ def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return True if ``weight`` can be kept in oneDNN's layout."""
+    """Return whether ``weight`` can be kept in oneDNN's layout."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
 
 
 def takes_packed(x: torch.Tensor) -> bool:
-    """Return True if rows ``x [T, K]`` are multiplied by packed weights, where there are any."""
+    """Return whether rows ``x [T, K]`` are multiplied by packed weights where these exist."""
     return (
         x.shape[0] <= onednn.PACKED_MAX_ROWS
         and x.device.type == "cpu"
@@ -66,8 +66,8 @@ def takes_packed(x: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy for
-    inference."""
+    """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy of the
+    weight for inference."""
 
     _packed: onednn.Packed | None = None
     _is_merged = False
@@ -87,19 +87,20 @@ class Linear(nn.Linear):
 
 
 class MergedLinear(NamedTuple):
-    """Layers that read the same rows, packed as one matmul: ``sizes`` of their outputs."""
+    """Linear layers with the same input, packed as one matmul; ``sizes`` are their numbers of outputs."""
 
     weight: onednn.Packed
     bias: torch.Tensor | None
     sizes: list[int]
 
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[T, K]``, of which :func:`takes_packed` holds -> ``[T, N]`` of each layer."""
+        """``x [T, K]``, for which :func:`takes_packed` must hold -> ``[T, N]`` of each layer."""
         return onednn.packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
 
 
 def pack_merged(*layers: Linear) -> MergedLinear | None:
-    """Pack layers of the same inputs together, in place of each by itself; None where that cannot be."""
+    """Pack layers with the same input into one matmul, in place of packing each; None where they cannot be
+    packed."""
     biases = [layer.bias for layer in layers]
     has_bias = biases[0] is not None
     if not all(can_pack(layer.weight) and (layer.bias is not None) == has_bias for layer in layers):
@@ -112,7 +113,7 @@ def pack_merged(*layers: Linear) -> MergedLinear | None:
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Call ``pack`` on every part of ``module`` that has one: :meth:`Linear.pack` and its like."""
+    """Call ``pack`` on every submodule of ``module`` that has it, such as :meth:`Linear.pack`."""
     for child in module.modules():
         pack = getattr(child, "pack", None)
         if pack is not None:
@@ -120,5 +121,6 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def packed_parts(module: nn.Module) -> list[Any]:
-    """Packed weights that :func:`pack_weights` left in ``module``: tuples with tensors in them."""
+    """Packed weights that :func:`pack_weights` has left in submodules of ``module``: tuples that contain
+    tensors."""
     return [child._packed for child in module.modules() if getattr(child, "_packed", None) is not None]

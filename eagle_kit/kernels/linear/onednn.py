@@ -1,8 +1,9 @@
 """``y = x w^T + b`` in fp32 on a CPU through oneDNN.
 
 Torch sends fp32 matmuls to MKL, which reaches a third of oneDNN's rate on AMD processors and reads a weight
-once per row at small T. oneDNN also adds up K in the same order whatever T is, from two rows on (tested). So
-a token's logits do not depend on how many others share its window; a lone row gets company where it needs it.
+once per row at small T. From two rows on, oneDNN also sums over K in the same order for every T (tested);
+one-row inputs are padded to two rows where the order would differ. So a token's logits do not depend on the
+number of tokens in its window.
 
 The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
 ``x^T``); oneDNN takes the transposed views as they are, if they are dense: for x^T of columns cut out of a
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 PACKED_MAX_ROWS = 256
-"""Above this many rows the blocked weight layout, chosen for small T, is slower than the plain one."""
+"""Largest number of rows for which the blocked weight layout, chosen for small T, is faster than the plain
+one."""
 COMPARED_OUTPUTS = 64
 _POINTWISE: Any = None
 if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -22,7 +24,7 @@ if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_p
 
 
 def available() -> bool:
-    """Whether this torch has the oneDNN operators."""
+    """Return whether this torch has the oneDNN operators."""
     return _POINTWISE is not None
 
 
@@ -32,16 +34,16 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class Packed(NamedTuple):
-    """A weight in oneDNN's ``blocked`` layout, an opaque tensor; whether one row of x ``needs_padding`` to be
-    summed up in the order of two, as it does where K is split."""
+    """Weight in oneDNN's ``blocked`` layout, an opaque tensor; ``needs_padding`` if one-row inputs must be
+    padded to two rows to keep the summation order, as is the case where K is split."""
 
     blocked: torch.Tensor
     needs_padding: bool
 
 
 def pack(weight: torch.Tensor) -> Packed:
-    """Copy ``weight [N, K]`` into oneDNN's layout for :func:`packed_matmul`, and see what it does with a lone
-    row: another order of the sum changes most of the outputs."""
+    """Copy ``weight [N, K]`` into oneDNN's layout for :func:`packed_matmul`, and test whether one-row inputs
+    need padding: another order of summation changes most outputs."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     n, k = weight.shape
     x = torch.randn(max(2, -(-COMPARED_OUTPUTS // n)), k, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """Absorbed multi-head latent attention of a window of nodes (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-With W_UK folded into the query and W_UV into what follows, all heads attend to one key a token: a latent, and
-beside it a part that carries RoPE. The value is the latent again.
+With W_UK folded into the query and W_UV into the output projection, all heads attend to one key per token:
+the latent, followed by the part that carries RoPE. The value is the latent itself.
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store.
 """
@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.mla_attention import reference
-from eagle_kit.kernels.window_attention.plan import WindowPlan
+from eagle_kit.kernels.window_attention.plan import WindowPlan, reference_columns
 
 
 def mla_window_attention(
@@ -23,13 +23,13 @@ def mla_window_attention(
     latent_dim: int = 512,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Every node attends to its request's prefix and to its ancestors in the window.
+    """Attention of every node to its request's prefix and to its ancestors in the window.
 
     Args:
-        q: ``[B, N, H, D]``, the part that meets the latent first.
-        rows: ``[R, D]``, the store of one layer, this window's keys included, in the dtype of ``q`` or fp8;
-            its values are multiplied by ``kv_scale``.
-        plan: where the keys are, and who sees them.
+        q: ``[B, N, H, D]``, the latent part first.
+        rows: ``[R, D]``, the store of one layer, this window's keys included, in the dtype of ``q`` or fp8,
+            whose values are multiplied by ``kv_scale``.
+        plan: location and visibility of the keys.
         scale: of the scores, that of the full heads: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
         latent_dim: L. For Triton, L and D - L are powers of two, L at least 64 and D - L at least 16.
 
@@ -40,6 +40,5 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
-    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return reference.mla_window_attention_by_length(q, rows, plan, scale, kv_scale, latent_dim)
-    return reference.mla_window_attention(q, rows, plan, scale, kv_scale, latent_dim)
+    columns = reference_columns(plan, q, backend)
+    return reference.mla_window_attention(q, rows, columns, scale, kv_scale, latent_dim)

@@ -1,4 +1,4 @@
-"""A window whose own keys lie in the pages of its request, behind the prefix."""
+"""Plan of a window whose own keys lie in the pages of its request, behind the prefix."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,18 +10,18 @@ from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 @dataclass(frozen=True)
 class PagedWindowPlan(WindowPlan):
-    """A :class:`WindowPlan` without scratch: slot ``prefix_lens[b] + j`` holds window key j.
+    """:class:`WindowPlan` without scratch: slot ``prefix_lens[b] + j`` holds window key j.
 
     Attributes:
-        kv_lens: int64 ``[B]``, at least 1: slots of a request, its window's keys included. There are fewer
-            than M of those where this is below M.
+        kv_lens: int64 ``[B]``, at least 1: number of slots of each request, its window's keys included. A
+            window has fewer than M keys where this is below M.
     """
 
     kv_lens: torch.Tensor
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :attr:`WindowPlan.layout`, from pages alone."""
+        """:attr:`WindowPlan.layout` with all columns in pages."""
         column = torch.arange(self.num_columns, device=self.page_table.device).expand(
             len(self.page_table), -1
         )

@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention in torch: what the kernel is held to.
+"""Absorbed multi-head latent attention in torch, the reference of the kernel.
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, C
 columns.
@@ -6,36 +6,24 @@ columns.
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
+from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
 def mla_window_attention(
     q: torch.Tensor,
     rows: torch.Tensor,
-    plan: WindowPlan,
+    columns: list[Columns],
     scale: float,
     kv_scale: float = 1.0,
     latent_dim: int = 512,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + mask) k[:, :L]``: ``q [B, N, H, D]``, ``rows [R, D]`` -> ``[B, N, H, L]``, in
     fp32 inside."""
-    return attend_to(q, rows, *plan.layout, scale, kv_scale, latent_dim)
 
+    def attend(q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend_to(q, rows, keys, mask, scale, kv_scale, latent_dim)
 
-def mla_window_attention_by_length(
-    q: torch.Tensor,
-    rows: torch.Tensor,
-    plan: WindowPlan,
-    scale: float,
-    kv_scale: float = 1.0,
-    latent_dim: int = 512,
-) -> torch.Tensor:
-    """The same for a CPU, where the host may look at lengths: requests of like length together."""
-
-    def attend(q: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return attend_to(q, rows, columns, mask, scale, kv_scale, latent_dim)
-
-    return attend_by_length(plan, q, latent_dim, attend)
+    return attend_in_groups(columns, q, latent_dim, attend)
 
 
 def attend_to(
@@ -48,7 +36,7 @@ def attend_to(
     latent_dim: int,
 ) -> torch.Tensor:
     """Attention to the rows ``columns [B, C]`` under ``mask [B, N, C]``. The N x H query rows of a request
-    are one matmul, so a key is read once a window."""
+    are one matmul, so that every key is read once per window."""
     b, n, h, d = q.shape
     keys = rows.index_select(0, columns.reshape(-1)).float().view(b, -1, d)  # [B, C, D]
     if kv_scale != 1.0:

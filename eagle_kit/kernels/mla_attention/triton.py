@@ -1,4 +1,4 @@
-"""Attention of a window to the latent rows of its request: flash decoding with split keys.
+"""Absorbed latent attention of a window in Triton: flash decoding with split keys.
 
 A request's N x H query rows share every key. A program takes a block of these rows and one of S runs of
 keys, and keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v of scores s = scale log2(e) q . k.
@@ -9,13 +9,13 @@ Keys are counted in columns: the prefix from ``first_slot`` on, and the window's
 lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
 without any key gets zeros.
 
-Two forms of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T = V^T
-P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's matrix
-instructions as well as 64 do.
+Two variants of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T =
+V^T P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's
+matrix instructions as well as 64 do.
 
-Bytes: 2 D a key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) a
-query row, and 8 (L + 1) a query row and run where S > 1. FLOPs: 2 (D + L) a key and query row, so that an
-H200 is bound by bytes up to about 97 query rows. After FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
+Bytes: 2 D per key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) per
+query row, and 8 (L + 1) per query row and run where S > 1. FLOPs: 2 (D + L) per key and query row, so that an
+H200 is bound by bytes up to about 97 query rows. Sources: FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
 """
@@ -35,12 +35,13 @@ from eagle_kit.kernels.window_attention.plan import WindowPlan
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
 PIECES = tl.constexpr(4)
-"""The latent is taken in quarters, 256 bytes of a row at a time, so that a thread has few rows to address."""
+"""Number of pieces that a latent is loaded in, 256 bytes of a row at a time, so that a thread addresses few
+rows."""
 
 
 @triton.jit
 def _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES: tl.constexpr):
-    """Columns of the prefix, the first column, columns of a run, and the column behind the last."""
+    """Number of prefix columns, first column, columns per run, and the column behind the last."""
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     end = prefix + num_keys
     if IN_PAGES:
@@ -54,8 +55,8 @@ def _load_keys(
     rows, pages, start, end, paged, scratch, row_stride,
     kind: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``start .. start + KEYS - 1``, as RoPE part and quarters of the latent; the first ``paged`` of
-    all columns lie in pages. Behind the end the last one repeats."""
+    """Load columns ``start .. start + KEYS - 1`` as RoPE part and quarters of the latent; the first ``paged``
+    columns lie in pages. The last column is repeated beyond the end."""
     PIECE: tl.constexpr = LATENT // PIECES
     column = tl.minimum(start + tl.arange(0, KEYS), end - 1)
     in_pages = column < paged
@@ -78,10 +79,10 @@ def _attend(
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of query rows and a run of keys. Along AXIS of the scores lie the keys.
+    """Attention of a block of query rows to one run of keys. AXIS is the axis of keys in the scores.
 
-    fp8 keys are loaded and widened a tile ahead: the compiler lays values that a loop carries out in shared
-    memory as it does 16-bit keys, and would otherwise move single bytes.
+    fp8 keys are loaded and widened a tile ahead: the compiler keeps loop-carried values in shared memory as
+    it does 16-bit keys, and would otherwise move single bytes.
     """
     AHEAD: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 8
     AXIS: tl.constexpr = 0 if SWAPPED else 1
@@ -177,7 +178,7 @@ def _merge(
     partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query row: its runs, weighted by their sums of exponentials."""
+    """Merge the runs of one query row, weighted by their sums of exponentials."""
     request = tl.program_id(1).to(tl.int64)
     _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
     used = tl.cdiv(end - first, columns)
@@ -198,8 +199,8 @@ def _merge(
     tl.store(out + row * LATENT + d, acc.to(out.dtype.element_ty))
 
 
-class Blocks(NamedTuple):
-    """Query rows and keys of a tile, the form of the dots, and launch options."""
+class MLABlocks(NamedTuple):
+    """Tile sizes in query rows and keys, form of the dots, and launch options."""
 
     queries: int
     keys: int
@@ -209,11 +210,11 @@ class Blocks(NamedTuple):
 
 
 HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""Whether the compiler keeps the copy of the queries in shared memory out of the loop. Triton 3.6 does; 3.9
+"""True if the compiler hoists the copy of the queries to shared memory out of the loop. Triton 3.6 does; 3.9
 does not, and 64 query rows of 576 then take so many registers that they spill."""
 
 
-def choose_blocks(num_rows: int, itemsize: int, capability: int) -> Blocks:
+def choose_blocks(num_rows: int, itemsize: int, capability: int) -> MLABlocks:
     """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
@@ -223,23 +224,23 @@ def choose_blocks(num_rows: int, itemsize: int, capability: int) -> Blocks:
     plain one and 32 keys. fp32, which no MLA model is served in, spills at their sizes.
     """
     if itemsize == 4:
-        return Blocks(16, 16, False, 4, 1)
+        return MLABlocks(16, 16, False, 4, 1)
     most = 64 if itemsize == 2 and HOISTS_QUERIES else 32
     queries = min(most, max(16, triton.next_power_of_2(num_rows)))
     if itemsize == 1:
-        return Blocks(queries, 32, False, 8, 2)
+        return MLABlocks(queries, 32, False, 8, 2)
     num_warps = 4 if queries == 16 else 8
     if capability >= 90:
-        return Blocks(queries, 64, True, num_warps, 2)
-    return Blocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
+        return MLABlocks(queries, 64, True, num_warps, 2)
+    return MLABlocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
 
 
 @cache
 def choose_splits(programs: int, columns: int, processors: int) -> int:
-    """How many runs ``columns`` keys are cut into, for ``programs`` blocks of query rows in the batch.
+    """Number of runs to split ``columns`` keys into, for ``programs`` blocks of query rows in the batch.
 
-    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times what a
-    program does: its tiles, and about three tiles' time to begin and to hand over.
+    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times the work
+    of a program: its tiles, and about three tiles' time of startup and output.
     """
     tiles = triton.cdiv(columns, 64)
     splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
@@ -264,8 +265,8 @@ def mla_window_attention(
     kv_scale: float,
     latent_dim: int,
 ) -> torch.Tensor:
-    """:func:`attend` with the parts of its plan, all contiguous but ``rows``, whose rows are. ``kv_lens`` is
-    given where the window's keys lie in pages."""
+    """:func:`attend` with the fields of its plan, all contiguous except ``rows``, whose rows are. ``kv_lens``
+    is given where the window's keys lie in pages."""
     b, n, h, dim = q.shape
     out = q.new_empty(b, n, h, latent_dim)
     if out.numel() == 0:
@@ -339,7 +340,8 @@ def _(q, rows, *plan):
 def attend(
     q: torch.Tensor, rows: torch.Tensor, plan: WindowPlan, scale: float, kv_scale: float, latent_dim: int
 ) -> torch.Tensor:
-    """``q [B, N, H, D]``, ``rows [R, D]`` of the same dtype or fp8 -> ``[B, N, H, L]``."""
+    """Absorbed attention of ``q [B, N, H, D]`` to ``rows [R, D]`` of the same dtype or fp8 -> ``[B, N, H,
+    L]``."""
     assert rows.dtype == q.dtype or rows.element_size() == 1
     return mla_window_attention(
         q.contiguous(),
@@ -375,7 +377,8 @@ _INTEGERS = (
 
 
 def variants() -> list[Variant]:
-    """DeepSeek's sizes: few, some and many query rows, with runs and without, for every kind of row."""
+    """Kernels to compile ahead of time: DeepSeek's sizes with few, some and many query rows, with and without
+    runs, for every dtype of the store."""
     pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "lse")
     made = []
     for kind, stored, itemsize, num_rows, split, arch, *in_pages in (

@@ -1,5 +1,5 @@
-"""RMSNorm, alone or behind the addition of a residual. Only the reference is differentiable, and it is taken
-where a gradient is wanted.
+"""RMSNorm, alone or after the addition of a residual. Only the reference is differentiable; it is used where
+a gradient is needed.
 
 Legend: T rows, H size.
 """
@@ -29,7 +29,7 @@ def add_rms_norm(
     *,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` and ``residual [..., H]`` of one dtype -> the norm of their sum, and the sum."""
+    """Norm of ``x + residual`` (both ``[..., H]``, of one dtype), and the sum."""
     if uses_triton(x, backend) and not is_differentiated(x, residual, weight):
         from eagle_kit.kernels.norm import triton
 

@@ -1,4 +1,7 @@
-"""RMSNorm in torch: what the kernel is held to. Legend: T rows, H size."""
+"""RMSNorm in torch, the reference of the kernel.
+
+Legend: T rows, H size.
+"""
 
 from typing import Any
 
@@ -22,8 +25,11 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x^2) + eps) and n = x r: ``dw = sum over rows of dy n``, ``dx = r (g - n mean(g
-    n))`` with ``g = dy w``. Keeps x, where autograd would keep n too."""
+    """RMSNorm that keeps x only, where autograd would keep n too.
+
+    With r = 1 / sqrt(mean(x^2) + eps) and n = x r: ``dw = sum over rows of dy n``, ``dx = r (g - n mean(g
+    n))`` with ``g = dy w``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, with or without a residual added first: one program a row, one pass over memory.
+"""RMSNorm, with or without a residual added first: one program per row, one pass over memory.
 
 Bytes: 2 T H elements without residual, 4 T H with it. After Zhang and Sennrich (arXiv 1910.07467); half types
 are rounded before the weight is multiplied, as in Hugging Face's models.
@@ -92,7 +92,7 @@ def _(
 
 
 def variants() -> list[Variant]:
-    """Sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
+    """Kernels to compile ahead of time: sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
     pointers = ("x", "residual", "weight", "out", "total")
     return [
         Variant(

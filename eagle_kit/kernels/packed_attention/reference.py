@@ -9,12 +9,13 @@ from torch.nn.functional import pad
 from eagle_kit.kernels.prefill_attention import prefill_attention
 
 LONG = 4096
-"""Tokens of a document from which narrow values are filled up with zeros: torch has no flash attention for
-them, and scores of a whole document would be there at once."""
+"""Number of tokens of a document from which narrow values are padded with zeros: torch has no flash attention
+for them, and would materialise the scores of a whole document."""
 
 
 def document_spans(doc_start: torch.Tensor) -> list[tuple[int, int]]:
-    """``doc_start`` int64 ``[T]``, where each token's document begins -> (start, stop) of each document."""
+    """(start, stop) of each document, from ``doc_start`` int64 ``[T]``, the first token of each token's
+    document."""
     starts = torch.unique_consecutive(doc_start).tolist()
     return list(zip(starts, [*starts[1:], doc_start.shape[0]], strict=True))
 
@@ -22,12 +23,12 @@ def document_spans(doc_start: torch.Tensor) -> list[tuple[int, int]]:
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[tuple[int, int]], scale: float
 ) -> torch.Tensor:
-    """Query t sees the keys of its document up to t; differentiable.
+    """Causal attention of every token to the tokens of its own document; differentiable.
 
     Args:
         q: ``[T, Hq, D]``.
         k, v: ``[T, Hkv, D]``.
-        spans: the documents, which cover 0..T-1 in order.
+        spans: (start, stop) of the documents, which cover 0..T-1 in order.
 
     Returns:
         ``[T, Hq, D]``.

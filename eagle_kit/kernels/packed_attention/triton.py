@@ -1,8 +1,8 @@
-"""Packed attention by the flash kernels of TTT attention: every token is a query row, and none has own keys.
+"""Packed attention by the flash kernels of training-time test: every token is a query row without own keys.
 
-Row t of a document that begins at s sees keys ``s .. t``; blocks of keys that all rows of a block see are
-taken without a mask. Forward and backward; the maths, the bytes and the memory (e Hq D + 4 Hq bytes kept a
-token) are those of :mod:`eagle_kit.kernels.ttt_attention.triton` with R = T and J = 0.
+Row t of a document that begins at s attends to keys ``s .. t``; blocks of keys that all rows of a block
+attend to are not masked. Forward and backward; the maths, the bytes and the memory (e Hq D + 4 Hq bytes kept
+per token) are those of :mod:`eagle_kit.kernels.ttt_attention.triton` with R = T and J = 0.
 
 Legend: T packed tokens, Hq / Hkv heads, D head size.
 """
@@ -14,8 +14,8 @@ from eagle_kit.kernels.ttt_attention import triton as flash
 
 
 def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """(start, stop) of each document -> where each token's document begins, int32 ``[T]``; the host knows the
-    sizes, so nothing is read back."""
+    """First token of each token's document, int32 ``[T]``, from (start, stop) of each document; built without
+    reading the device."""
     starts, stops = torch.tensor(spans, dtype=torch.int32).view(-1, 2).unbind(1)
     counts = (stops - starts).to(device, non_blocking=True)
     total = spans[-1][1] if spans else 0
@@ -25,8 +25,8 @@ def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, ``doc_start`` int32 ``[T]``, where the document of each
-    token begins -> ``[T, Hq, D]``; differentiable."""
+    """Packed attention of ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` -> ``[T, Hq, D]``; ``doc_start``
+    int32 ``[T]`` is the first token of each token's document. Differentiable."""
     tokens, kv_heads, size = k.shape
     none = k.new_empty(tokens, kv_heads, 0, size)
     stops = torch.arange(1, tokens + 1, dtype=torch.int32, device=k.device)
@@ -34,7 +34,7 @@ def packed_attention(
 
 
 def variants() -> list[Variant]:
-    """The forward at the head sizes of captured targets."""
+    """Kernels to compile ahead of time: the forward at the head sizes of captured targets."""
     shipped = (
         ("bf16", 64, 90),
         ("bf16", 128, 90),

@@ -1,4 +1,4 @@
-"""Causal attention of prompt chunks over what is cached before them, dense or in a paged store.
+"""Causal attention of prompt chunks to the tokens cached before them, dense or in a paged store.
 
 Legend: B requests, T tokens, Hq / Hkv heads, D head size, R rows of the store.
 """
@@ -24,14 +24,14 @@ def paged_prefill_attention(
     v_scale: float = 1.0,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Every row attends to its request's slots up to its own.
+    """Causal attention of every row to its request's slots up to its own.
 
     Args:
-        q: ``[T, Hq, D]``, the requests' rows one after another.
+        q: ``[T, Hq, D]``, the rows of all requests concatenated.
         k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, these rows' keys included, in the dtype of
             ``q`` or fp8 e4m3.
-        plan: where the keys are.
-        k_scale, v_scale: what an fp8 store's values are multiplied by.
+        plan: location of the keys.
+        k_scale, v_scale: factors of an fp8 store's values.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of ``q``.

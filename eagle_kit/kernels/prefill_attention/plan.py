@@ -1,6 +1,6 @@
-"""Where the keys of prompt chunks lie: described once a forward, shared by its layers.
+"""Location of the keys of prompt chunks: computed once per forward, shared by its layers.
 
-Legend: B requests, P pages a request, T tokens of all chunks.
+Legend: B requests, P pages of a request, T tokens of all chunks.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ import torch
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Prompt chunks of B requests, packed, whose keys lie in a pool of pages already.
+    """Prompt chunks of B requests, packed, whose keys are already stored in a page pool.
 
-    Row j of request b is position ``starts[b] + j``. It sees slots ``first_slot .. starts[b] + j``, at least
-    its own.
+    Row j of request b is position ``starts[b] + j``. It attends to slots ``first_slot .. starts[b] + j``, at
+    least its own.
 
     Attributes:
         page_tables: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
-            ``page * page_size`` and following of the store.
-        page_size: slots of a page.
+            from ``page * page_size`` of the store.
+        page_size: slots per page.
         cu_rows: int64 ``[B + 1]``; the rows of request b are ``cu_rows[b] .. cu_rows[b + 1] - 1`` of T.
         starts: int64 ``[B]``, position of each request's first row.
-        first_slot: how many of the slots at the front hold nothing and are not attended to.
-        max_rows: rows of the longest chunk, or more, known to the host.
+        first_slot: number of unused slots at the front of a request, which are not attended to.
+        max_rows: upper bound on the rows of a chunk, known to the host.
     """
 
     page_tables: torch.Tensor

@@ -12,7 +12,7 @@ from eagle_kit.kernels.window_attention.reference import take_rows
 
 
 def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Query t sees keys 0..C + t.
+    """Causal attention: query t attends to keys 0..C + t.
 
     Args:
         q: ``[T, Hq, D]``.
@@ -44,13 +44,13 @@ def paged_prefill_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Request by request, whose sizes it reads on the host.
+    """Request by request, whose sizes are read on the host.
 
     Args:
         q: ``[T, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; these rows' keys are already in it.
-        plan: where the keys are.
-        k_scale, v_scale: what keys and values are multiplied by, other than 1 for an fp8 store.
+        plan: location of the keys.
+        k_scale, v_scale: factors of keys and values, other than 1 for an fp8 store.
 
     Returns:
         ``[T, Hq, D]``.
@@ -65,7 +65,7 @@ def paged_prefill_attention(
         slots = torch.arange(first, stop, device=q.device)
         rows = table[slots // size] * size + slots % size
         k, v = (take_rows(x, rows, q.dtype).transpose(0, 1) for x in (k_rows, v_rows))
-        if start < plan.first_slot:  # rows of unseen slots see themselves alone
+        if start < plan.first_slot:  # rows of unused slots attend to themselves only
             alone = min(plan.first_slot, stop) - start
             out[a : a + alone] = v[:alone].repeat_interleave(q.shape[1] // v.shape[1], 1)
             a, k, v = a + alone, k[alone:], v[alone:]

@@ -1,4 +1,4 @@
-"""Paged prefill attention by flash attention over pages: one launch for the chunks of all requests.
+"""Flash attention of prompt chunks over pages: one launch for the chunks of all requests.
 
 Row j of a chunk is position ``p = start + j``. With ``c = scale k_scale log2(e)``, running values over blocks
 of keys k and values v at slots ``first_slot .. p`` are
@@ -8,11 +8,11 @@ of keys k and values v at slots ``first_slot .. p`` are
 
 The G query heads that share a key head are rows of one tile: 128 rows are 128 / G positions. So a block of
 keys is read once for all of them, and little of a tile lies across the diagonal. Blocks before the first
-position of a tile know no mask. Late tiles, which see most, are taken first; tiles past the end of a chunk
-return at once: the grid depends on the bound on rows that the host knows.
+position of a tile are not masked. The last tiles, which have most keys, run first; tiles past the end of a
+chunk return at once: the grid depends on the host's upper bound on rows.
 
-Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store a request and
-tile, out of the L2 cache but for the first tile. FLOPs: ``4 Hq D`` a pair of query and key seen.
+Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store per request and
+tile, out of the L2 cache except for the first tile. FLOPs: ``4 Hq D`` per visible pair of query and key.
 
 After FlashAttention-2 (arXiv 2307.08691) and paged attention (arXiv 2309.06180).
 
@@ -42,7 +42,7 @@ def _prefill(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
     FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one request and key head."""
+    """Attention of one tile of query rows of one request and key head."""
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = tl.load(cu_rows + request).to(tl.int64)
     num_rows = (tl.load(cu_rows + request + 1) - begin).to(tl.int32) * G
@@ -68,7 +68,7 @@ def _prefill(
     odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # every row sees all of the blocks from gap to resume
+    # every row attends to all blocks from gap to resume
     count = highest // BLOCK_N + 1
     gap = tl.minimum((FIRST + BLOCK_N - 1) // BLOCK_N, count)
     resume = tl.maximum(gap, (lowest + 1) // BLOCK_N)
@@ -110,7 +110,7 @@ def paged_prefill_attention_op(
     k_scale: float,
     v_scale: float,
 ) -> torch.Tensor:
-    """``q [T, Hq, D]``, the store, ``cu_rows`` and ``starts`` contiguous."""
+    """Prefill attention of ``q [T, Hq, D]``; the store, ``cu_rows`` and ``starts`` are contiguous."""
     (_, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
     out = torch.empty_like(q)
     rows = max_rows * (hq // hkv)
@@ -151,7 +151,7 @@ def paged_prefill_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The reference's contract; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
+    """See the reference; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
     assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
     return paged_prefill_attention_op(
         q.contiguous(),
@@ -197,7 +197,8 @@ def _variant(
 
 
 def variants() -> list[Variant]:
-    """Chunks of Llama 3 8B and of other head sizes, pages and stores; short chunks."""
+    """Kernels to compile ahead of time: chunks of Llama 3 8B and of other head sizes, pages and stores; short
+    chunks."""
     both = (80, 90)
     return [
         _variant("bf16", 128, 4, 2048, 16, "bf16", (90,)),

@@ -1,5 +1,5 @@
 """RMSNorm of query and key heads, rotary positions, and the store of keys and values, in one launch. Only the
-reference is differentiable, and it is taken where a gradient is wanted.
+reference is differentiable; it is used where a gradient is needed.
 
 Legend: T tokens, Hq / Hkv query / key-value heads, D head size, E rotated elements of a head, R rows of a
 store.
@@ -30,34 +30,37 @@ def rope_store(
     returns_kv: bool = True,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``qkv [T, Hq + 2 Hkv, D]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated.
+    """Split ``qkv [T, Hq + 2 Hkv, D]`` into q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, rotate q and k, store
+    k and v.
 
     Args:
         table: cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``. The first
-            E elements of a head are rotated, the others stay.
-        q_norm, k_norm: weights ``[D]`` of the dtype of ``qkv``: each head is normed before it is rotated.
+            E elements of a head are rotated, the others are copied.
+        q_norm, k_norm: weights ``[D]`` of the dtype of ``qkv`` of an RMSNorm of each head before its
+            rotation.
         k_rows, v_rows: one layer of a store, ``[Hkv, R, D]`` contiguous; rows ``rows`` int64 ``[T]`` of both
-            are overwritten. A row may come twice only where its content does not matter.
-        k_scale, v_scale: what an fp8 store's values are divided by; they saturate.
+            are overwritten. A row may repeat only where its content does not matter.
+        k_scale, v_scale: divisors of the values of an fp8 store, which saturates.
         interleaved: pairs are ``(2i, 2i + 1)`` instead of ``(i, i + E/2)``.
-        returns_kv: False returns k and v as ``[0, Hkv, D]``, for a caller who reads them from the store.
+        returns_kv: False returns k and v as ``[0, Hkv, D]``, for callers that read them from the store.
     """
     stores = k_rows is not None
-    assert stores == (v_rows is not None) == (rows is not None), "k_rows, v_rows and rows go together"
-    assert (q_norm is None) == (k_norm is None), "both q and k are normed, or neither is"
-    assert stores or returns_kv, "k and v would be lost"
+    assert stores == (v_rows is not None) == (rows is not None), (
+        "k_rows, v_rows and rows must be given together"
+    )
+    assert (q_norm is None) == (k_norm is None), "q_norm and k_norm must be given together"
+    assert stores or returns_kv, "k and v must be stored or returned"
     is_fp8 = k_rows is not None and k_rows.element_size() == 1
     assert is_fp8 or k_scale == v_scale == 1.0, "only fp8 stores have scales"
-    assert q_norm is None or q_norm.dtype == qkv.dtype, "a norm's weight has the dtype of its heads"
+    assert q_norm is None or q_norm.dtype == qkv.dtype, "q_norm must have the dtype of qkv"
     learned = [weight for weight in (q_norm, k_norm) if weight is not None]
     if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
         from eagle_kit.kernels.rope import triton
 
         cos, sin = (part.contiguous() for part in table)
-        turn = (qkv.contiguous(), cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
-        if k_rows is None or v_rows is None or rows is None:
-            return triton.rope(*turn)
-        return triton.rope_store(*turn, k_rows, v_rows, rows.contiguous(), k_scale, v_scale, returns_kv)
+        head = (qkv.contiguous(), cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
+        slots = (k_rows, v_rows, None if rows is None else rows.contiguous())
+        return triton.rope_store(*head, *slots, k_scale, v_scale, returns_kv)
     q, k, v = reference.rope(qkv, table, num_heads, q_norm, k_norm, eps, interleaved)
     if k_rows is not None and v_rows is not None and rows is not None:
         reference.store(k_rows, rows, k, k_scale)

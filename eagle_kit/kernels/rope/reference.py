@@ -1,4 +1,4 @@
-"""Rotary positions in torch: what the kernel is held to.
+"""Rotary positions in torch, the reference of the kernel.
 
 Legend: T tokens, D head size, E elements rotated.
 """
@@ -11,7 +11,8 @@ from eagle_kit.kernels.norm.reference import rms_norm
 def rotate(
     x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], interleaved: bool = False
 ) -> torch.Tensor:
-    """``x [T, heads, D]`` -> the same shape and dtype, the first E elements turned by ``table [T, 1, E]``."""
+    """Rotate the first E elements of ``x [T, heads, D]`` by ``table [T, 1, E]`` -> the same shape and
+    dtype."""
     cos, sin = table
     size = cos.shape[-1]
     if size < x.shape[-1]:
@@ -35,7 +36,8 @@ def rope(
     eps: float,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``qkv [T, Hq + 2 Hkv, D]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``."""
+    """Split ``qkv [T, Hq + 2 Hkv, D]`` into q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k normed and
+    rotated."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     sizes = (num_heads, num_kv_heads)
     rotated, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), 1)
@@ -47,7 +49,7 @@ def rope(
 
 
 def store(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """Put ``values [T, Hkv, D]`` into rows ``rows [T]`` of ``target [Hkv, R, D]``; fp8 saturates."""
+    """Write ``values [T, Hkv, D]`` to rows ``rows [T]`` of ``target [Hkv, R, D]``; fp8 saturates."""
     if target.element_size() == 1:
         top = torch.finfo(target.dtype).max
         values = (values.float() / scale).clamp(-top, top).to(target.dtype).view(torch.uint8)

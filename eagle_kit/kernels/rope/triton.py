@@ -18,7 +18,7 @@ from eagle_kit.kernels.aot import Variant
 
 @triton.jit
 def _load_pairs(start, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Both members of the pairs of the heads at ``start [X, 1]`` -> fp32 ``[X, BLOCK_HALF]`` each."""
+    """Load both members of the pairs of the heads at ``start [X, 1]`` -> fp32 ``[X, BLOCK_HALF]`` each."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         both = tl.load(start + i, inside & (i < E), 0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def _normed(x, scale, weight, kind: tl.constexpr):
 
 @triton.jit
 def _scaled(x, scale, kind: tl.constexpr):
-    """What a store of this dtype holds for ``x``, before the conversion."""
+    """``x`` scaled and clamped for a store of dtype ``kind``, before the conversion."""
     if kind == tl.float8e4nv:
         x = tl.div_rn(x, scale)
     return x
@@ -206,9 +206,9 @@ def _rope_store(
 
 
 def _blocks(num_heads: int, head_dim: int, rotated: int) -> dict[str, int]:
-    """Block sizes. 1,024 pairs a program are 16 bytes of each half a thread in half types: one load each, and
-    at 16 programs a multiprocessor enough in flight for an H200; a single token still spreads over some
-    multiprocessors."""
+    """Block sizes. 1,024 pairs per program are 16 bytes of each half per thread in half dtypes: one load
+    each, and at 16 programs per multiprocessor enough in flight for an H200; a single token still uses
+    several multiprocessors."""
     half = triton.next_power_of_2(rotated // 2)
     return {
         "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), max(1, 1024 // half)),
@@ -222,7 +222,16 @@ def _num_warps(blocks: dict[str, int]) -> int:
     return min(4, max(1, blocks["BLOCK_HEADS"] * blocks["BLOCK_HALF"] // 256))
 
 
-def _launch(
+def _outputs(
+    qkv: torch.Tensor, num_heads: int, returns_kv: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_tokens, all_heads, head_dim = qkv.shape
+    kv_shape = (num_tokens if returns_kv else 0, (all_heads - num_heads) // 2, head_dim)
+    return qkv.new_empty((num_tokens, num_heads, head_dim)), qkv.new_empty(kv_shape), qkv.new_empty(kv_shape)
+
+
+@torch.library.custom_op("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
+def rope_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -231,13 +240,15 @@ def _launch(
     k_norm: torch.Tensor | None,
     eps: float,
     interleaved: bool,
-    k_rows: torch.Tensor | None = None,
-    v_rows: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    returns_kv: bool = True,
+    k_rows: torch.Tensor | None,
+    v_rows: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    returns_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``qkv [T, Hq + 2 Hkv, D]``, ``cos`` and ``sin [T, 1, E]``, all contiguous -> q, k and v; k and v are
+    written to rows ``rows [T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]`` if given."""
     q, k, v = _outputs(qkv, num_heads, returns_kv)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rotated = k.shape[1], cos.shape[-1]
@@ -277,88 +288,9 @@ def _launch(
     return q, k, v
 
 
-def _outputs(
-    qkv: torch.Tensor, num_heads: int, returns_kv: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_tokens, all_heads, head_dim = qkv.shape
-    kv_shape = (num_tokens if returns_kv else 0, (all_heads - num_heads) // 2, head_dim)
-    return qkv.new_empty((num_tokens, num_heads, head_dim)), qkv.new_empty(kv_shape), qkv.new_empty(kv_shape)
-
-
-@torch.library.custom_op("eagle_kit::rope", mutates_args=())
-def rope(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    num_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``qkv [T, Hq + 2 Hkv, D]``, ``cos`` and ``sin [T, 1, E]``, all contiguous -> q, k and v."""
-    return _launch(qkv, cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
-
-
-@rope.register_fake
-def _(qkv, cos, sin, num_heads, q_norm, k_norm, eps, interleaved):
-    return _outputs(qkv, num_heads, True)
-
-
-@torch.library.custom_op("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
-def rope_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    num_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    interleaved: bool,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    rows: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
-    returns_kv: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`rope`, and k and v go to rows ``rows [T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]``."""
-    return _launch(
-        qkv,
-        cos,
-        sin,
-        num_heads,
-        q_norm,
-        k_norm,
-        eps,
-        interleaved,
-        k_rows,
-        v_rows,
-        rows,
-        k_scale,
-        v_scale,
-        returns_kv,
-    )
-
-
 @rope_store.register_fake
-def _(
-    qkv,
-    cos,
-    sin,
-    num_heads,
-    q_norm,
-    k_norm,
-    eps,
-    interleaved,
-    k_rows,
-    v_rows,
-    rows,
-    k_scale,
-    v_scale,
-    returns_kv,
-):
-    return _outputs(qkv, num_heads, returns_kv)
+def _(qkv, cos, sin, num_heads, *others):
+    return _outputs(qkv, num_heads, others[-1])
 
 
 def _variant(
@@ -404,7 +336,8 @@ def _variant(
 
 
 def variants() -> list[Variant]:
-    """Shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head; fp8 stores need a Hopper GPU."""
+    """Kernels to compile ahead of time: shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head;
+    fp8 stores need a Hopper GPU."""
     llama, qwen3 = (32, 8, 128), (32, 4, 128)
     return [
         _variant("bf16", llama),

@@ -1,4 +1,4 @@
-"""From the target's logits to the distribution that is sampled, and the uniform random numbers it is sampled
+"""Sampling: from the target's logits to a distribution, and reproducible uniform random numbers to sample it
 with."""
 
 from eagle_kit.kernels.sampling.distribution import (

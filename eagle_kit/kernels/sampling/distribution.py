@@ -1,5 +1,4 @@
-"""The distribution a token is sampled from: logits changed by penalties and bias, then cut by temperature and
-filters.
+"""Sampling distribution: penalties, bias, temperature, filters.
 
 Legend: B requests, N window nodes, V vocabulary, S draft steps.
 """
@@ -16,17 +15,17 @@ from eagle_kit.kernels.transfer import to_device
 
 LARGEST = torch.finfo(torch.float32).max / 4
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Settings beyond fp32 are taken to its ends, so that no distribution becomes infinity over infinity."""
+"""Lower bound of sampling parameters that underflow fp32, so that no probability becomes infinity over
+infinity."""
 
 
 class SamplingBatch(NamedTuple):
-    """The sampling parameters of a batch. What no request of it uses is None, so that its cost is paid only
-    when asked for.
+    """Sampling parameters of a batch. A parameter that no request uses is None, so that it costs nothing.
 
     ``temperature`` fp32 ``[B]``, 0 for greedy; ``seeds`` int64 ``[B]``; ``top_k`` int64 ``[B]`` (V keeps
     all); ``top_p``, ``min_p`` fp32 ``[B]``; ``repetition``, ``frequency``, ``presence`` fp32 ``[B]``;
-    ``bias`` fp32 ``[B, V]``; ``prompt_mask`` bool ``[B, V]``, tokens of the prompt; ``counts`` int32
-    ``[B, V]``, occurrences in the reply so far, the root included.
+    ``bias`` fp32 ``[B, V]``; ``prompt_mask`` bool ``[B, V]``, tokens of the prompt; ``counts`` int32 ``[B,
+    V]``, occurrences in the reply so far, the root included.
     """
 
     temperature: torch.Tensor
@@ -43,12 +42,11 @@ class SamplingBatch(NamedTuple):
 
 
 class FilteredLogits(NamedTuple):
-    """Distributions after every node that only the Triton kernels read: logits and what their filters keep of
-    them.
+    """Distributions after every node for the Triton kernels: logits, and the bounds of their kept tokens.
 
     ``logits [B, N, V]``, as they were filtered; ``stats`` fp32 ``[B, N, 3]``: the best logit, the
     temperature, and the distance ``(best - logit) / temperature`` up to which tokens are kept; ``last`` int32
-    ``[B, N]``, of those at that distance the last one kept; ``sums`` fp64 ``[B, N, C]``, of
+    ``[B, N]``, the last token kept among those at exactly that distance; ``sums`` fp64 ``[B, N, C]``, sum of
     ``exp(-distance)`` over the kept tokens of every chunk of the vocabulary.
     """
 
@@ -65,11 +63,11 @@ def make_sampling_batch(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingBatch:
-    """The sampling parameters of requests with ``params``, whose replies are empty so far.
+    """Sampling parameters of requests with ``params`` and empty replies, as tensors.
 
     Args:
         prompts: token ids of each prompt.
-        seeds: of each request's uniforms.
+        seeds: seed of each request's random numbers.
     """
 
     def column(name: str, neutral: float, kind: torch.dtype = torch.float32) -> torch.Tensor | None:
@@ -119,8 +117,8 @@ def make_sampling_batch(
 def adjust_logits(
     logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, ancestors: torch.Tensor
 ) -> torch.Tensor:
-    """Apply penalties and bias to logits by what every node's own path holds: repetition, then frequency and
-    presence, then bias.
+    """Apply penalties and bias: repetition, then frequency and presence, then bias. The penalties of a node
+    count the tokens on its own path.
 
     Args:
         logits: fp32 ``[B, N, V]``, after each node.
@@ -128,7 +126,7 @@ def adjust_logits(
         ancestors: int64 bits ``[B, N]``, a node's own bit included.
 
     Returns:
-        ``[B, N, V]``, new when anything is changed.
+        ``[B, N, V]``, a new tensor when anything is changed.
     """
     if batch.counts is not None:
         b, n, v = logits.shape
@@ -152,8 +150,9 @@ def adjust_logits(
 def target_distribution(
     logits: torch.Tensor, batch: SamplingBatch, *, backend: Backend | None = None
 ) -> torch.Tensor | FilteredLogits:
-    """The distribution of :func:`target_probs` as ``sample`` and the verifiers read it best: probabilities
-    for the reference, a ``FilteredLogits`` for Triton, which then takes ``logits`` of any float type."""
+    """Distribution of :func:`target_probs` in the form that ``sample`` and the verifiers read fastest:
+    probabilities for the reference, a ``FilteredLogits`` for Triton, which accepts ``logits`` of any float
+    type."""
     if not uses_triton(logits, backend):
         return target_probs(logits.float(), batch, backend="reference")
     from eagle_kit.kernels.sampling import triton
@@ -165,14 +164,12 @@ def target_distribution(
     )
 
 
-def distribution_parts(
-    distribution: torch.Tensor | FilteredLogits,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What Triton kernels are given of a distribution: the fields of ``FilteredLogits``, probabilities have
-    the first."""
+def distribution_parts(distribution: torch.Tensor | FilteredLogits) -> list[torch.Tensor]:
+    """A distribution as the Triton operations take it: contiguous probabilities, or the four fields of a
+    ``FilteredLogits``."""
     if isinstance(distribution, torch.Tensor):
-        return distribution.contiguous(), None, None, None
-    return distribution.logits, distribution.stats, distribution.last, distribution.sums
+        return [distribution.contiguous()]
+    return list(distribution)
 
 
 def probabilities(distribution: torch.Tensor | FilteredLogits) -> torch.Tensor:
@@ -187,11 +184,12 @@ def probabilities(distribution: torch.Tensor | FilteredLogits) -> torch.Tensor:
 def target_probs(
     logits: torch.Tensor, batch: SamplingBatch, *, backend: Backend | None = None
 ) -> torch.Tensor:
-    """Temperature, then top-k, top-p and min-p, each on what the one before left -> fp32 ``[B, N, V]``.
+    """Apply temperature, then top-k, top-p and min-p, each to the tokens left by the one before -> fp32 ``[B,
+    N, V]``.
 
     Equal logits are ranked by token id, so top-k keeps exactly k, and top-p no more than it needs. A
-    temperature of 0 is one-hot at the most likely token, the lowest id among equals.
-    A request's distribution does not depend on the filters of others in its batch.
+    temperature of 0 is one-hot at the most likely token, the lowest id among equals. A request's distribution
+    does not depend on the filters of others in its batch.
 
     Args:
         logits: fp32 ``[B, N, V]``.
@@ -200,7 +198,7 @@ def target_probs(
         return probabilities(target_distribution(logits, batch, backend=backend))
     greedy = (batch.temperature == 0)[:, None, None]
     best, at = logits.max(-1, keepdim=True)
-    distance = best - logits  # of every token from the best one, 0..inf
+    distance = best - logits  # distance of every token from the best one, 0..inf
     distance /= torch.where(greedy, 1.0, batch.temperature[:, None, None])
     if batch.top_k is not None:
         kept = nearest(distance, torch.ones_like(distance), batch.top_k[:, None, None].double())
@@ -217,7 +215,7 @@ def target_probs(
 
 
 def counts_after(counts: torch.Tensor, tokens: torch.Tensor, num_emitted: torch.Tensor) -> torch.Tensor:
-    """``counts [B, V]`` with the first ``num_emitted [B]`` of ``tokens`` int64 ``[B, S + 1]`` added."""
+    """Add the first ``num_emitted [B]`` of ``tokens`` int64 ``[B, S + 1]`` to ``counts [B, V]``."""
     new = torch.arange(tokens.shape[1], device=tokens.device) < num_emitted[:, None]
     return counts.scatter_add(1, tokens, new.to(counts.dtype))
 
@@ -225,15 +223,16 @@ def counts_after(counts: torch.Tensor, tokens: torch.Tensor, num_emitted: torch.
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities under the logits as they are.
+    """Log-probabilities under the unmodified logits.
 
     Args:
         logits: ``[R, V]``.
         tokens: int64 ``[R]``.
-        top: alternatives to report, best first; may be 0.
+        top: number of alternatives to report, best first; may be 0.
 
     Returns:
-        fp32 ``[R]`` of the tokens, int64 ``[R, top]`` ids, fp32 ``[R, top]`` of those.
+        fp32 ``[R]`` of the tokens, int64 ``[R, top]`` ids of the alternatives, and fp32 ``[R, top]`` of
+            these.
     """
     distributions = logits.float().log_softmax(-1)
     values, ids = distributions.topk(top, -1)

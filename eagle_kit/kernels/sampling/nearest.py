@@ -1,8 +1,8 @@
-"""The smallest set of most likely tokens that is heavy enough: top-k (every token weighs 1) and top-p (its
-probability), without sorting a vocabulary.
+"""Smallest set of most likely tokens whose total weight reaches a threshold: top-k (weight 1 per token) and
+top-p (weight = probability), without sorting the vocabulary.
 
 Tokens are given by their distance d >= 0 from the best one. The bound t, the smallest distance such that the
-tokens within t weigh enough, is found by halving the interval of all fp32 numbers: bits of numbers >= 0 are
+tokens within t reach the threshold, is found by bisection over all fp32 numbers: bits of numbers >= 0 are
 ordered as the numbers are, and there are fewer than 2^31 of them up to infinity. 31 rounds, each one pass
 over the row, are exact, have no data-dependent shape, and cost a quarter to a half of a sort (49,152 tokens,
 one core).
@@ -14,21 +14,21 @@ import torch
 from torch.nn import functional
 
 CHUNK = 1024
-"""Summands that are added in fp32; their sums are added in fp64. Chunks also make the order of additions
-independent of how many rows a call has."""
+"""Number of addends that are summed in fp32; the chunks' sums are added in fp64. Chunks also make the order
+of additions independent of the number of rows of a call."""
 
 _ROUNDS, _INFINITY = 31, 0x7F800000
 
 
 def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -> torch.Tensor:
-    """Mask of the nearest tokens whose weights reach ``need``, no more of them than that takes.
+    """Mask of the nearest tokens whose weights reach ``need``, and of no more tokens than necessary.
 
-    Tokens of one distance are taken in the order of their ids. Where all together weigh less than ``need``,
-    all are taken.
+    Tokens of equal distance are taken in the order of their ids. If all weights together are less than
+    ``need``, all tokens are taken.
 
     Args:
         distance: fp32 ``[B, N, V]``, 0 to infinity, no negative zero.
-        weights: fp32 ``[B, N, V]``, >= 0, equal where the distance is.
+        weights: fp32 ``[B, N, V]``, >= 0, equal for equal distances.
         need: fp64 ``[B or 1, N or 1, 1]``, above 0.
 
     Returns:
@@ -51,7 +51,7 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
     bound = high.view(torch.float32)
     missing = need - _weight(torch.lt(d, bound[..., None], out=taken), w)
     tied = distance == bound
-    before = (tied.cumsum(-1) - 1) * weights  # weight of the ties with a lower id
+    before = (tied.cumsum(-1) - 1) * weights  # total weight of ties with a lower id
     return (distance < bound) | (tied & (before < missing))
 
 

@@ -1,23 +1,24 @@
-"""The distribution of a token out of logits, without a sort and without a row of probabilities.
+"""Sampling kernels: filters and samples of a distribution without sorting or materialising probabilities.
 
-A filtered distribution needs four numbers a row besides the logits x: the best logit, the temperature, and
-where the kept tokens end. With d = (best - x) / temperature, top-k, top-p and min-p each keep a beginning of
-the order (d, token id), so together they keep what is not behind one pair (``bound``, ``last``):
+A filtered distribution needs four numbers per row besides the logits x: the best logit, the temperature, and
+the bound of the kept tokens. With d = (best - x) / temperature, top-k, top-p and min-p each keep a prefix of
+the order (d, token id), so together they keep the tokens up to one pair (``bound``, ``last``):
 
     weight(i) = exp(-d_i)  if d_i < bound or (d_i = bound and i <= last), else 0;    p(i) = weight(i) / total.
 
-The weights are summed by chunks of a row, in fp64. A draw finds the first chunk whose running sum exceeds
-uniform * total and then the first token within it: the inverse CDF in the order of ids, as in ``uniform.py``.
+The weights are summed by chunks of a row, in fp64. Sampling with a uniform u finds the first chunk whose
+running sum exceeds u * total and then the first token within it: the inverse CDF in the order of ids, as in
+``uniform.py``.
 
-The bound of top-k and top-p is a radix search over the 31 bits of d >= 0, four a launch: every program adds
-up what each of 16 digits weighs in its chunk, and begins by merging the digits of the round before. There are
-no atomics, so sums do not depend on the order of programs. A chunk whose best token lies behind the digit is
-not read again, nor is a row that asks for no filter. The last round counts tokens: its digits are single
-numbers.
+The bound of top-k and top-p is a radix search over the 31 bits of d >= 0, four a launch: every program sums
+the weight of each of 16 digits in its chunk, and begins by merging the digits of the round before. There are
+no atomics, so sums do not depend on the order of programs. A chunk whose best token lies beyond the digit is
+not read again, nor is a row without a filter. The last round counts tokens: each of its digits is a single
+value of d.
 
-Bytes, for M rows of V logits of e bytes: best and sums read e M V each; a filter reads that much once in the
-first round and little later, as few chunks hold a token near the bound (eight times at worst). Launches: 2,
-9 more for top-k, 9 more for top-p.
+Bytes, for M rows of V logits of e bytes: best and sums read e M V each; a filter reads as much in its first
+round and little in later ones, as few chunks hold a token near the bound (eight times as much at worst).
+Launches: 2, and 9 each for top-k and top-p.
 
 Legend: M = B N rows, V vocabulary, C chunks of a row.
 """
@@ -37,14 +38,14 @@ _GOLDEN, _STREAM = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0x5851F42D4C95
 
 @triton.jit
 def row_best(values, m, chunks, CPAD: tl.constexpr):
-    """The largest value of row ``m``, from those of its chunks."""
+    """Largest value of row ``m``, from those of its chunks."""
     c = tl.arange(0, CPAD)
     return tl.max(tl.load(values + m * chunks + c, c < chunks, float("-inf")), 0)
 
 
 @triton.jit
 def row_argmax(values, ids, m, chunks, CPAD: tl.constexpr):
-    """The lowest id of the largest value of row ``m``."""
+    """Lowest id of the largest value of row ``m``."""
     c = tl.arange(0, CPAD)
     value = tl.load(values + m * chunks + c, c < chunks, float("-inf"))
     at = tl.load(ids + m * chunks + c, c < chunks, _NO_ID)
@@ -64,8 +65,8 @@ def _best(logits, values, ids, vocab, chunks, CHUNK: tl.constexpr):
 @triton.jit
 def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_COUNT: tl.constexpr,
               TOP_P: tl.constexpr, CPAD: tl.constexpr):  # fmt: skip
-    """The interval that round ``round - 1``, of digits ``shift``, leaves: its first bits, the weight before
-    it, the weight that is needed; and the digit that was chosen."""
+    """Interval that is left by round ``round - 1``, of digits ``shift``: its leading bits, the weight before
+    it, the weight still needed, and the chosen digit."""
     before = (round - 1) * rows + m
     low, base, need = tl.load(lows + before), tl.load(bases + before), tl.load(needs + before)
     c, digit = tl.arange(0, CPAD), tl.arange(0, 16)
@@ -74,7 +75,7 @@ def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_
     weight = tl.sum(parts.to(tl.float64), 0)
     if AFTER_COUNT and TOP_P:
         each = tl.exp(-(low + digit).to(tl.float32, bitcast=True)).to(tl.float64)
-        weight = tl.where(weight > 0, weight * each, 0.0)  # bits behind infinity are no number
+        weight = tl.where(weight > 0, weight * each, 0.0)  # bits above infinity are NaN
     if TOP_P:
         need = tl.where(round == 1, need * tl.sum(weight, 0), need)
     upto = base + tl.cumsum(weight, 0)
@@ -94,7 +95,7 @@ def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, b
         low = 0
         base = tl.zeros((), tl.float64)
         share = tl.load(wanted + m // nodes).to(tl.float64)
-        # What keeps everything is never reached.
+        # A threshold that keeps everything is never reached.
         needed = tl.where((divisor > 0) & (share < (1 if TOP_P else vocab)), share, float("inf"))
     else:
         low, base, needed, _ = _narrowed(
@@ -165,7 +166,8 @@ def _settle(logits, values, temperature, bounds, lasts, partial, lows, bases, ne
 
 @triton.jit
 def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
-    """What tokens ``i`` of row ``m`` weigh, fp32: dense rows hold it. From ``vocab`` on it is nothing."""
+    """Unnormalised weights of tokens ``i`` of row ``m``, fp32, as they are in dense rows; 0 from ``vocab``
+    on."""
     x = tl.load(rows + m * vocab + i, i < vocab, 0.0 if DENSE else float("-inf")).to(tl.float32)
     if DENSE:
         return x
@@ -213,14 +215,14 @@ def _sums(rows, values, ids, temperature, bounds, lasts, floors, stats, last, su
 
 @triton.jit
 def row_sums(sums, m, chunks, CPAD: tl.constexpr):
-    """Of the chunks of row ``m``, fp64."""
+    """Sums of the chunks of row ``m``, fp64."""
     c = tl.arange(0, CPAD)
     return tl.load(sums + m * chunks + c, c < chunks, 0.0)
 
 
 @triton.jit
 def row_scale(sums, m, chunks, DENSE: tl.constexpr, CPAD: tl.constexpr):
-    """What makes probabilities of the weights of row ``m``."""
+    """Factor that normalises the weights of row ``m`` to probabilities."""
     if DENSE:
         return tl.full((), 1.0, tl.float64)
     return 1.0 / tl.sum(row_sums(sums, m, chunks, CPAD), 0)
@@ -228,15 +230,14 @@ def row_scale(sums, m, chunks, DENSE: tl.constexpr, CPAD: tl.constexpr):
 
 @triton.jit
 def row_probs(rows, i, m, vocab, stats, last, scale, DENSE: tl.constexpr):
-    """Of tokens ``i`` of row ``m``, fp32; wherever a distribution is read, they are the same to the bit."""
+    """Probabilities of tokens ``i`` of row ``m``, fp32; bit-identical wherever a distribution is read."""
     weight = logit_weights(rows, i, m, vocab, stats, last, DENSE)
     return (weight.to(tl.float64) * scale).to(tl.float32)
 
 
 @triton.jit
 def pick_chunk(sums, uniform, CPAD: tl.constexpr):
-    """The chunk in which the running sum exceeds ``uniform`` times the total, the sum before it, and the
-    aim."""
+    """First chunk whose running sum exceeds ``aim = uniform * total``, the sum before it, and ``aim``."""
     c = tl.arange(0, CPAD)
     upto = tl.cumsum(sums, 0)
     aim = uniform * tl.sum(sums, 0)
@@ -247,7 +248,8 @@ def pick_chunk(sums, uniform, CPAD: tl.constexpr):
 
 @triton.jit
 def pick_token(weight, i, before, aim, vocab):
-    """First of ``i`` at which the sum exceeds ``aim``; where rounding leaves none, the last that weighs."""
+    """First token of ``i`` at which the running sum exceeds ``aim``; where rounding leaves none, the last of
+    nonzero weight."""
     upto = before + tl.cumsum(weight, 0)
     first = tl.min(tl.where((weight > 0) & (upto > aim), i, vocab), 0)
     return tl.where(first < vocab, first, tl.max(tl.where((weight > 0) & (i < vocab), i, 0), 0))
@@ -256,7 +258,7 @@ def pick_token(weight, i, before, aim, vocab):
 @triton.jit
 def draw(rows, m, uniform, vocab, chunks, stats, last, sums, DENSE: tl.constexpr, CHUNK: tl.constexpr,
          CPAD: tl.constexpr):  # fmt: skip
-    """The token of row ``m`` for ``uniform``."""
+    """Token of row ``m`` sampled with ``uniform``."""
     chunk, before, aim = pick_chunk(row_sums(sums, m, chunks, CPAD), uniform, CPAD)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     weight = logit_weights(rows, i, m, vocab, stats, last, DENSE).to(tl.float64)
@@ -287,7 +289,7 @@ def _draw_distinct(rows, uniforms, sums, out, vocab, chunks, count, CHUNK: tl.co
     sampled = tl.full([KPAD], -1, tl.int32)
     left = row_sums(sums, m, chunks, CPAD)
     for n in range(count):
-        # The lowest id that is not sampled yet; it is one of the first KPAD.
+        # The lowest id not sampled yet, which is one of the first KPAD.
         is_sampled = tl.max((sampled[:, None] == k[None, :]).to(tl.int32), 0)
         token = tl.min(tl.where(is_sampled == 0, k, KPAD), 0)
         if tl.sum(left, 0) > 0:
@@ -330,18 +332,18 @@ def _uniforms(seeds, positions, out, count, size, row_stride, column_stride, STR
 
 
 def chunk_size(vocab: int) -> int:
-    """Tokens a program reads. Eight or more chunks a row and none above 4,096: a window of eight nodes over
-    128 K tokens is then 256 programs of 8 to 16 KB, two for each multiprocessor of an H200."""
+    """Tokens that a program reads. Eight or more chunks per row and none above 4,096: a window of eight nodes
+    over 128 K tokens is then 256 programs of 8 to 16 KB, two for each multiprocessor of an H200."""
     return min(4096, max(256, triton.next_power_of_2(vocab) // 8))
 
 
 def num_chunks(vocab: int) -> int:
-    """C."""
+    """Number of chunks of a row, C."""
     return triton.cdiv(vocab, chunk_size(vocab))
 
 
 def sizes(vocab: int) -> dict[str, int]:
-    """What kernels over chunks are launched with."""
+    """Launch options of kernels over chunks."""
     chunk = chunk_size(vocab)
     return {
         "CHUNK": chunk,
@@ -351,7 +353,8 @@ def sizes(vocab: int) -> dict[str, int]:
 
 
 def best_of_chunks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits [..., V]`` contiguous -> the largest of each chunk, fp32 ``[M, C]``; its first id, int32."""
+    """Largest logit of each chunk, fp32 ``[M, C]``, and its first id, int32; ``logits [..., V]``
+    contiguous."""
     vocab = logits.shape[-1]
     rows, chunks = logits.numel() // vocab, num_chunks(vocab)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
@@ -372,7 +375,7 @@ def _filter(
     limit: tuple[torch.Tensor, torch.Tensor] | None,
     is_top_p: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the tokens end that top-k or top-p keeps of those within ``limit``: bounds, last ids ``[M]``."""
+    """Bounds and last ids ``[M]`` of the tokens that top-k or top-p keeps of those within ``limit``."""
     (rows, chunks), vocab, device = values.shape, logits.shape[-1], logits.device
     nodes = rows // temperature.shape[0]
     partial = torch.empty(2, rows, chunks, DIGITS, dtype=torch.float32, device=device)
@@ -404,8 +407,8 @@ def filter_logits(
     top_p: torch.Tensor | None,
     floors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``logits [B, N, V]`` contiguous, of any float type -> ``stats``, ``last`` and ``sums`` of
-    ``FilteredLogits``.
+    """``stats``, ``last`` and ``sums`` of a ``FilteredLogits`` of ``logits [B, N, V]``, contiguous, of any
+    float type.
 
     Args:
         temperature, top_k, top_p: ``[B]``, as in ``SamplingBatch``.
@@ -444,7 +447,7 @@ def _(logits, temperature, top_k, top_p, floors):
 
 
 def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
-    """``probs [..., V]`` contiguous -> sums of its chunks, fp64 ``[..., C]``."""
+    """Sums of the chunks of ``probs [..., V]`` contiguous, fp64 ``[..., C]``."""
     vocab = probs.shape[-1]
     chunks = num_chunks(vocab)
     sums = torch.empty(*probs.shape[:-1], chunks, dtype=torch.float64, device=probs.device)
@@ -456,38 +459,43 @@ def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def rows_of(parts: list[torch.Tensor]) -> tuple[Rows, bool]:
+    """Kernel arguments of a distribution in the form of ``distribution_parts``, and whether it is given as
+    probabilities, whose chunks are summed here."""
+    if len(parts) == 1:
+        probs = parts[0]
+        return (probs, probs, probs, chunk_sums(probs)), True
+    logits, stats, last, sums = parts
+    return (logits, stats, last, sums), False
+
+
 @torch.library.custom_op("eagle_kit::sample", mutates_args=())
-def sample(
-    uniforms: torch.Tensor,
-    rows: torch.Tensor,
-    stats: torch.Tensor | None,
-    last: torch.Tensor | None,
-    sums: torch.Tensor | None,
-) -> torch.Tensor:
-    """``uniforms`` fp64 ``[...]``, ``rows [..., V]``, both contiguous: probabilities, or the logits of a
-    ``FilteredLogits`` with the rest of it -> tokens int64 ``[...]``. Two launches for probabilities, one for
-    a distribution."""
-    vocab = rows.shape[-1]
-    out = torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
+def sample(uniforms: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Sample tokens int64 ``[...]`` with ``uniforms`` fp64 ``[...]``, contiguous, from a distribution in the
+    form of ``distribution_parts``. Two launches for probabilities, one for a ``FilteredLogits``."""
+    vocab = parts[0].shape[-1]
+    out = torch.empty(uniforms.shape, dtype=torch.int64, device=uniforms.device)
     if out.numel():
-        totals = chunk_sums(rows) if sums is None else sums
+        (rows, stats, last, sums), dense = rows_of(parts)
         _draw[(out.numel(),)](
-            rows, uniforms, rows if stats is None else stats, rows if last is None else last, totals, out,
-            vocab, num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
+            rows, uniforms, stats, last, sums, out, vocab, num_chunks(vocab), DENSE=dense, **sizes(vocab)
         )  # fmt: skip
     return out
 
 
 @sample.register_fake
-def _(uniforms, rows, stats, last, sums):
-    return torch.empty(uniforms.shape, dtype=torch.int64, device=rows.device)
+def _(uniforms, parts):
+    return torch.empty(uniforms.shape, dtype=torch.int64, device=uniforms.device)
 
 
 @torch.library.custom_op("eagle_kit::filtered_probs", mutates_args=())
 def filtered_probs(
     logits: torch.Tensor, stats: torch.Tensor, last: torch.Tensor, sums: torch.Tensor
 ) -> torch.Tensor:
-    """The probabilities of a ``FilteredLogits``, fp32 ``[B, N, V]``."""
+    """Probabilities of a ``FilteredLogits``, fp32 ``[B, N, V]``."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         rows, vocab, chunks = last.numel(), logits.shape[-1], sums.shape[-1]
@@ -502,8 +510,8 @@ def _(logits, stats, last, sums):
 
 @torch.library.custom_op("eagle_kit::sample_distinct", mutates_args=())
 def sample_distinct(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """``probs [B, V]``, ``uniforms`` fp64 ``[B, K]``, both contiguous -> tokens int64 ``[B, K]``; 2
-    launches."""
+    """Sample tokens int64 ``[B, K]`` without replacement from ``probs [B, V]`` with ``uniforms`` fp64 ``[B,
+    K]``, both contiguous; 2 launches."""
     out = torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
     if out.numel():
         (b, count), vocab = uniforms.shape, probs.shape[-1]
@@ -523,9 +531,9 @@ def _(probs, uniforms):
 def uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int, of_cycle: bool
 ) -> torch.Tensor:
-    """Uniform random numbers fp64 ``[B, count]`` of ``seeds [B]`` contiguous and ``positions [B, count]``, or
-    ``of_cycle`` of the roots' ``positions [B, 1]``. Integers modulo 2^64, converted exactly: the reference's
-    to the bit."""
+    """Uniform random numbers fp64 ``[B, count]`` for contiguous ``seeds [B]`` and ``positions [B, count]``,
+    or with ``of_cycle`` for the roots' ``positions [B, 1]``. Integer arithmetic modulo 2^64 with an exact
+    conversion: bit-identical to the reference."""
     out = torch.empty(seeds.shape[0], count, dtype=torch.float64, device=seeds.device)
     if size := out.numel():
         _uniforms[(triton.cdiv(size, 256),)](
@@ -541,7 +549,8 @@ def _(seeds, positions, count, stream, of_cycle):
 
 
 def variants() -> list[Variant]:
-    """The vocabularies of Llama 3 in bf16 and of penalised logits in fp32."""
+    """Kernels to compile ahead of time: the vocabularies of Llama 3 in bf16 and of penalised logits in
+    fp32."""
     found = []
     integers = dict.fromkeys(("nodes", "vocab", "chunks", "rows", "round", "shift"), "i32")
     types = {

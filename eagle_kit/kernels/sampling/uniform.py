@@ -1,8 +1,7 @@
-"""Random numbers that depend on a request's seed and a position, and on nothing else.
+"""Uniform random numbers that depend only on a request's seed and a position.
 
-A uniform random number is a hash of (seed, position, stream). So a reply does not depend on what it is
-batched with, on how many tokens a cycle accepted, or on being preempted and computed anew; and every device
-draws the same.
+A uniform is a hash of (seed, position, stream). So a reply depends neither on its batch, nor on the number of
+tokens that a cycle accepted, nor on preemption and recomputation; and every device samples the same.
 
 The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed and once for the rest.
 """
@@ -13,7 +12,7 @@ from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling.distribution import FilteredLogits, distribution_parts, probabilities
 
 TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS = 0, 1, 2
-"""Streams: the target's choice at a position, a draft's choice, and the acceptance of a sampled draft."""
+"""Streams: the target's token at a position, a draft token, and the acceptance of a sampled draft."""
 
 _MIX = (-0xAE502812AA7333, -0x3B314601E57A13AD)
 _GOLDEN = -0x61C8864680B583EB
@@ -36,8 +35,8 @@ def position_uniforms(
 
     Args:
         seeds: int64 ``[B]``.
-        positions: int64 ``[B, n]``, of the tokens that are decided.
-        stream: uniform random numbers of different use are independent.
+        positions: int64 ``[B, n]``, positions of the tokens to sample.
+        stream: purpose of the numbers; different streams are independent.
     """
     if uses_triton(seeds, backend):
         from eagle_kit.kernels.sampling import triton
@@ -54,13 +53,13 @@ def window_uniforms(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Uniform random numbers of one cycle, fp64 ``[B, count]``: they belong to its root's position, which
-    grows from cycle to cycle, so that nothing sampled for a rejected draft is used again.
+    """Uniform random numbers of one cycle, fp64 ``[B, count]``. They depend on the position of its root,
+    which grows from cycle to cycle, so that no number used for a rejected draft is used again.
 
     Args:
         seeds, root_positions: int64 ``[B]``.
-        count: uniform random numbers per request.
-        stream: uniform random numbers of different use are independent.
+        count: numbers per request.
+        stream: purpose of the numbers; different streams are independent.
     """
     if uses_triton(seeds, backend):
         from eagle_kit.kernels.sampling import triton
@@ -77,14 +76,14 @@ def _hash(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Te
 def sample(
     probs: torch.Tensor | FilteredLogits, uniforms: torch.Tensor, *, backend: Backend | None = None
 ) -> torch.Tensor:
-    """Draw by the inverse of the cumulative distribution: the first token whose sum exceeds the uniform
-    random number.
+    """Sample by the inverse of the cumulative distribution: the first token whose running sum exceeds the
+    uniform.
 
-    The sum is fp64, so a token's share is off by no more than the rounding of its own fp32 probability. A
-    token of probability zero adds nothing to the sum and is never the first to exceed anything.
+    The sum is fp64, so that the error of a token's probability is at most the rounding of its own fp32 value.
+    A token of probability zero is never sampled.
 
     Args:
-        probs: fp32 ``[..., V]``, not negative, with a positive sum; it need not be one. Or a
+        probs: fp32 ``[..., V]``, not negative, with a positive sum, which need not be one. Or a
             ``FilteredLogits``.
         uniforms: fp64 ``[...]`` in [0, 1).
 
@@ -94,11 +93,11 @@ def sample(
     if uses_triton(uniforms, backend):
         from eagle_kit.kernels.sampling import triton
 
-        return triton.sample(uniforms.contiguous(), *distribution_parts(probs))
+        return triton.sample(uniforms.contiguous(), distribution_parts(probs))
     probs = probabilities(probs)
     sums = probs.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
-    # A uniform random number just below one may round up to the total, which nothing exceeds.
+    # A uniform just below one may round up to the total, which no running sum exceeds.
     bound = torch.minimum(uniforms[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, bound, right=True)[..., 0].clamp(max=probs.shape[-1] - 1)
 
@@ -106,17 +105,17 @@ def sample(
 def sample_distinct(
     probs: torch.Tensor, uniforms: torch.Tensor, *, backend: Backend | None = None
 ) -> torch.Tensor:
-    """Draw tokens one after another without replacement, as siblings of a sampled tree are.
+    """Sample tokens one after another without replacement, such as the siblings of a sampled tree.
 
-    When the distribution has no token left, the lowest ids not sampled yet follow, of probability zero: a
-    verifier knows them by that and passes over them.
+    When the distribution has no token left, the lowest ids not sampled yet follow; verifiers skip them
+    because their probability is zero.
 
     Args:
         probs: fp32 ``[B, V]``, as for ``sample``.
         uniforms: fp64 ``[B, K]`` in [0, 1), K <= V.
 
     Returns:
-        int64 ``[B, K]``, in the order of the draws, which must be their order in the window.
+        int64 ``[B, K]``, in the order of sampling, which must be their order in the window.
     """
     if uses_triton(probs, backend):
         from eagle_kit.kernels.sampling import triton
@@ -135,5 +134,5 @@ def sample_distinct(
 
 
 def _wrapped(number: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Convert to the int64 with the same 64 bits."""
     return (number + 2**63) % 2**64 - 2**63

@@ -1,7 +1,7 @@
-"""Linear layers of at most 64 rows, bound by the bytes of the weight, which is read once.
+"""Linear layers of at most 64 rows, whose time is that of reading the weight once.
 
-Models call :func:`eagle_kit.kernels.linear.linear`, which takes the Triton form where a table of measured
-forms says so. For fp8 weights cuBLAS has no form.
+Models call :func:`eagle_kit.kernels.linear.linear`, which uses the Triton kernel where a table of measured
+forms says so. cuBLAS has no counterpart for fp8 weights.
 
 Legend: M rows, N output features, K input features.
 """
@@ -16,8 +16,8 @@ __all__ = ["fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Return True if the Triton form computes the same as torch: it takes at most 64 rows of one half type,
-    and has no backward pass."""
+    """Return whether the Triton kernel supports these inputs: at most 64 rows, all of one half dtype, no
+    gradient."""
     return (
         x.ndim == 2
         and x.shape[0] <= MAX_ROWS
@@ -35,7 +35,7 @@ def small_linear(
     """``x [M, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[M, N]``; all of one dtype.
 
     Args:
-        backend: None takes Triton on a GPU where it fits (:func:`fits_triton`); ``"triton"`` needs that.
+        backend: None selects Triton on a GPU where :func:`fits_triton`; ``"triton"`` requires it.
     """
     if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
         from eagle_kit.kernels.small_linear import triton
@@ -56,8 +56,8 @@ def small_linear_fp8(
     the dtype of ``x``.
 
     Args:
-        backend: None takes Triton on a GPU where M <= 64; the reference unpacks the whole weight every time.
-            e4m3 needs compute capability 8.9.
+        backend: None selects Triton on a GPU where M <= 64; the reference dequantises the whole weight at
+            every call. e4m3 needs compute capability 8.9.
     """
     if uses_triton(x, backend) and (backend is not None or x.shape[0] <= MAX_ROWS):
         from eagle_kit.kernels.small_linear import triton

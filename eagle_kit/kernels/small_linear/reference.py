@@ -1,4 +1,7 @@
-"""Linear layers in torch, their weights as they are or in fp8. Legend: M rows, N outputs, K inputs."""
+"""Linear layers in torch with plain or fp8 weights.
+
+Legend: M rows, N outputs, K inputs.
+"""
 
 import torch
 from torch.nn import functional as F
@@ -13,11 +16,12 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight [N, K]`` -> (e4m3 ``[N, K]``, fp32 ``scales [N]``), ``weight ~ scales * fp8``.
+    """Quantise ``weight [N, K]`` to e4m3 ``[N, K]`` and fp32 ``scales [N]`` with ``weight ~ scales * fp8``.
 
     The largest element of a row becomes 448. e4m3 has 3 bits of mantissa down to 2**-6 and steps of 2**-9
-    below, so that an element is off by at most ``max(|w| / 16, scale / 1024)``. For normally distributed
-    weights that is 2.6 % of their root mean square, and products with them are off by as much of their own.
+    below, so that the error of an element is at most ``max(|w| / 16, scale / 1024)``. For normally
+    distributed weights that is 2.6 % of their root mean square, and products with them have the same relative
+    error.
     """
     limit = torch.finfo(torch.float8_e4m3fn).max
     wide = weight.float()

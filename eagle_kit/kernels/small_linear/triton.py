@@ -5,8 +5,8 @@ matrix instructions multiply little padding. A program sums one run of K for one
 runs it stores fp32 partial sums, and a second launch adds them in their order. fp8 weights are widened in
 registers on their way into the dot, and ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum.
 
-Bytes: the weight once, x once a block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
-and K only, so that K is summed in the same runs whatever M is.
+Bytes: the weight once, x once per block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
+and K only, so that K is summed in the same runs for any M.
 
 Legend: M rows, N outputs, K inputs, S runs.
 """
@@ -38,7 +38,7 @@ def _multiply(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A block of outputs and a run of K, for all rows. EVEN where K is a multiple of BLOCK."""
+    """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
@@ -70,7 +70,7 @@ def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one row: their partial sums in the order of K."""
+    """Add the partial sums of some outputs of one row in the order of K."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < num_outputs
     at = tl.program_id(1).to(tl.int64) * num_outputs + n
@@ -82,8 +82,8 @@ def _add_up(
     tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-class Blocks(NamedTuple):
-    """Outputs and inputs of a tile, and launch options."""
+class LinearBlocks(NamedTuple):
+    """Tile sizes in outputs and inputs, and launch options."""
 
     outputs: int
     block: int
@@ -92,24 +92,25 @@ class Blocks(NamedTuple):
 
 
 def row_bucket(m: int) -> int:
-    """Number of rows that is computed for M: 16, 32 or 64."""
+    """Number of rows computed for M: 16, 32 or 64."""
     return max(16, 1 << max(0, m - 1).bit_length())
 
 
-def choose_blocks(rows: int, itemsize: int) -> Blocks:
+def choose_blocks(rows: int, itemsize: int) -> LinearBlocks:
     """Tiles for a bucket of M. A tile is 16 KB of bf16 weights or 8 of fp8, and 4, 8 or 16 of x; as many deep
     as fit twice on a multiprocessor of an H200. Its latency asks for 23 KB in flight, these are over 70."""
     if itemsize == 1:
-        return Blocks(64, 128, 4, 6 if rows < 64 else 4)
-    return Blocks(64, 128, 4, 4 if rows < 64 else 3)
+        return LinearBlocks(64, 128, 4, 6 if rows < 64 else 4)
+    return LinearBlocks(64, 128, 4, 4 if rows < 64 else 3)
 
 
 @cache
 def choose_splits(programs: int, tiles: int, slots: int) -> int:
-    """Runs of K for ``programs`` blocks of outputs of ``tiles`` tiles each, where ``slots`` fit on the GPU.
+    """Number of runs of K for ``programs`` blocks of outputs of ``tiles`` tiles each, where ``slots`` fit on
+    the GPU.
 
-    The cost in tiles (1 microsecond on an H200): the number of waves times what a program does, its tiles and
-    one to begin with; and three for the second launch.
+    The cost in tiles (1 microsecond on an H200): the number of waves times the tiles of a program and one for
+    its startup; and three for the second launch.
     """
     choices = range(1, max(1, min(tiles, 32)) + 1)
     return min(
@@ -167,7 +168,8 @@ def _(x, weight, scales, bias):
 
 
 def variants() -> list[Variant]:
-    """Every bucket of M in both kinds of weight, with runs of K and without."""
+    """Kernels to compile ahead of time: every bucket of M in both dtypes of weight, with and without runs of
+    K."""
     made = []
     pointers = ("x", "weight", "scales", "bias", "out")
     integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits")

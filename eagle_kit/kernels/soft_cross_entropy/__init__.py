@@ -1,4 +1,4 @@
-"""The training loss: linear layer and soft cross-entropy, fused."""
+"""Linear layer and soft cross-entropy, fused: the default training loss."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Linear layer and soft cross-entropy in one, so that logits of all rows never exist together.
+"""Linear layer and soft cross-entropy, fused so that the logits of all rows never exist at once.
 
 For a row with feature h, teacher p (sum 1), weight c and z = W h:
 
@@ -22,7 +22,7 @@ from eagle_kit.kernels.backend import is_differentiated
 from eagle_kit.kernels.linear import linear
 
 CHUNK_ROWS = 128
-"""Rows whose logits are worked on while they are in cache."""
+"""Rows per chunk of logits, which must fit into the cache."""
 GROUP_ROWS = 640
 """Rows that share one weight-gradient matmul."""
 
@@ -63,7 +63,7 @@ target's probability that the draft vocabulary has, ``[rows]`` or None."""
 def cross_entropy_rows(
     z: torch.Tensor, top: torch.Tensor, p: torch.Tensor, c: torch.Tensor, mass: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A :data:`RowLoss`."""
+    """Soft cross-entropy as a :data:`RowLoss`."""
     dot = torch.linalg.vecdot(p, z)
     z = z.sub_(top[:, None]).exp_()
     total = z.sum(-1)
@@ -79,12 +79,9 @@ Rows = Callable[
 
 
 class FusedRows(torch.autograd.Function):
-    """Weighted sum of the losses of rows, whose gradients are made with them.
-
-    ``(h, weight, row_weights, rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see
-    :func:`eagle_kit.kernels.soft_cross_entropy.linear_soft_cross_entropy`. The forward adds to
-    ``weight_grad``, so it must not be run again to save memory.
-    """
+    """Weighted sum of row losses whose gradients are computed in the forward: ``(h, weight, row_weights,
+    rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see :func:`linear_soft_cross_entropy`. The
+    forward adds to ``weight_grad``, so it must not be run again under activation checkpointing."""
 
     @staticmethod
     def forward(
@@ -124,8 +121,8 @@ class _Carried(torch.autograd.Function):
 def carried(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A zero whose gradient with respect to ``weight`` is ``gradient``.
 
-    Added to the sum of several losses, it brings in once what their ``weight_grad`` has gathered, so that one
-    gradient of the weight is kept instead of one for each.
+    Added to the sum of several losses, it passes on the gradient that they have accumulated in their
+    ``weight_grad``, so that one gradient of the weight is kept instead of one per loss.
     """
     zero: torch.Tensor = _Carried.apply(weight, gradient)
     return zero
@@ -141,7 +138,8 @@ def fused_rows(
     chunk_rows: int,
     group_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses, best and ``dh`` of all rows, one chunk of logits at a time; ``dw`` grows by the weight's."""
+    """Losses, best ids and ``dh`` of all rows, one chunk of logits at a time; adds the weight's gradient to
+    ``dw``."""
     m, vd = h.shape[0], weight.shape[0]
     dh = torch.empty_like(h)
     dtype = matmul_dtype(h)

@@ -1,4 +1,5 @@
-"""Linear layer and soft cross-entropy: matmuls by torch, all between them in one launch a chunk of rows.
+"""Linear layer and soft cross-entropy: matmuls by torch, everything between them in one launch per chunk of
+rows.
 
 For a row with logits z, teacher p (sum 1) and weight c,
 
@@ -9,12 +10,12 @@ its place, the sum s of exp(z - t) and the dot p . z,
 
     z > t:  s <- s exp(t - z) + 1, t <- z;          else:  s <- s + exp(z - t),
 
-so one exponential is taken an element and lanes meet once, at the end; the second pass writes dz over z. A
-block is 2,048 logits of 128 threads, 16 a thread, whatever Vd is: no row is ever held in registers. Ties go
-to the lowest id. The chunks are after Liger (arXiv 2410.10989), the running sum after Milakov and Gimelshein
-(arXiv 1805.02867).
+so one exponential is computed per element and lanes are merged once, at the end; the second pass writes dz
+over z. A block is 2,048 logits of 128 threads, 16 per thread, for any Vd: no row is ever held in registers.
+Ties go to the lowest id. The chunks are after Liger (arXiv 2410.10989), the running sum after Milakov and
+Gimelshein (arXiv 1805.02867).
 
-Bytes a row, e those of a logit: (3 e + 8) Vd, of which (e + 4) Vd are read a second time, out of L2.
+Bytes per row, e those of a logit: (3 e + 8) Vd, of which (e + 4) Vd are read a second time, out of L2.
 
 Memory: e Vd bytes for each row of one chunk; for every row 12 bytes, its gradient of h, and h once more where
 autocast changes its type; the gradient of the weight once, and the product that is added to it.
@@ -31,8 +32,8 @@ from eagle_kit.kernels.aot import Variant
 BLOCK = 2048
 NUM_WARPS = 4
 CHUNK_ROWS = 4096
-"""So that adding to the weight's gradient costs about a tenth of the matmuls (Vd 32,000, H 4,096, H200); the
-logits of a chunk then take 262 MB."""
+"""Rows per chunk of logits: adding to the weight's gradient then costs about a tenth of the matmuls (Vd
+32,000, H 4,096, H200), and the logits of a chunk take 262 MB."""
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, 
 def soft_cross_entropy_(
     logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits [M, Vd]`` become the gradient of the weighted sum of losses.
+    """Replace ``logits [M, Vd]`` by the gradient of the weighted sum of losses.
 
     ``probs`` fp32 ``[P, Vd]``, ``index`` int64 ``[M]`` and ``row_weights`` fp32 ``[M]``; all contiguous.
 
@@ -138,7 +139,8 @@ def _(h, weight, probs, index, row_weights, dw, dtype, chunk_rows):
 
 
 def variants() -> list[Variant]:
-    """Draft vocabularies that divide by 16, whose rows are loaded 16 bytes at a time, and others."""
+    """Kernels to compile ahead of time: draft vocabularies that divide by 16, whose rows are loaded 16 bytes
+    at a time, and others."""
     types = {"probs": "*fp32", "index": "*i64", "row_weights": "*fp32", "losses": "*fp32", "best": "*i64"}
     return [
         Variant(

@@ -1,4 +1,4 @@
-"""SwiGLU in torch: what the kernel is held to."""
+"""SwiGLU in torch, the reference of the kernel."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps ``gate_up`` alone, where autograd would keep the silu too."""
+    """SwiGLU that keeps ``gate_up`` only, where autograd would keep the silu too."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:

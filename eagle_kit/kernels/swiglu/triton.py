@@ -15,8 +15,8 @@ from eagle_kit.kernels.aot import Variant
 
 @triton.jit
 def _load(gate_up, size, BLOCK: tl.constexpr):
-    """A program's piece of a row: where it starts in ``gate_up`` and in the output, gate, up, and
-    ``1 + exp(-gate)``."""
+    """Load a program's piece of a row: its offsets in ``gate_up`` and in the output, gate, up, and ``1 +
+    exp(-gate)``."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -48,8 +48,8 @@ def _swiglu_backward(d_out, gate_up, d_gate_up, size, BLOCK: tl.constexpr):
 
 
 def _blocks(size: int, itemsize: int) -> dict[str, int]:
-    """Block size and warps: 16 bytes of each operand a thread. 4 to 6 KB a program keep an H200's memory busy
-    at 16 programs a multiprocessor, and one row of 14,336 still spreads over 14 of them."""
+    """Block size and warps: 16 bytes of each operand per thread. 4 to 6 KB per program keep an H200's memory
+    busy at 16 programs per multiprocessor, and one row of 14,336 still spreads over 14 of them."""
     block = min(2048 // itemsize, triton.next_power_of_2(size))
     return {"BLOCK": block, "num_warps": max(1, block * itemsize // 512)}
 
@@ -103,7 +103,7 @@ swiglu.register_autograd(_differentiate, setup_context=_remember)
 
 
 def variants() -> list[Variant]:
-    """Sizes of SmolLM2 and Llama 3 8B."""
+    """Kernels to compile ahead of time: sizes of SmolLM2 and Llama 3 8B."""
     made = []
     for kernel, pointers in (
         (_swiglu, ("gate_up", "out")),

@@ -1,4 +1,4 @@
-"""Grow a draft and build the verified window out of its candidates.
+"""Expansion of a draft tree, and the window to verify built from its candidates.
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
 """
@@ -27,8 +27,8 @@ __all__ = [
 def start_beam(
     tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape, *, backend: Backend | None = None
 ) -> tuple[Beam, Candidates]:
-    """The candidates of depth 1, ``tokens`` int64 and ``scores`` fp32 ``[B, K]`` -> the beam of the first
-    draft step, and the record of candidates, whose later depths are yet to be written."""
+    """First beam and the record of candidates, from the candidates of depth 1: ``tokens`` int64 and
+    ``scores`` fp32 ``[B, K]``. Later depths of the record are filled by :func:`grow_beam`."""
     form: Any = reference
     if uses_triton(scores, backend):
         from eagle_kit.kernels.tree_build import triton
@@ -46,13 +46,13 @@ def grow_beam(
     *,
     backend: Backend | None = None,
 ) -> Beam:
-    """Keep the K best of the K^2 children that draft step ``step`` proposed, the earlier one of equals.
+    """Keep the K best of the K^2 children that draft step ``step`` proposed, the earlier among equals.
 
     Args:
-        beam: the nodes of depth ``step``, as :func:`start_beam` or the step before left them.
-        candidates: the children are written into it.
+        beam: the nodes of depth ``step``, as returned by :func:`start_beam` or the step before.
+        candidates: record that the children are written into.
         next_tokens: int64 ``[B * K, K]``, target ids of each node's children.
-        next_scores: fp32 ``[B * K, K]``, their log-probabilities behind their parents.
+        next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parents.
         step: from 1 to S - 1.
     """
     form: Any = reference
@@ -72,7 +72,7 @@ def tree_build(
     *,
     backend: Backend | None = None,
 ) -> Tree:
-    """Keep the best N - 1 candidates, the earlier one of equals.
+    """Keep the best N - 1 candidates, the earlier among equals.
 
     Args:
         roots: int64 ``[B]``, the last emitted token of each request.

@@ -1,5 +1,4 @@
-"""How a draft tree grows, and from its candidates to the window that is verified (EAGLE-2's expansion and
-rerank, arXiv 2406.16858), in torch: what the kernels are held to.
+"""Expansion and reranking of a draft tree (EAGLE-2, arXiv 2406.16858) in torch, the reference of the kernels.
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates. Candidates are
 numbered in the order they were drafted: 0..K-1 at depth 1, then K * K at every further depth.
@@ -25,16 +24,16 @@ class Tree(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """The K nodes that a draft step extends, best first; all but ``scores`` are int64.
+    """The K nodes that a draft step extends, best first; int64 except ``scores``.
 
     Attributes:
         tokens: ``[B, K]``, target ids.
         scores: fp32 ``[B, K]``, log-probabilities of the paths to them.
         ids: ``[B, K]``, their candidate numbers.
-        rows: ``[B * K]``, row of the last step's output (at first: of the state, a row a request) that each
-            one's features come from.
-        ancestors: ``[B, K]``, bits over the scratch window of all beams so far, each one's own included; a
-            node behind bit 63 has none of its own.
+        rows: ``[B * K]``, row of the last step's output that holds each node's features (at first, row of the
+            state, one per request).
+        ancestors: ``[B, K]``, bits over the scratch window of all beams so far, each node's own included; a
+            node beyond bit 63 has none of its own.
     """
 
     tokens: torch.Tensor
@@ -45,9 +44,9 @@ class Beam(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """All that a draft proposes, in the order it was drafted, ``[B, n]`` each: target ids ``tokens`` int64,
-    ``scores`` fp32 of the paths to them, and the candidate numbers of their ``parents`` int64, -1 at depth
-    1."""
+    """All candidates of a draft in the order they were drafted, ``[B, n]`` each: target ids ``tokens``
+    int64, ``scores`` fp32 of the paths to them, and the candidate numbers of their ``parents`` int64, -1
+    at depth 1."""
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -55,7 +54,7 @@ class Candidates(NamedTuple):
 
 
 def num_candidates(shape: SpecShape) -> int:
-    """n."""
+    """Number of candidates n."""
     return shape.topk + (shape.steps - 1) * shape.topk**2
 
 
@@ -63,14 +62,14 @@ def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their
     index.
 
-    A child's score never exceeds its parent's and its index is larger, so a set of best candidates always
-    holds the parents of its members, also when probabilities round to 1.
+    A child's score never exceeds its parent's and its index is larger, so the best candidates always include
+    the parents of all members, also when probabilities round to 1.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> tuple[Beam, Candidates]:
-    """``tokens``, ``scores [B, K]`` of depth 1 -> the first beam and the record of candidates."""
+    """First beam and the record of candidates, from ``tokens``, ``scores [B, K]`` of depth 1."""
     b, topk = tokens.shape
     k = torch.arange(topk, device=tokens.device).expand(b, topk)
     rows = torch.arange(b, device=tokens.device).repeat_interleave(topk)
@@ -84,7 +83,7 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
 def grow_beam(
     beam: Beam, candidates: Candidates, next_tokens: torch.Tensor, next_scores: torch.Tensor, step: int
 ) -> Beam:
-    """``next_tokens``, ``next_scores [B * K, K]`` -> the next beam; the children are recorded."""
+    """Next beam from ``next_tokens``, ``next_scores [B * K, K]``; the children are recorded."""
     b, topk = beam.tokens.shape
     tokens = next_tokens.view(b, topk**2)
     scores = (beam.scores[:, :, None] + next_scores.view(b, topk, topk)).view(b, topk**2)

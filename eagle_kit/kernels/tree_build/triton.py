@@ -1,16 +1,16 @@
-"""Growing a draft and building its window: one launch each, one program a request, no sort.
+"""Expansion of a draft tree and its window: one launch each, one program per request, no sort.
 
 Order: candidate i comes before j if its score is higher, or equal and i < j. A beam needs its K best of K^2
-in this order, so a program counts how many come before each one (K^4 comparisons, 65,536 at most), which is
-where it is written to.
+in this order, so a program counts the candidates before each one (K^4 comparisons, 65,536 at most), which
+gives its index.
 
 A window needs its N - 1 best of n in the order of their numbers. Their worst score is found bit by bit, from
-the top, in 32 counts over the program's candidates; equals of it are kept up to the number that is missing.
-A node's place is then the number of kept ones up to it, its parent's place is read where the parent stands,
-and its ancestors are joined by pointer doubling: after r rounds a node knows 2^r - 1 of them, so log2 S
-rounds do.
+the top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing
+number. A node's index is then the number of kept ones up to it, its parent's index is read at the parent's
+candidate, and its ancestors are joined by pointer doubling: after r rounds a node has 2^r - 1 of them, so
+log2 S rounds suffice.
 
-Bytes: 40 n a request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
+Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n candidates.
@@ -30,7 +30,8 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _ordered(score):
-    """fp32 -> int32 of the same order, above ``_LOWEST``: zeros are equal, NaN is largest, as in torch."""
+    """Map fp32 to int32 of the same order, above ``_LOWEST``: zeros are equal, NaN is largest, as in
+    torch."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, _HIGHEST, bits)
     return bits ^ ((bits >> 31) & _HIGHEST)
@@ -147,15 +148,16 @@ def _chain_build(roots, tokens, window_tokens, window_parents, window_depths, wi
 
 
 def _beam_options(topk: int) -> dict[str, int]:
-    """A child a thread, which compares it with 32 at once; K of 17 to 64 works too, with fewer at once."""
+    """Launch options: a child per thread, compared with 32 others at once; K of 17 to 64 works too, with
+    fewer at once."""
     block = triton.next_power_of_2(topk**2)
     chunk = min(32, block) if block <= 256 else 4
     return {"BLOCK": block, "CHUNK": chunk, "num_warps": min(16, max(1, block // 32))}
 
 
 def _num_warps(block: int) -> int:
-    """Four candidates a thread, so that a small tree needs no barrier between warps; the largest keeps its
-    4,096 in registers at eight a thread, which 16 a thread do not."""
+    """Warps at four candidates per thread, so that a small tree needs no barrier between warps; the largest
+    keeps its 4,096 in registers at eight per thread but not at 16."""
     return min(16, max(1, block // 128))
 
 
@@ -192,7 +194,7 @@ def _(tokens, scores, n):
 
 
 def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> tuple[Beam, Candidates]:
-    """``tokens`` int64, ``scores`` fp32 ``[B, K]``, both contiguous."""
+    """First beam from ``tokens`` int64, ``scores`` fp32 ``[B, K]``, both contiguous."""
     *record, ids, rows, ancestors = _start(tokens, scores, num_candidates(shape))
     return Beam(tokens, scores, ids, rows, ancestors), Candidates(*record)
 
@@ -235,7 +237,7 @@ def _(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_
 def grow_beam(
     beam: Beam, candidates: Candidates, next_tokens: torch.Tensor, next_scores: torch.Tensor, step: int
 ) -> Beam:
-    """``next_tokens`` int64, ``next_scores`` fp32 ``[B * K, K]``, both contiguous."""
+    """Next beam from ``next_tokens`` int64, ``next_scores`` fp32 ``[B * K, K]``, both contiguous."""
     nodes = (beam.tokens, beam.scores, beam.ids, beam.ancestors)
     return Beam(*_grow(*nodes, next_tokens, next_scores, *candidates, step))
 
@@ -269,8 +271,9 @@ def _(roots, tokens, scores, parents, steps, topk, nodes):
 def tree_build(
     roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, shape: SpecShape
 ) -> Tree:
-    """``roots [B]``, ``tokens``, ``scores`` fp32 and ``parents [B, n]``, all contiguous."""
-    assert scores.dtype == torch.float32, "scores are fp32"
+    """Window of the best candidates; ``roots [B]``, ``tokens``, ``scores`` fp32 and ``parents [B, n]``, all
+    contiguous."""
+    assert scores.dtype == torch.float32, "scores must be fp32"
     return Tree(*_tree(roots, tokens, scores, parents, *shape))
 
 
@@ -291,12 +294,12 @@ def _(roots, tokens):
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
-    """``roots [B]``, ``tokens [B, S]``, both contiguous."""
+    """Window of a chain: ``roots [B]``, ``tokens [B, S]``, both contiguous."""
     return Tree(*_chain(roots, tokens))
 
 
 def variants() -> list[Variant]:
-    """The default tree, a wide one, and the largest that may be asked for."""
+    """Kernels to compile ahead of time: the default tree, a wide one, and the largest that is allowed."""
     floats = ("scores", "next_scores", "new_scores", "all_scores")
     integers = ("n", "nodes", "step", "steps")
 

@@ -1,5 +1,5 @@
-"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): prefix of step 0 plus the row's own
-keys."""
+"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): the prefix of step 0 and the row's
+own keys of later steps."""
 
 from typing import Literal
 
@@ -27,17 +27,15 @@ def ttt_attention(
 
     Args:
         plan: :func:`plan_rows` of the query rows.
-        backend: as everywhere, and ``"cpu"``: flash attention in fp32 whatever the dtype of the inputs, which
-            is what runs on a CPU where nothing is said.
+        backend: as for other operations, or ``"cpu"``: flash attention in fp32 for inputs of any dtype, the
+            default on a CPU.
     """
     if backend != "cpu" and uses_triton(q, backend):
         from eagle_kit.kernels.ttt_attention import triton
 
         return triton.ttt_attention(q, k, v, own_k, own_v, *plan.spans, scale)
     if backend == "cpu" or (backend is None and q.device.type == "cpu" and q.shape[0] > 0):
+        tensors = (x.float() for x in (q, k, v, own_k, own_v))
         with torch.autocast("cpu", enabled=False):
-            out = cpu.ttt_attention(
-                q.float(), k.float(), v.float(), own_k.float(), own_v.float(), plan.blocks, scale
-            )
-        return out.to(q.dtype)
+            return cpu.TTTAttention.apply(*tensors, plan.blocks, scale).to(q.dtype)
     return reference.ttt_attention(q, k, v, own_k, own_v, plan.blocks, scale)

@@ -23,11 +23,13 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """``[n, H, D]`` -> ``[1, H * group, n, D]``, every head repeated for its group."""
+    """``[n, H, D]`` -> ``[1, H * group, n, D]``, every head repeated ``group`` times."""
     return (x.repeat_interleave(group, 1) if group > 1 else x).transpose(0, 1)[None]
 
 
-class _TTTAttention(torch.autograd.Function):
+class TTTAttention(torch.autograd.Function):
+    """``(q, k, v, own_k, own_v, blocks, scale) -> out``, as the reference; for fp32 on a CPU."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -111,16 +113,3 @@ class _TTTAttention(torch.autograd.Function):
             down_k = torch.bmm(ds.transpose(1, 2), qgroup).view_as(own_k)
             down_v = torch.bmm(p.transpose(1, 2), dgroup).view_as(own_v)
         return dq, dk.transpose(0, 1), dv.transpose(0, 1), down_k, down_v, None, None
-
-
-def ttt_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    blocks: QueryBlocks,
-    scale: float,
-) -> torch.Tensor:
-    """The reference's contract, for fp32 on a CPU."""
-    return _TTTAttention.apply(q, k, v, own_k, own_v, blocks, scale)

@@ -1,4 +1,4 @@
-"""Which keys each training row can see: made once a packed row, used by every step.
+"""Visible keys of each training row: computed once per packed row, used by every step.
 
 Legend: R query rows, T packed tokens.
 """
@@ -12,8 +12,8 @@ import torch
 
 BLOCK_ROWS = 256
 KEPT_MASK_ENTRIES = 1 << 22
-"""Masks of a plan are kept up to this many entries in all (16 MB); of longer documents each is made when its
-block is computed, because together they would have R x T / 2 entries."""
+"""Largest total number of mask entries that a plan keeps (16 MB); masks of longer documents are made when
+their block is computed, because together they would have R x T / 2 entries."""
 
 
 class QueryBlock(NamedTuple):
@@ -31,12 +31,12 @@ class QueryBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """Prefix keys of query rows; each form of the operation makes what it needs when it first runs.
+    """Visible prefix keys of query rows; each implementation derives its own representation on first use.
 
     Attributes:
         rows: positions of the query rows, ascending, int64 ``[R]``.
-        doc_start: where each token's document begins, int64 ``[T]``.
-        block_rows: rows of a block at most.
+        doc_start: first token of each token's document, int64 ``[T]``.
+        block_rows: maximum rows of a block.
     """
 
     rows: torch.Tensor
@@ -45,21 +45,21 @@ class QueryPlan:
 
     @cached_property
     def spans(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``starts, stops`` int32 ``[R]``, both ascending: a row sees keys ``starts .. stops - 1``."""
+        """``starts, stops`` int32 ``[R]``, both ascending: a row attends to keys ``starts .. stops - 1``."""
         return self.doc_start[self.rows].int(), (self.rows + 1).int()
 
     @cached_property
     def blocks(self) -> "QueryBlocks":
-        """The rows in blocks of one document. Masks have block x document entries, and of long documents
-        only one is there at a time, so nothing grows with T x T."""
+        """The rows in blocks of one document each. Masks have block x document entries, and only one mask of
+        a long document exists at a time, so that no memory grows with T x T."""
         return QueryBlocks(self)
 
 
 class QueryBlocks:
-    """The blocks of a plan, in order; may be iterated over any number of times.
+    """Blocks of a plan, in order; can be iterated repeatedly.
 
     Attributes:
-        rows: of the plan.
+        rows: rows of the plan.
         extents: ``start, stop, key_start, key_stop`` of every block.
     """
 
@@ -97,5 +97,5 @@ def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
 
 
 def plan_rows(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
-    """The plan of ``rows`` (ascending, int64 ``[R]``) with ``doc_start`` int64 ``[T]``."""
+    """Plan of ``rows`` (ascending, int64 ``[R]``) with ``doc_start`` int64 ``[T]``."""
     return QueryPlan(rows, doc_start, block_rows)

@@ -1,4 +1,4 @@
-"""Attention of training-time test, written out with torch operations on any device.
+"""Attention of training-time test in torch operations, on any device.
 
 Legend: R query rows, T packed tokens, J own keys of a row, Hq / Hkv heads, G = Hq / Hkv, D head size.
 """
@@ -48,7 +48,8 @@ def _attend(
     key_start: int,
     scale: float,
 ) -> torch.Tensor:
-    """One block of rows; computed again in the backward pass, where autograd would keep R x T scores."""
+    """Attention of one block of rows; recomputed in the backward pass, where autograd would keep R x T
+    scores."""
     rows = q.unflatten(1, (k.shape[1], -1)).float()
     mask = causal_mask(row_of, key_start, key_start + k.shape[0])
     prefix = torch.einsum("nhgd,thd->nhgt", rows, k.float()) * scale + mask[:, None, None]

@@ -1,9 +1,9 @@
 """Attention of training-time test by flash attention, forward and backward.
 
-Row i of a packed row sees the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J, in
-one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both feed
-the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L the
-log-sum-exp of all scaled scores over the scale,
+Row i of a packed row attends to the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J,
+in one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both
+feed the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L
+the log-sum-exp of all scaled scores over the scale,
 
     P = exp(scale (S - L)),     p_j = exp(scale (s_j - L)),     out = P v + sum_j p_j own_v_j.
 
@@ -16,9 +16,9 @@ both parts:
     dv = P^T dout,                      d own_v_j = sum_g p_j dout_g,
 
 with g over the query heads that share the key head. The backward has three launches: d, the gradients of own
-keys and their part of dq; the prefix's part of dq; dk and dv, whose programs go over the rows that see their
-keys. Rows ascend and documents are contiguous, so those rows are a range, found by two searches. Each element
-is written by one program at a time in a fixed order: no atomics, the same bits every time.
+keys and their part of dq; the prefix's part of dq; dk and dv, whose programs go over the rows that attend to
+their keys. Rows ascend and documents are contiguous, so those rows are a range, found by two searches. Each
+element is written by one program at a time in a fixed order: no atomics, the same bits every time.
 
 Keys of another document inside a block count with probability 0, so they must be finite. scale > 0.
 
@@ -50,8 +50,8 @@ def _attend(
     acc, top, total, queries, k, v, begin, gap, resume, end, starts, stops, scale,
     MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``begin .. end - 1`` but ``gap .. resume - 1`` into the running softmax, in blocks; not MASKED
-    where every row sees all of them."""
+    """Accumulate keys ``begin .. end - 1`` except ``gap .. resume - 1`` into the online softmax, in blocks;
+    not MASKED if every row attends to all of them."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     tile = n[:, None] * STRIDE + d[None, :]
@@ -74,7 +74,7 @@ def _attend(
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = higher
-        if MASKED:  # a row that has seen nothing yet
+        if MASKED:  # rows without a key so far
             base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - base[:, None])
         kept = tl.exp2(top - base)
@@ -90,7 +90,7 @@ def _forward(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query head; late rows, which see most, are taken first."""
+    """Forward of some rows of one query head; the last rows, which have most keys, run first."""
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     kv_head = head // (HQ // HKV)
@@ -158,7 +158,7 @@ def _backward_own(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``delta [Hq, R]`` and, where there are own keys, their gradients and their part of dq; for some rows
+    """``delta [Hq, R]`` and, where there are own keys, their gradients and their part of dq, for some rows
     and one key head."""
     G: tl.constexpr = HQ // HKV
     i = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -198,7 +198,8 @@ def _backward_q(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The prefix's part of dq, of some rows of one query head; OWN where the other part is there already."""
+    """Add the prefix's part of dq, for some rows of one query head; with OWN, dq already holds the other
+    part."""
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     kv_head = head // (HQ // HKV)
@@ -240,9 +241,9 @@ def _backward_kv(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and values of one head, over its query heads and the rows that see them.
+    """Gradients of some keys and values of one head, over its query heads and the rows that attend to them.
 
-    BRANCH leaves the mask out where all rows see all keys; ptxas spills that for sm_80.
+    BRANCH skips the mask where all rows attend to all keys; ptxas spills that for sm_80.
     """
     G: tl.constexpr = HQ // HKV
     block = tl.program_id(0)
@@ -288,7 +289,7 @@ def _backward_kv(
     tl.store(dv + mine, dvalues.to(dv.dtype.element_ty), there)
 
 
-class Blocks(NamedTuple):
+class TTTBlocks(NamedTuple):
     """Rows (M) and keys (N) of a program, warps and pipeline stages."""
 
     m: int
@@ -298,19 +299,19 @@ class Blocks(NamedTuple):
 
 
 _HALF = {  # (kernel, head size): blocks on sm_90, before it
-    ("forward", 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    ("forward", 128): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    ("forward", 256): (Blocks(64, 32, 8, 3), Blocks(64, 32, 8, 2)),
-    ("q", 64): (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 3)),
-    ("q", 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 3)),
-    ("q", 256): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
-    ("kv", 64): (Blocks(64, 128, 8, 3), Blocks(32, 128, 8, 3)),
-    ("kv", 128): (Blocks(32, 128, 8, 3), Blocks(64, 64, 8, 3)),
-    ("kv", 256): (Blocks(16, 64, 8, 2), Blocks(16, 32, 8, 2)),
+    ("forward", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 256): (TTTBlocks(64, 32, 8, 3), TTTBlocks(64, 32, 8, 2)),
+    ("q", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 256): (TTTBlocks(64, 32, 8, 2), TTTBlocks(64, 32, 8, 2)),
+    ("kv", 64): (TTTBlocks(64, 128, 8, 3), TTTBlocks(32, 128, 8, 3)),
+    ("kv", 128): (TTTBlocks(32, 128, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("kv", 256): (TTTBlocks(16, 64, 8, 2), TTTBlocks(16, 32, 8, 2)),
 }
 
 
-def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> Blocks:
+def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> TTTBlocks:
     """The largest blocks that neither Triton 3.6 nor 3.9 spills registers for.
 
     Two warpgroups share an SM of Hopper, 64 rows of a matrix instruction each. The accumulators of dk and dv
@@ -320,12 +321,12 @@ def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> Blocks:
     registers, of which 3.6 spills up to six: it is there to be exact.
     """
     if itemsize == 4:
-        return Blocks(16, 32, 4, 2) if block_d <= 64 else Blocks(16, 16, 8, 2)
+        return TTTBlocks(16, 32, 4, 2) if block_d <= 64 else TTTBlocks(16, 16, 8, 2)
     return _HALF[kernel, max(block_d, 64)][0 if hopper else 1]
 
 
 def _own_rows(block_g: int, block_d: int) -> int:
-    """16 elements a thread of queries, of gradients and of their sum."""
+    """Rows of ``_backward_own``: 16 elements per thread of queries, of gradients and of their sum."""
     return max(1, 2048 // (block_g * block_d))
 
 
@@ -337,13 +338,13 @@ def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     hq, d = q.shape[1:]
     if d > MAX_HEAD_SIZE:
         raise UserError(
-            f"The Triton kernels of attention take heads of up to {MAX_HEAD_SIZE}, not of {d}.",
+            f"The Triton attention kernels support head sizes up to {MAX_HEAD_SIZE}, not {d}.",
             "Use the backend 'reference'.",
         )
     return {"HQ": hq, "HKV": k.shape[1], "D": d, "BLOCK_D": max(triton.next_power_of_2(d), 16)}
 
 
-def _launch(blocks: Blocks) -> dict[str, int]:
+def _launch(blocks: TTTBlocks) -> dict[str, int]:
     return {
         "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,
@@ -363,7 +364,7 @@ def ttt_attention_op(
     stops: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``."""
+    """Forward with all inputs contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``."""
     (rows, hq, _), num_own = q.shape, own_k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(hq, rows, dtype=torch.float32)
     if rows == 0:
@@ -385,8 +386,8 @@ def _(q, k, v, own_k, own_v, starts, stops, scale):
 
 
 def _seen_by(starts: torch.Tensor, stops: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
-    """For each block of keys, the rows ``[a, b)`` that see some of it and ``[c, d)`` that see all: int32
-    ``[blocks, 4]`` of a, b, c, d."""
+    """For each block of keys, the rows ``[a, b)`` that attend to some of it and ``[c, d)`` that attend to
+    all: int32 ``[blocks, 4]`` of a, b, c, d."""
     first = torch.arange(0, tokens, block, dtype=torch.int32, device=starts.device)
     after = (first + block).clamp(max=tokens)
     a, c = torch.searchsorted(stops, torch.stack((first + 1, after)), out_int32=True)
@@ -469,10 +470,10 @@ def ttt_attention(
     stops: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The reference's contract with ``starts, stops`` int32 ``[R]``, both ascending, in place of blocks.
+    """See the reference, with ``starts, stops`` int32 ``[R]``, both ascending, in place of blocks.
 
-    Computed in what autocast says, else in the dtype of ``q``; fp32 without TF32. The result has the dtype of
-    ``q``.
+    Computed in the autocast dtype, or else in the dtype of ``q``; fp32 without TF32. The result has the dtype
+    of ``q``.
     """
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
@@ -481,7 +482,7 @@ def ttt_attention(
 
 
 def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constants: int) -> Variant:
-    """A kernel at 32 query and 8 key heads, in the blocks it runs with."""
+    """Kernel for 32 query and 8 key heads, in the blocks it runs with."""
     types = {
         "lse": "*fp32",
         "delta": "*fp32",
@@ -513,12 +514,13 @@ def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constant
 
 
 def forward_variant(name: str, kind: str, size: int, arch: int, own: bool) -> Variant:
-    """The forward with or without own keys."""
+    """Forward kernel with or without own keys."""
     return _variant(name, _forward, kind, size, arch, OWN=own)
 
 
 def variants() -> list[Variant]:
-    """Draft heads of Llama (D 128), of Gemma (256), of small models (64)."""
+    """Kernels to compile ahead of time: draft heads of Llama (D 128), of Gemma (256), of small models
+    (64)."""
     every = [("bf16", 128, 90), ("bf16", 128, 80), ("bf16", 256, 90)]
     return [
         *(forward_variant("ttt_attention", *at, own=True) for at in every),

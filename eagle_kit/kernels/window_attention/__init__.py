@@ -1,6 +1,6 @@
-"""Attention of a window of nodes over a paged prefix and the window's own keys, masked by ancestor bits.
+"""Attention of a window of nodes to a paged prefix and the window's own keys, masked by ancestor bits.
 
-Decoding (N = 1), draft steps, verification and draft-extend are all calls of it.
+Decoding (N = 1), draft steps, verification and draft-extend all call it.
 
 Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the store.
 """
@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.window_attention import reference
-from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits
+from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 
 __all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
 
@@ -25,14 +25,14 @@ def window_attention(
     v_scale: float = 1.0,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Every node attends to its request's prefix and to its ancestors in the window.
+    """Attention of every node to its request's prefix and to its ancestors in the window.
 
     Args:
         q: ``[B, N, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included, in the dtype of
             ``q`` or fp8 e4m3.
-        plan: where the keys are, and who sees them.
-        k_scale, v_scale: what an fp8 store's values are multiplied by.
+        plan: location and visibility of the keys.
+        k_scale, v_scale: factors of an fp8 store's values.
 
     Returns:
         ``[B, N, Hq, D]`` in the dtype of ``q``.
@@ -41,6 +41,5 @@ def window_attention(
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
-    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return reference.window_attention_by_length(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
-    return reference.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    columns = reference_columns(plan, q, backend)
+    return reference.window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)

@@ -1,6 +1,6 @@
-"""Where the keys of a window lie and which node sees which: described once a forward, shared by its layers.
+"""Location and visibility of the keys of a window: computed once per forward, shared by its layers.
 
-Legend: B requests, N query nodes, M window keys, C columns, P pages a request.
+Legend: B requests, N query nodes, M window keys, C columns, P pages of a request.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.recording import guarded_choice
 
 COLUMNS = 64
-"""Numbers of columns on a CPU are multiples of this."""
+"""Numbers of columns on a CPU are rounded up to a multiple of this."""
 
 
 class Columns(NamedTuple):
-    """What some requests of a plan attend to: ``requests`` int64 ``[b]``, None for all of them in order;
-    ``rows`` int64 ``[b, c]`` of the store; ``mask [b, N, c]``, 0 or -inf."""
+    """Keys of some requests of a plan: ``requests`` int64 ``[b]``, None for all in order; ``rows`` int64
+    ``[b, c]`` of the store; ``mask [b, N, c]``, 0 or -inf."""
 
     requests: torch.Tensor | None
     rows: torch.Tensor
@@ -27,22 +28,22 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The keys of B windows in a store of rows.
+    """Keys of B windows in a store of rows.
 
     Attributes:
         page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
-            ``page * page_size`` and following.
-        page_size: slots of a page.
+            from ``page * page_size``.
+        page_size: slots per page.
         prefix_lens: int64 ``[B]``, slots before the window.
-        first_slot: how many of the slots at the front hold nothing and are not attended to.
+        first_slot: number of unused slots at the front of a request, which are not attended to.
         scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
             j``.
         num_keys: M; the queries are the last N of the window's keys.
         ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node
             itself.
-        num_columns: C, a bound on prefix + M known to the host.
+        num_columns: C, an upper bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
-        dtype: of the queries.
+        dtype: dtype of the queries.
     """
 
     page_table: torch.Tensor
@@ -59,8 +60,8 @@ class WindowPlan:
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the reference reads: ``columns`` int64 ``[B, C]``, rows of the store in the order they are
-        attended to (the request's prefix, then its window keys right behind it, so that a token has the same
+        """Columns for the reference: ``columns`` int64 ``[B, C]``, rows of the store in the order of
+        attention (the request's prefix, then its window keys directly behind it, so that a token has the same
         column in a window of any size; unused ones point at the dummy row), and ``mask [B, N, C]``, 0 or
         -inf."""
         device, m = self.page_table.device, self.num_keys
@@ -79,9 +80,9 @@ class WindowPlan:
 
     @cached_property
     def by_length(self) -> list[Columns]:
-        """The layout in groups of requests of like length, so that a short one does not pay for the longest,
-        and its columns do not depend on its company. Reads the lengths on the host."""
-        room = -(-self.num_keys // COLUMNS) * COLUMNS  # windows of few and of many nodes have the same sizes
+        """The layout in groups of requests of similar length, so that a short request does not pay for the
+        longest, and its columns do not depend on its batch. Reads the lengths on the host."""
+        room = -(-self.num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
         sizes = guarded_choice(self.prefix_lens, lambda lengths: tuple(_bucket(n + room) for n in lengths))
         rows, mask = replace(self, num_columns=max(sizes)).layout
         if min(sizes) == max(sizes):
@@ -96,33 +97,41 @@ class WindowPlan:
         return found
 
 
-def attend_by_length(
-    plan: WindowPlan,
+def reference_columns(plan: WindowPlan, q: torch.Tensor, backend: Backend | None) -> list[Columns]:
+    """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
+    tensors that the host must not read, those of all requests together."""
+    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
+        return plan.by_length
+    return [Columns(None, *plan.layout)]
+
+
+def attend_in_groups(
+    columns: list[Columns],
     q: torch.Tensor,
     size: int,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """``attend(q, rows, mask)`` for each of ``plan.by_length``: ``q [B, N, H, D]`` -> ``[B, N, H, size]``."""
-    groups = plan.by_length
-    if groups[0].requests is None:
-        return attend(q, groups[0].rows, groups[0].mask)
+    """Call ``attend(q, rows, mask)`` for each group of requests: ``q [B, N, H, D]`` -> ``[B, N, H,
+    size]``."""
+    if columns[0].requests is None:
+        return attend(q, columns[0].rows, columns[0].mask)
     out = q.new_empty((*q.shape[:-1], size))
-    for requests, rows, mask in groups:
+    for requests, rows, mask in columns:
         assert requests is not None
         out[requests] = attend(q[requests], rows, mask)
     return out
 
 
 def _bucket(count: int) -> int:
-    """``count`` rounded up to a multiple of 64, of an eighth to a quarter of itself when that is more."""
+    """Round ``count`` up to a multiple of 64, or of an eighth to a quarter of itself when that is more."""
     runs = -(-count // COLUMNS)
     step = 1 << max(0, runs.bit_length() - 3)
     return -(-runs // step) * step * COLUMNS
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:
-    """``parents`` int64 ``[B, N]`` (root: 0, parents before children), at most ``depth`` deep -> bits ``[B,
-    N]``."""
+    """Ancestor bits ``[B, N]`` of ``parents`` int64 ``[B, N]`` (root: 0, parents before children), at most
+    ``depth`` deep."""
     bits = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
     for _ in range(depth):
         bits = bits | bits.gather(1, parents)
@@ -130,6 +139,6 @@ def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 def chain_bits(length: int, device: torch.device) -> torch.Tensor:
-    """Ancestors of a chain: int64 ``[length]``, node j sees nodes 0..j."""
+    """Ancestor bits of a chain: int64 ``[length]``, node j attends to nodes 0..j."""
     ones = torch.ones(length, dtype=torch.int64, device=device) << torch.arange(length, device=device)
     return ones.cumsum(0)

@@ -1,4 +1,4 @@
-"""Window attention in torch: what every faster form is held to.
+"""Window attention in torch, the reference of every faster implementation.
 
 Legend: B requests, N query nodes, C columns (prefix then window keys), Hq / Hkv heads, G = Hq / Hkv, D head
 size, R rows of the store (head-major, so that a gathered store is a batch of matrices without another copy).
@@ -6,14 +6,14 @@ size, R rows of the store (head-major, so that a gathered store is a batch of ma
 
 import torch
 
-from eagle_kit.kernels.window_attention.plan import WindowPlan, attend_by_length
+from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
 def window_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
-    plan: WindowPlan,
+    columns: list[Columns],
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -23,30 +23,17 @@ def window_attention(
     Args:
         q: ``[B, N, Hq, D]``.
         k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; this window's keys are already in it.
-        plan: which rows are columns, and who sees them.
-        k_scale, v_scale: what keys and values are multiplied by, other than 1 for an fp8 store.
+        columns: location and visibility of the keys, for all requests or in groups.
+        k_scale, v_scale: factors of keys and values, other than 1 for an fp8 store.
 
     Returns:
         ``[B, N, Hq, D]``.
     """
-    return attend_to(q, k_rows, v_rows, *plan.layout, scale * k_scale, v_scale)
-
-
-def window_attention_by_length(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    plan: WindowPlan,
-    scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> torch.Tensor:
-    """The same for a CPU, where the host may look at lengths: requests of like length together."""
 
     def attend(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attend_to(q, k_rows, v_rows, rows, mask, scale * k_scale, v_scale)
 
-    return attend_by_length(plan, q, q.shape[-1], attend)
+    return attend_in_groups(columns, q, q.shape[-1], attend)
 
 
 def attend_to(
@@ -60,9 +47,9 @@ def attend_to(
 ) -> torch.Tensor:
     """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``.
 
-    The (N x G) query rows that share a KV head are one matmul, so a key is read once per window. Two nodes at
-    least are multiplied even when there is one: BLAS sums up rows of a matrix alike whatever their number,
-    but a lone row in another order, and plain decoding is to equal speculation bit for bit.
+    The (N x G) query rows that share a KV head are one matmul, so that every key is read once per window.
+    One-node windows are padded to two nodes to keep the summation order: BLAS sums a single row in another
+    order than several, and plain decoding must equal speculation bit for bit.
     """
     b, n, hq, d = q.shape
     hkv, c = k_rows.shape[0], rows.shape[1]

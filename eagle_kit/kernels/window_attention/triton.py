@@ -8,12 +8,12 @@ A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its
 and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
 
 The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
-so that a key is read once per window. Columns are taken in blocks. Blocks that lie inside of the prefix
-know no mask; the rest is one block or two, the end of the prefix with the window right behind it under the
-ancestors' bits. A program takes an even share of the blocks of its request, whose length it reads on the
-device: the grid depends on sizes known to the host alone, and a program without a share returns at once.
+so that a key is read once per window. Columns are taken in blocks. Blocks inside the prefix are not masked;
+the rest is one or two blocks, the end of the prefix with the window directly behind it, masked by ancestor
+bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
+grid depends only on sizes known to the host, and a program without a share returns at once.
 
-Bytes: ``2 Hkv (prefix + M) D`` elements of the store a request, ``2 N Hq D`` of queries and results; with S
+Bytes: ``2 Hkv (prefix + M) D`` elements of the store per request, ``2 N Hq D`` of queries and results; with S
 parts ``8 S N Hq D`` bytes for partial results, most of which stay in the L2 cache.
 
 After FlashAttention-2 (arXiv 2307.08691) and flash decoding (Dao et al. 2023); ancestors' masks are those of
@@ -35,22 +35,22 @@ from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 LOG2_E = 1.4426950408889634
 MIN_KEYS = 128
-"""A part has at least so many keys: fewer are read no faster than these."""
+"""Minimum number of keys of a part: fewer are read no faster."""
 MAX_SPLITS = 128
 
 
 @triton.jit
 def fold(acc, odd, top, total, scores, values, factor, kind: tl.constexpr, MASKED: tl.constexpr):
-    """One block of scores and values into the running softmax, multiplied as ``kind``; where MASKED, scores
-    may be -inf.
+    """Accumulate one block of scores and values into the online softmax, multiplied as ``kind``; with MASKED,
+    scores may be -inf.
 
     Pairs of fp8 values as int16 go into two results, ``acc`` for even elements and ``odd``: the matrix
-    instructions want neighbouring keys side by side, and bytes cannot be turned that way on the road from
-    shared memory, pairs can. fp8 is exact in fp16, which also holds P better than bf16 does.
+    instructions need neighbouring keys side by side, and shared memory loads can transpose pairs but not
+    bytes. fp8 is exact in fp16, which also holds P better than bf16 does.
     """
     higher = tl.maximum(top, tl.max(scores, 1) * factor)
     base = higher
-    if MASKED:  # a row that has seen nothing yet
+    if MASKED:  # rows without a key so far
         base = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(scores * factor - base[:, None])
     kept = tl.exp2(top - base)
@@ -71,8 +71,8 @@ def fold(acc, odd, top, total, scores, values, factor, kind: tl.constexpr, MASKE
 
 @triton.jit
 def block_rows(table, block, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows of the store that block ``block`` of a prefix lies in: the first if they are all of one page, each
-    of them otherwise. The table is read once for each page that the block touches."""
+    """Rows of the store of block ``block`` of a prefix: the first one if they are all of one page, each of
+    them otherwise. The table is read once for each page that the block touches."""
     if PAGE % BLOCK_N == 0:
         column = block * BLOCK_N
         rows = tl.load(table + column // PAGE).to(tl.int32) * PAGE + column % PAGE
@@ -90,7 +90,7 @@ def fold_blocks(
     acc, odd, top, total, queries, k, v, table, begin, end, factor,
     D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Blocks ``begin .. end - 1`` of a prefix, seen by every row. The table is read a block ahead."""
+    """Accumulate blocks ``begin .. end - 1`` of a prefix, without a mask. The table is read a block ahead."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_D // PAIR)
@@ -118,7 +118,7 @@ def fold_blocks(
 
 @triton.jit
 def share(prefix, num_keys, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Blocks of a request, and how many of them a part takes."""
+    """Number of blocks of a request, and of blocks per part."""
     count = tl.cdiv(prefix + num_keys, BLOCK_N)
     return count, tl.maximum(tl.cdiv(count, splits), MIN_BLOCKS)
 
@@ -132,8 +132,9 @@ def _window(
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One part of the columns of one request, for a tile of query rows of one key head. With SPLIT, ``out``
-    takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their base-2 log-sum-exp."""
+    """Attention of a tile of query rows of one key head to one part of the columns of one request. With
+    SPLIT, ``out`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their base-2
+    log-sum-exp."""
     tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
     part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
@@ -201,7 +202,7 @@ def _merge(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One query row of one request and head, BLOCK_S parts at a time."""
+    """Merge the parts of one query row of one request and head, BLOCK_S at a time."""
     r, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     count, each = share(prefix, num_keys, splits, BLOCK_N, MIN_BLOCKS)
@@ -227,9 +228,9 @@ def _merge(
     tl.store(out + row * D + d, result.to(out.dtype.element_ty), d < D)
 
 
-class Blocks(NamedTuple):
-    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and how many programs an H200's
-    multiprocessor holds."""
+class WindowBlocks(NamedTuple):
+    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on an
+    H200's multiprocessor."""
 
     m: int
     n: int
@@ -239,47 +240,52 @@ class Blocks(NamedTuple):
 
 
 def block_d(size: int) -> int:
-    """Head size that a tile has room for."""
+    """Head size rounded up to the size of a tile."""
     return triton.next_power_of_2(max(size, 16))
 
 
-def choose_blocks(rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True) -> Blocks:
-    """For ``rows`` query rows of a key head.
+def choose_blocks(
+    rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True
+) -> WindowBlocks:
+    """Block sizes for ``rows`` query rows of a key head.
 
-    A block of keys is 16 KB, and as much of values: two blocks on their way are 64 KB a program, twice what
-    4.8 TB/s at 1 us of latency ask of each of 132 multiprocessors, so two programs fit and either may wait.
-    From 64 rows on, Hopper's matrix instructions take 64 rows a warp group; elsewhere more warps share the
-    registers. Padded head sizes (80, 96) and fp8 take smaller blocks, one more on its way. fp32 is multiplied
-    without tensor cores (TF32 would lose 13 bits): small tiles.
+    A block of keys is 16 KB, and as much of values: two blocks in flight are 64 KB per program, twice what
+    4.8 TB/s at 1 us of latency require of each of 132 multiprocessors, so two programs fit and either may
+    wait. From 64 rows on, Hopper's matrix instructions take 64 rows per warp group; elsewhere more warps
+    share the registers. Padded head sizes (80, 96) and fp8 take smaller blocks, and one more in flight. fp32
+    is multiplied without tensor cores (TF32 would lose 13 bits): small tiles.
     """
     if query_bytes == 4:
-        return Blocks(16, 32 if size <= 64 else 16, 4, 2, 2)
+        return WindowBlocks(16, 32 if size <= 64 else 16, 4, 2, 2)
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
     if m < 64 and (store_bytes == 1 or size < block_d(size)):
-        return Blocks(m, n // 2, 4, 4, 2)
+        return WindowBlocks(m, n // 2, 4, 4, 2)
     if m < 64:
-        return Blocks(m, n, 4, 3, 2)
+        return WindowBlocks(m, n, 4, 3, 2)
     if not hopper or size > 128:
-        return Blocks(64, 64 if size <= 128 else 32, 8, 3, 1)
-    return Blocks(m, 64, 8, 3, 1) if m == 128 else Blocks(m, 64, 4, 3, 2)
+        return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+    return WindowBlocks(m, 64, 8, 3, 1) if m == 128 else WindowBlocks(m, 64, 4, 3, 2)
 
 
-def values_per_element(blocks: Blocks, query_bytes: int, store_bytes: int) -> int:
-    """Values that are read as one element: fp8 pairs where tensor cores multiply out of registers."""
+def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int) -> int:
+    """Number of values that are read as one element: fp8 pairs where tensor cores multiply out of
+    registers."""
     return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
 
 
-def num_splits(batch: int, kv_heads: int, columns: int, rows: int, blocks: Blocks, sms: int = 132) -> int:
-    """Parts that the columns of a request are taken in, from sizes that the host knows.
+def num_splits(
+    batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
+) -> int:
+    """Number of parts to split the columns of a request into, from sizes that the host knows.
 
-    One round of programs is to fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is split in any
-    case, since lengths may differ; then up to four times as many parts, should the last round be emptier than
-    a fifth. A part's partial results (8 rows bytes for each element of a head) never exceed its keys.
+    One round of programs should fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is always
+    split, since lengths may differ; then up to four times as many parts, until the rounds are 80 % full. A
+    part's partial results (8 rows bytes for each element of a head) never exceed its keys.
 
-    Batch invariance: results are the same bit for bit while this number is, that is for equal ``batch``,
-    ``columns`` (a bound: it is best a bucket) and number of rows, whatever the other requests hold. Where it
-    differs, the sums of a request are grouped otherwise and agree to rounding (fp32) only.
+    Batch invariance: results are bit-identical for equal numbers of parts, that is for equal ``batch``,
+    ``columns`` (a bound, best a bucket) and number of rows, whatever the other requests hold. Where the
+    number differs, sums are grouped differently and agree to fp32 rounding only.
     """
     programs = batch * kv_heads * triton.cdiv(rows, blocks.m)
     slots = sms * blocks.resident
@@ -311,7 +317,8 @@ def window_attention_op(
     v_scale: float,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """``q [B, N, Hq, D]`` and the store contiguous; ``splits`` overrides :func:`num_splits`."""
+    """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
+    :func:`num_splits`."""
     (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
@@ -368,7 +375,7 @@ def window_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The reference's contract; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
+    """See the reference; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
     assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
     return window_attention_op(
         q.contiguous(),
@@ -424,7 +431,8 @@ def _variant(
 
 
 def variants() -> list[Variant]:
-    """Decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head sizes, pages and stores."""
+    """Kernels to compile ahead of time: decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head
+    sizes, pages and stores."""
     merge = Variant(
         "window_attention merge bf16 D128 G4",
         _merge,

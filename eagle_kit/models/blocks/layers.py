@@ -1,4 +1,4 @@
-"""Pieces shared by targets and draft heads.
+"""Layers shared by targets and draft heads.
 
 Legend: T packed tokens, H hidden, Hq / Hkv query / key-value heads, D head size.
 """
@@ -13,41 +13,36 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.models.config import AttentionConfig
 from eagle_kit.models.config_parts import yarn_magnitude
 
 
 class Attend(Protocol):
-    """Attention, given to a model's forward as an argument: it knows the KV layout, the model does not.
+    """Attention as an argument of a model's forward: it defines the KV layout, which models do not depend on.
 
     ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may
-    store ``k`` and ``v`` and must let every query see itself. Values of latent attention, and what comes back
-    of them, may be narrower than D.
+    store ``k`` and ``v`` and must let every query attend to its own key. Values and outputs of latent
+    attention may be narrower than D.
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
 
 
-class Place(NamedTuple):
-    """Where a layer's keys and values go: ``rows`` int64 ``[T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]``."""
+class KVSlots(NamedTuple):
+    """Slots to write a layer's keys and values to: rows ``rows`` int64 ``[T]`` of ``k_rows`` and
+    ``v_rows [Hkv, R, D]``."""
 
     k_rows: torch.Tensor
     v_rows: torch.Tensor
     rows: torch.Tensor
 
 
-class StoringAttend(Attend, Protocol):
-    """Attention over a store that wants keys and values written where they belong as they are made; it is
-    then called with empty ones (or, by those who know no places, with all of them)."""
-
-    def place(self, layer: int) -> Place:
-        """Where they belong."""
-        ...
-
-
-def place_of(attend: Attend, layer: int) -> Place | None:
-    """Where ``attend`` wants the keys and values of ``layer`` to be written; None when it takes them."""
-    place = getattr(attend, "place", None)
-    return None if place is None else place(layer)
+def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
+    """Slots to write the keys and values of ``layer`` to as soon as they are computed; ``attend`` is then
+    called with empty ``k`` and ``v``. None when ``attend`` has no method ``kv_slots`` and takes them as
+    arguments."""
+    kv_slots = getattr(attend, "kv_slots", None)
+    return None if kv_slots is None else kv_slots(layer)
 
 
 class RMSNorm(nn.Module):
@@ -63,12 +58,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of ``x + residual``, and the sum."""
+        """Norm of ``x + residual``, and the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Rope(nn.Module):
-    """Tables of rotary positions, for pairs (d, d + D/2) or as ``rope_store`` is told."""
+    """Tables of rotary positions, for pairs (d, d + D/2) or interleaved pairs (see ``rope_store``)."""
 
     inv_freq: torch.Tensor
 
@@ -78,7 +73,7 @@ class Rope(nn.Module):
         self.register_buffer("inv_freq", rope_frequencies(head_dim, theta, scaling), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rope":
-        """Move the frequencies but never round them: in a half type, late positions would turn by wrong
+        """Move the frequencies without changing their dtype: in a half dtype, late positions would have wrong
         angles."""
         exact = self.inv_freq
         super()._apply(fn, recurse)
@@ -87,7 +82,7 @@ class Rope(nn.Module):
         return self
 
     def table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions [T]`` -> cosines and signed sines ``[T, 1, D]`` in fp32, for ``rope_store``."""
+        """Cosines and signed sines ``[T, 1, D]`` in fp32 of ``positions [T]``, for ``rope_store``."""
         angle = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         if self.magnitude != 1.0:
@@ -99,8 +94,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None
     """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation), ``llama3`` (Llama 3.1)
     or ``yarn`` (arXiv 2309.00071).
 
-    Llama 3.1 and YaRN divide low frequencies by ``factor``, keep high ones, and blend in between: Llama by
-    the wavelength between two thresholds, YaRN by the pair's number between those of two frequencies.
+    Llama 3.1 and YaRN divide low frequencies by ``factor``, keep high ones, and interpolate in between: Llama
+    by the wavelength between two thresholds, YaRN by the pair's index between those of two frequencies.
     """
     freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
@@ -117,8 +112,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None
 
 
 def _yarn(freq: torch.Tensor, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
-    """Pairs that turn more than ``beta_fast`` times in the first context are kept, those that turn less than
-    ``beta_slow`` times are slowed down."""
+    """Keep pairs that turn more than ``beta_fast`` times in the original context, and divide the frequency of
+    those that turn less than ``beta_slow`` times."""
     half, context = len(freq), scaling["original_max_position_embeddings"]
 
     def pair_of(turns: float) -> float:
@@ -133,8 +128,8 @@ def _yarn(freq: torch.Tensor, theta: float, scaling: dict[str, Any]) -> torch.Te
 
 
 def rope_magnitude(scaling: dict[str, Any] | None) -> float:
-    """What YaRN multiplies cosines and sines by; 1 for the other kinds. DeepSeek's configs move it into the
-    scale of the scores: ``mscale`` over ``mscale_all_dim``."""
+    """Factor of cosines and sines under YaRN; 1 for other scalings. DeepSeek's configs move it into the scale
+    of the scores: ``mscale`` over ``mscale_all_dim``."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if (given := scaling.get("attention_factor")) is not None:
@@ -148,43 +143,34 @@ def rope_magnitude(scaling: dict[str, Any] | None) -> float:
 class Attention(nn.Module):
     """Grouped-query attention around an :class:`Attend`; q, k and v are one matmul, in that order."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool = False,
-        out_bias: bool = False,
-        qk_norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, input_size: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.qkv_proj = Linear(input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
-        self.o_proj = Linear(num_heads * head_dim, output_size, bias=out_bias)
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = size = config.head_dim
+        all_heads = self.num_heads + 2 * self.num_kv_heads
+        self.qkv_proj = Linear(input_size, all_heads * size, bias=config.attention_bias)
+        self.o_proj = Linear(self.num_heads * size, config.hidden_size, bias=config.attention_out_bias)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
 
     def qkv(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], place: Place | None = None
+        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], slots: KVSlots | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated; with a ``place`` k
-        and v are there, and what is returned of them is empty."""
+        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated; with ``slots``, k
+        and v are written there and returned empty."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
             q_weight, k_weight = self.q_norm.weight.to(heads.dtype), self.k_norm.weight.to(heads.dtype)
             norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
-        stores = {} if place is None else {**place._asdict(), "returns_kv": False}
+        stores = {} if slots is None else {**slots._asdict(), "returns_kv": False}
         return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
 
     def attended(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
-        """``[T, input]`` -> ``[T, Hq, D]``, which ``o_proj`` reads."""
-        return attend(layer, *self.qkv(x, table, place_of(attend, layer)))
+        """Attention output before ``o_proj``: ``[T, input]`` -> ``[T, Hq, D]``."""
+        return attend(layer, *self.qkv(x, table, kv_slots_of(attend, layer)))
 
     def forward(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
@@ -206,5 +192,5 @@ class MLP(nn.Module):
         return self.down(self.gate_up_proj(x))
 
     def down(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """What follows the first matmul: ``[T, 2 I]`` -> ``[T, H]``."""
+        """Activation and output projection: ``[T, 2 I]`` -> ``[T, H]``."""
         return self.down_proj(swiglu(gate_up))

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are linear in one latent a token, beside which lies one key part with RoPE that
-all heads share. Attention is done in one of two forms of the same mathematics: *expanded*, with a key and a
-value for every head, or *absorbed*, with W_UK folded into the query and W_UV behind the sum, so that all
-heads attend to the latents themselves. What attends decides; the layer knows both.
+Keys and values of all heads are linear in one latent per token, beside which lies one key part with RoPE that
+all heads share. Attention has two mathematically equal forms: *expanded*, with a key and a value for every
+head, and *absorbed*, with W_UK folded into the query and W_UV applied to the sum, so that all heads attend to
+the latents themselves. The layer supports both; its ``attend`` argument selects one.
 
 Legend: T tokens, H heads, Dn / Dr sizes of a head's part without / with RoPE, Dv of a value, L latent size, C
 keys.
@@ -16,69 +16,63 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import rope_store
-from eagle_kit.models.blocks.layers import Attend, RMSNorm
+from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
+from eagle_kit.models.config import AttentionConfig
 from eagle_kit.models.config_parts import MLAConfig
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms inside the layer, whatever the config says of the others."""
+"""Epsilon of the norms inside the layer, independent of the config's ``rms_norm_eps``."""
 LEAST_ROWS = 4
 
 
 class Queries(NamedTuple):
-    """Of T tokens, rotated: the parts without RoPE, ``nope [T, H, Dn]``, and with it, ``rope [T, H, Dr]``."""
+    """Rotated queries of T tokens: the parts without RoPE, ``nope [T, H, Dn]``, and with RoPE, ``rope [T, H,
+    Dr]``."""
 
     nope: torch.Tensor
     rope: torch.Tensor
 
     @property
     def whole(self) -> torch.Tensor:
-        """``[T, H, Dn + Dr]``."""
+        """Concatenated queries ``[T, H, Dn + Dr]``."""
         return torch.cat(self, -1)
 
 
 class LatentHeads(Protocol):
-    """What a layer can do with its latents, for those who attend."""
+    """Projections between latents and heads that a layer provides to its attention."""
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows ``[C, L + Dr]`` -> keys ``[C, H, Dn + Dr]`` and values ``[C, H, Dv]``."""
+        """Keys ``[C, H, Dn + Dr]`` and values ``[C, H, Dv]`` of rows ``[C, L + Dr]``."""
         ...
 
     def absorb(self, q: Queries) -> torch.Tensor:
-        """Queries -> queries that meet rows, ``[T, H, L + Dr]``."""
+        """Queries in the space of rows, ``[T, H, L + Dr]``."""
         ...
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """Sums of latents ``[T, H, L]`` -> sums of values ``[T, H, Dv]``."""
+        """Sums of values ``[T, H, Dv]`` of sums of latents ``[T, H, L]``."""
         ...
 
 
 class LatentAttend(Attend, Protocol):
-    """Attention over a store of latents: takes rows in place of keys and values."""
+    """Attention over a store of latents, called with rows in place of keys and values."""
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        """Queries and rows ``[T, L + Dr]`` of T tokens, in layer ``layer`` -> ``[T, H, Dv]``."""
+        """Attention of ``q`` in layer ``layer`` after storing the tokens' rows ``[T, L + Dr]`` -> ``[T, H,
+        Dv]``."""
         ...
 
 
 class LatentAttention(nn.Module):
-    """MLA around an :class:`~.layers.Attend`, which gets expanded keys and values, or a
-    :class:`LatentAttend`."""
+    """Multi-head latent attention around an :class:`~.layers.Attend`, which gets expanded keys and values, or
+    a :class:`LatentAttend`."""
 
     _packed: MergedLinear | None = None
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        num_heads: int,
-        mla: MLAConfig,
-        *,
-        bias: bool = False,
-        out_bias: bool = False,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, mla: MLAConfig, input_size: int) -> None:
         super().__init__()
-        self.config, self.num_heads = mla, num_heads
-        queries = num_heads * mla.qk_head_dim
+        self.config, self.num_heads, bias = mla, config.num_heads, config.attention_bias
+        queries = self.num_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:
             self.q_proj = Linear(input_size, queries, bias=False)
         else:
@@ -89,10 +83,12 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
         self.kv_b_proj = Linear(mla.kv_lora_rank, self.num_heads * per_head, bias=False)
-        self.o_proj = Linear(self.num_heads * mla.v_head_dim, output_size, bias=out_bias)
+        self.o_proj = Linear(
+            self.num_heads * mla.v_head_dim, config.hidden_size, bias=config.attention_out_bias
+        )
 
     def pack(self) -> None:
-        """As :meth:`Linear.pack`: what reads the input is one matmul."""
+        """See :meth:`Linear.pack`; the projections that read the input are one matmul."""
         first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
         self._packed = pack_merged(first, self.kv_a_proj_with_mqa)
 
@@ -113,7 +109,7 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split_with_sizes(sizes, -1)
         latent, k_rope = row.split_with_sizes((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
         shared = k_rope[:, None]
-        heads = torch.cat((q_rope, shared, shared), 1)  # the last stands where others have a value
+        heads = torch.cat((q_rope, shared, shared), 1)  # the last argument, the values, is unused
         q_rope, k, _ = rope_store(heads, table, num_heads=self.num_heads, interleaved=mla.interleaved)
         rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
         return Queries(q_nope, q_rope), rows
@@ -128,7 +124,7 @@ class LatentAttention(nn.Module):
     def attended(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
-        """``[T, H_in]`` -> ``[T, H, Dv]``, which ``o_proj`` reads."""
+        """Attention output before ``o_proj``: ``[T, H_in]`` -> ``[T, H, Dv]``."""
         q, rows = self.queries_and_rows(x, table)
         over_latents = getattr(attend, "latents", None)
         if over_latents is None:
@@ -160,16 +156,23 @@ class LatentAttention(nn.Module):
         return _multiply(attended, w_uv.transpose(1, 2))
 
     def _per_head(self) -> torch.Tensor:
-        """W_UK and below it W_UV, ``[H, Dn + Dv, L]``: the expansion's weight."""
+        """Weight of the expansion, W_UK above W_UV, ``[H, Dn + Dv, L]``."""
         weight = self.kv_b_proj.weight
         return weight.view(self.num_heads, -1, weight.shape[1])
+
+
+def make_attention(config: AttentionConfig, input_size: int) -> Attention | LatentAttention:
+    """Attention of a layer, grouped-query or latent, from ``[T, input_size]`` to ``[T, hidden_size]``."""
+    if config.mla is not None:
+        return LatentAttention(config, config.mla, input_size)
+    return Attention(config, input_size)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    MKL sums up fewer than four rows in another order than more, so on a CPU it is given four or more: a
-    token's logits are not to depend on how many others share its window.
+    On a CPU, inputs of fewer than four rows are padded to four to keep the summation order: MKL sums fewer
+    rows in another order, and a token's logits must not depend on the number of tokens in its window.
     """
     t = len(x)
     if t < LEAST_ROWS and x.device.type == "cpu":

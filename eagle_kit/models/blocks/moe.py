@@ -13,13 +13,13 @@ from eagle_kit.models.blocks.layers import MLP
 from eagle_kit.models.config_parts import MoEConfig
 
 LEAST_SUM = 1e-20
-"""Keeps weights finite whose sum they are divided by, when no score is left."""
+"""Added to the sum that weights are divided by, so that they stay finite when all scores underflow."""
 
 
 class Gate(Linear):
-    """Which experts a token is sent to, and with what weight; in fp32 whatever the weights' type.
+    """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype.
 
-    ``e_score_correction_bias`` fp32 ``[E]`` takes part in the choice only.
+    ``e_score_correction_bias`` fp32 ``[E]`` affects the choice of experts only.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
@@ -36,7 +36,7 @@ class Gate(Linear):
         return self.choose(F.linear(x.float(), self.weight.float()))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits fp32 ``[T, E]`` -> experts and weights, ``[T, K]`` each.
+        """Experts and weights, ``[T, K]`` each, from logits fp32 ``[T, E]``.
 
         A group's score is that of its best expert, or with a bias the sum of its best two; experts outside
         the best groups are not chosen.
@@ -44,7 +44,7 @@ class Gate(Linear):
         config = self.config
         if config.scoring == "sigmoid":
             # On a CPU the last elements of a tensor are computed by other instructions than the rest: in fp32
-            # a token's weights would depend on how many others there are.
+            # a token's weights would depend on the number of tokens.
             scores = logits.double().sigmoid().float()
         else:
             scores = logits.softmax(-1)
@@ -65,7 +65,7 @@ class Gate(Linear):
 
 
 class Experts(nn.Module):
-    """The routed experts: ``gate_up_proj [E, 2 I, H]``, the gate first, and ``down_proj [E, H, I]``."""
+    """Routed experts: ``gate_up_proj [E, 2 I, H]``, the gate first, and ``down_proj [E, H, I]``."""
 
     _packed: PackedExperts | None = None
 
@@ -76,16 +76,16 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
 
     def pack(self) -> None:
-        """As :meth:`Linear.pack`."""
+        """See :meth:`Linear.pack`."""
         self._packed = pack_experts(self.gate_up_proj, self.down_proj)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``[T, H]``, experts and weights ``[T, K]`` -> ``[T, H]``."""
+        """``[T, H]``, with experts and weights ``[T, K]`` -> ``[T, H]``."""
         return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed)
 
 
 class MoE(nn.Module):
-    """Routed experts, and shared ones that see every token."""
+    """Routed experts, and shared experts that process every token."""
 
     _packed: MergedLinear | None = None
 
@@ -97,7 +97,7 @@ class MoE(nn.Module):
         self.shared_experts = MLP(hidden_size, shared, bias=bias) if shared else None
 
     def pack(self) -> None:
-        """As :meth:`Linear.pack`: the gate and the first layer of the shared experts read the same rows."""
+        """See :meth:`Linear.pack`; the gate and the first layer of the shared experts are one matmul."""
         if self.shared_experts is not None:
             self._packed = pack_merged(self.gate, self.shared_experts.gate_up_proj)
 

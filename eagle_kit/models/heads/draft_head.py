@@ -1,10 +1,10 @@
-"""What every head that drafts from a target's states has in common, for training, judging and serving alike.
+"""Base classes of draft heads over a target's states, for training, evaluation and serving.
 
 Legend: T packed tokens, H hidden, F features, Hq heads, Vd draft vocabulary, V target vocabulary.
 
-At row i a head sees a feature of position i (of the target's, or its own output of the step before) and the
+At row i a head reads a feature of position i (the target's, or its own output of the step before) and the
 embedding of the token *after* it, and predicts the token after that one. Its decoder layer is a
-:class:`Block`; a head of several blocks uses one for every step.
+:class:`Block`; a head of several blocks uses one per step.
 """
 
 from abc import ABC, abstractmethod
@@ -20,22 +20,22 @@ from eagle_kit.models.config_parts import CacheSpec
 
 
 class Block(nn.Module, ABC):
-    """A decoder layer over a feature and an embedding, cut open around its attention."""
+    """Decoder layer over a feature and an embedding, split around its attention."""
 
     self_attn: Attention | LatentAttention
 
     @abstractmethod
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` and ``embeds [T, H]`` -> attention's input ``[T, 2H]`` or ``[T, H]``, and the residual
-        ``[T, H]``."""
+        """Input of attention, ``[T, 2H]`` or ``[T, H]``, and the residual ``[T, H]``, from ``hidden`` and
+        ``embeds [T, H]``."""
 
     @abstractmethod
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Everything after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
+        """Rest of the layer after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
 
 
 class DraftHead(nn.Module, ABC):
-    """A head behind a target. The embedding is the target's and is passed in as ``embeds``.
+    """Base of draft heads. The embedding is the target's and is passed in as ``embeds``.
 
     Attributes:
         config: its architecture, with at least ``hidden_size``, ``vocab_size``, ``draft_vocab_size``,
@@ -52,34 +52,36 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """The layers, one for every step when there are several."""
+        """Decoder layers; one per step if there are several."""
 
     @property
     @abstractmethod
     def output(self) -> Linear:
-        """The last matmul, ``[Vd, H]``."""
+        """Weight of the output layer, ``[Vd, H]``."""
 
     @property
     @abstractmethod
     def last_norm(self) -> RMSNorm:
-        """The norm in front of :attr:`output`, or the head's last one; its weight tells dtype and device."""
+        """Norm in front of :attr:`output`, or else the head's last norm; its weight has the head's dtype and
+        device."""
 
     @property
     def cache(self) -> CacheSpec:
-        """What all blocks keep of a token."""
+        """Cache layout of all blocks."""
         return self.config.cache
 
     @abstractmethod
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """The target's final-normed states ``[T, H_target]`` and its captured ones -> ``[T, H]``."""
+        """Features ``[T, H]`` from the target's final-normed states ``[T, H_target]`` and its captured states
+        ``aux``."""
 
     @property
     @abstractmethod
     def token_map(self) -> torch.Tensor | None:
-        """The target id of every draft id, int64 ``[Vd]``; None when they are the same."""
+        """Target id of every draft id, int64 ``[Vd]``; None when they are equal."""
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids of any shape -> target ids."""
+        """Convert draft ids of any shape to target ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
     def forward(
@@ -90,17 +92,17 @@ class DraftHead(nn.Module, ABC):
         attend: Attend,
         block: int = 0,
     ) -> torch.Tensor:
-        """One step at every row.
+        """Run one step at every row.
 
         Args:
             hidden: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
             embeds: ``[T, H]``, the target's embedding of the token that follows the row.
             positions: ``[T]`` int64, the row's position plus the step.
             attend: attention, called with layer 0.
-            block: which block runs.
+            block: index of the block to run.
 
         Returns:
-            ``[T, H]``, what :meth:`logits` reads and what is fed back as ``hidden``.
+            ``[T, H]``, the input of :meth:`logits` and of the next step.
         """
         layer = self.blocks[block]
         x, residual = layer.inputs(hidden, embeds)
@@ -108,21 +110,21 @@ class DraftHead(nn.Module, ABC):
         return self.feed_back(layer.finish(residual, attended))
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """A block's output ``[T, H]`` -> the state that the next step gets."""
+        """State for the next step from a block's output, both ``[T, H]``."""
         return out
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
-        """:meth:`forward`'s output ``[T, H]`` -> what :attr:`output` multiplies."""
+        """Input of :attr:`output` from :meth:`forward`'s output, both ``[T, H]``."""
         return fed_back
 
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
-        """:meth:`forward`'s output ``[T, H]`` -> logits over the draft vocabulary ``[T, Vd]``."""
+        """Logits over the draft vocabulary ``[T, Vd]`` from :meth:`forward`'s output ``[T, H]``."""
         return self.output(self.norm_for_head(fed_back))
 
 
 class TiedHead(DraftHead):
-    """A head that reads the target's final states and proposes any token through the target's output layer,
-    which it must be told (:meth:`bind`)."""
+    """Head that reads the target's final states and proposes any token through the target's output layer,
+    which :meth:`bind` sets."""
 
     capture = ()
     token_map = None
@@ -133,16 +135,16 @@ class TiedHead(DraftHead):
         self.bound: Linear | None = None
 
     def bind(self, output: Linear) -> Self:
-        """Use the target's output layer, which stays the target's: it is no submodule of this one."""
+        """Use the target's output layer without registering it as a submodule."""
         self.__dict__["bound"] = output
         return self
 
     @property
     def output(self) -> Linear:
-        """The target's output layer."""
+        """Weight of the target's output layer."""
         assert self.bound is not None, "the head was not bound to a target"
         return self.bound
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """``hidden`` as it is."""
+        """``hidden`` unchanged."""
         return hidden

@@ -1,8 +1,8 @@
-"""The EAGLE-1 draft head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged.
+"""EAGLE-1 draft head (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) uses unchanged.
 
 Legend: T packed tokens, H hidden, Hq heads, D head size.
 
-At row i the head sees the target's last hidden state of position i, after the final norm, and the embedding
+At row i the head reads the target's last hidden state of position i, after the final norm, and the embedding
 of the token after it, and predicts the target's last hidden state of position i + 1. The target's own output
 layer turns that into logits, so the head has none.
 """
@@ -14,17 +14,18 @@ import torch
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.config_parts import KVSpec
+from eagle_kit.models.config import AttentionConfig
+from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 
 @dataclass(frozen=True)
-class Eagle1Config:
-    """An EAGLE-1 head: one decoder layer of the Llama kind behind ``fc``, which may have a bias.
+class Eagle1Config(AttentionConfig):
+    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
 
     Attributes:
         max_position_embeddings: positions it was trained for; 0 when unknown.
-        target: name of the target, for people and checks.
+        target: name of the target, informative and for checks.
         template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
@@ -51,27 +52,22 @@ class Eagle1Config:
 
     @property
     def target_hidden_size(self) -> int:
-        """H."""
+        """Hidden size of the target, H."""
         return self.hidden_size
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """None: the target's final states are enough."""
+        """Empty: the head reads the target's final states only."""
         return ()
 
     @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied by."""
-        return self.head_dim**-0.5
-
-    @property
-    def cache(self) -> KVSpec:
-        """What the head keeps of a token."""
-        return KVSpec(1, self.num_kv_heads, self.head_dim)
+    def cache(self) -> CacheSpec:
+        """Cache layout of the head."""
+        return self.cache_of(1)
 
 
 class Eagle1Head(TiedHead, Block):
-    """An EAGLE-1 head, which is its own and only block: ``fc`` belongs to every step."""
+    """EAGLE-1 head. It is its own single block: ``fc`` runs at every step."""
 
     config: Eagle1Config
     self_attn: Attention
@@ -81,15 +77,7 @@ class Eagle1Head(TiedHead, Block):
         self.config = config
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=config.fc_bias)
-        self.self_attn = Attention(
-            size,
-            size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_bias,
-        )
+        self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = MLP(size, config.intermediate_size)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -101,12 +89,12 @@ class Eagle1Head(TiedHead, Block):
 
     @property
     def last_norm(self) -> RMSNorm:
-        """The layer's only norm: there is none in front of the output layer."""
+        """The layer's only norm; there is none in front of the output layer."""
         return self.post_attention_layernorm
 
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~.draft_head.Block`; no norm is between ``fc`` and attention, so the
-        two ``[T, H]`` are one."""
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`; there is no norm between ``fc`` and
+        attention, so both results are the same ``[T, H]``."""
         x = self.fc(torch.cat((embeds, hidden), -1))
         return x, x
 

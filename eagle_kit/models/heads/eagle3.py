@@ -1,9 +1,9 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840), one definition for training and serving.
+"""EAGLE-3 draft head (arXiv 2503.01840), one definition for training and serving.
 
 Legend: T packed tokens, H hidden, Vd draft vocabulary, V target vocabulary.
 
 The feature is the fused target states of three layers, then the head's own output of the step before. The
-decoder layer is a Llama one, or has latent attention. EAGLE-3.1 (arXiv 2605.09992) is two flags of
+decoder layer is a Llama layer, or has latent attention. EAGLE-3.1 (arXiv 2605.09992) is two flags of
 :class:`~eagle_kit.models.config.DraftConfig`.
 """
 
@@ -11,25 +11,21 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.blocks.layers import MLP, RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.draft_head import Block, DraftHead
 
 
 class Eagle3Layer(Block):
-    """The decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
+    """Decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        heads, bias = config.num_heads, config.attention_bias
-        if config.mla is None:
-            self.self_attn = Attention(2 * size, size, heads, config.num_kv_heads, config.head_dim, bias=bias)
-        else:
-            self.self_attn = LatentAttention(2 * size, size, heads, config.mla, bias=bias)
+        self.self_attn = make_attention(config, 2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size)
         self.norm_before_residual = config.norm_before_residual
@@ -47,7 +43,7 @@ class Eagle3Layer(Block):
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE-3 head.
+    """EAGLE-3 head.
 
     Buffers: ``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``); ``t2d`` bool ``[V]``.
     """
@@ -57,7 +53,7 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.capture = config, config.aux_layer_ids
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)
         self.fc_norm = (
@@ -76,46 +72,41 @@ class Eagle3Head(DraftHead):
         self.register_buffer("t2d", t2d)
 
     def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Copy the hot-token map in: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
+        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
         self.d2t.copy_(d2t)
         self.t2d.copy_(t2d)
 
     @property
-    def capture(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The config's layers."""
-        return self.config.aux_layer_ids
-
-    @property
     def blocks(self) -> list[Block]:
-        """The one layer."""
+        """The single decoder layer."""
         return [self.midlayer]
 
     @property
     def output(self) -> Linear:
-        """``lm_head``."""
+        """Weight of ``lm_head``."""
         return self.lm_head
 
     @property
     def last_norm(self) -> RMSNorm:
-        """``norm``."""
+        """The norm in front of ``lm_head``."""
         return self.norm
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """The target id of every draft id, int64 ``[Vd]``."""
+        """Target id of every draft id, int64 ``[Vd]``."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     @property
     def token_map(self) -> torch.Tensor:
-        """:attr:`target_ids`."""
+        """See :attr:`target_ids`."""
         return self.target_ids
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids of any shape -> target ids."""
+        """Convert draft ids of any shape to target ids."""
         return draft_ids + self.d2t[draft_ids]
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """The captured target states ``[T, 3 * H_target]`` -> the feature ``[T, H]`` of step 0."""
+        """Feature ``[T, H]`` of step 0 from the captured target states ``[T, 3 * H_target]``."""
         if self.fc_norm is not None:
             parts = aux.split(self.config.target_hidden_size, -1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
@@ -126,10 +117,10 @@ class Eagle3Head(DraftHead):
         return self.fuse(aux)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """The layer's output ``[T, H]`` -> the state that the next step gets: normed for EAGLE-3.1, else as
-        it is."""
+        """State for the next step from the layer's output, both ``[T, H]``: normed for EAGLE-3.1, else
+        unchanged."""
         return self.norm(out) if self.config.norm_output else out
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
-        """:meth:`forward`'s output ``[T, H]`` -> what ``lm_head`` multiplies."""
+        """Input of ``lm_head`` from :meth:`forward`'s output, both ``[T, H]``."""
         return fed_back if self.config.norm_output else self.norm(fed_back)

@@ -4,7 +4,7 @@ Legend: T packed tokens, H hidden, V vocabulary, D modules.
 
 A module is a decoder layer of the target's kind over ``eh_proj(cat(enorm(embedding), hnorm(feature)))``, a
 norm, and the target's output layer. The feature of the first module is the target's final-normed state, and
-every module hands on its own *normed* output, as in SGLang; vLLM hands on the state before that norm. One
+every module passes on its own *normed* output, as in SGLang; vLLM passes on the state before that norm. One
 module drafts every step; of several, module d drafts step d.
 """
 
@@ -15,21 +15,22 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.draft_head import Block, TiedHead
-from eagle_kit.models.targets.llama import make_attention, make_mlp
+from eagle_kit.models.targets.llama import make_mlp
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """MTP modules.
+    """Architecture of MTP modules.
 
     Attributes:
-        layer: sizes of a module's decoder layer, as a target's that has it behind its last one.
+        layer: a target's config whose last layer has the sizes of a module's decoder layer.
         num_modules: D.
-        own_head: whether the output layer is the head's own instead of the target's.
-        target: name of the target, for people and checks.
+        own_head: True if the output layer is the head's own instead of the target's.
+        target: name of the target, informative and for checks.
         template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
@@ -41,12 +42,12 @@ class MTPConfig:
 
     @property
     def hidden_size(self) -> int:
-        """H, which is the target's."""
+        """Hidden size of the target, H."""
         return self.layer.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        """V, which is the target's."""
+        """Vocabulary size of the target, V."""
         return self.layer.vocab_size
 
     @property
@@ -56,27 +57,27 @@ class MTPConfig:
 
     @property
     def target_hidden_size(self) -> int:
-        """H."""
+        """Hidden size of the target, H."""
         return self.layer.hidden_size
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """None: the target's final states are enough."""
+        """Empty: the modules read the target's final states only."""
         return ()
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores."""
         return self.layer.attention_scale
 
     @property
     def cache(self) -> CacheSpec:
-        """What all modules keep of a token."""
+        """Cache layout of all modules."""
         return self.layer.cache_of(self.num_modules)
 
 
 class SharedHead(nn.Module):
-    """The norm in front of the output layer, which is shared."""
+    """Norm in front of the output layer, which all modules share."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class SharedHead(nn.Module):
 
 
 class MTPModule(Block):
-    """One module; its output is normed."""
+    """One module, with a normed output."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class MTPModule(Block):
         self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = make_attention(config)  # type: ignore[assignment]
+        self.self_attn = make_attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = make_mlp(config, config.num_layers)
         self.shared_head = SharedHead(config)
@@ -109,7 +110,7 @@ class MTPModule(Block):
 
 
 class MTPHead(TiedHead):
-    """D modules. Without a head of its own it must be told the target's output layer (:meth:`bind`)."""
+    """D modules. Without an output layer of its own, :meth:`bind` must set the target's."""
 
     config: MTPConfig
 

@@ -1,1 +1,1 @@
-"""Where weights come from: names, folders, published layouts."""
+"""Loading of targets: names and folders, published checkpoint layouts, known sizes."""

@@ -1,8 +1,7 @@
-"""Sizes of public targets, so that a run can be planned without their weights and without a network.
+"""Architectures of public targets, to plan a run without their weights and without a network.
 
-Every entry repeats what the ``config.json`` of that name on the Hugging Face hub says of the architecture,
-and the number of parameters that its model card or the index of its weights gives. Loading a target never
-looks here: it reads the folder's own config.
+Every entry repeats the ``config.json`` of that name on the Hugging Face hub, and the number of parameters in
+its model card or weight index. Loading a target does not use it but reads the folder's own config.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ class KnownTarget:
 
     Attributes:
         config: keys of its ``config.json``.
-        num_parameters: published, without next-token-prediction layers.
+        num_parameters: as published, without next-token-prediction layers.
     """
 
     config: dict[str, Any]
@@ -29,7 +28,7 @@ class KnownTarget:
 
     @property
     def architecture(self) -> TargetConfig:
-        """The config as the loader would read it."""
+        """The config as parsed by the loader."""
         return TargetConfig.from_dict(self.config)
 
 
@@ -234,24 +233,24 @@ KNOWN_TARGETS: dict[str, KnownTarget] = {
     "deepseek-ai/DeepSeek-V3": KnownTarget(_DEEPSEEK_V3, 671_026_419_200),
     "deepseek-ai/DeepSeek-R1": KnownTarget(_DEEPSEEK_V3, 671_026_419_200),
 }
-"""By hub id."""
+"""Known targets by hub id."""
 
 
 def known_target(name: str) -> KnownTarget | None:
-    """The entry of a hub id, whatever its capitals; None when there is none."""
+    """Entry of a hub id, case-insensitive; None for an unknown one."""
     wanted = name.lower()
     return next((entry for id_, entry in KNOWN_TARGETS.items() if id_.lower() == wanted), None)
 
 
 def target_architecture(name: str) -> tuple[TargetConfig, str]:
-    """The architecture of a target, and where it is known from; without weights and without a network.
+    """Architecture of a target and the source it was found in, without weights and without a network.
 
     Args:
         name: a folder with ``config.json``, a packaged name, an id of the table, or another hub id whose
             ``config.json`` is in the hub's cache on this machine.
 
     Raises:
-        UserError: it is none of them.
+        UserError: ``name`` is none of these.
     """
     from huggingface_hub import try_to_load_from_cache
 

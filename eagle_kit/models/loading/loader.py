@@ -1,4 +1,4 @@
-"""Target weights from safetensors, every tensor accounted for."""
+"""Loading of target weights from safetensors, with a check of every tensor."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ from eagle_kit.models.targets.llama import LlamaModel
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
-"""Parameters that stay in fp32: rounded, they would choose other experts."""
+"""Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UserError when it is missing or not one."""
+    """Read a JSON object from a file. Raises UserError when it is missing or not an object."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -44,10 +44,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_target_config(folder: Path) -> TargetConfig:
-    """The config of a model folder; ``generation_config.json`` decides on end tokens where it names some.
+    """Read the config of a model folder; end tokens of ``generation_config.json`` take precedence.
 
     Raises:
-        UserError: an architecture, activation or quantisation that we do not run, or a missing key.
+        UserError: an unsupported architecture, activation or quantisation, or a missing key.
     """
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
@@ -65,7 +65,7 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def check_activation(config: dict[str, Any], where: str) -> None:
-    """Raises UserError when ``hidden_act`` is something else than SwiGLU's SiLU."""
+    """Raise UserError unless ``hidden_act`` is SwiGLU's SiLU."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(
@@ -75,7 +75,7 @@ def check_activation(config: dict[str, Any], where: str) -> None:
 
 
 def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a file, all or those with ``wanted`` names. Raises UserError when it is missing,
+    """Read all tensors of a file, or those with ``wanted`` names. Raises UserError when it is missing,
     truncated or corrupt."""
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -91,7 +91,7 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
 
 
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
-    """The safetensors files of a model folder; with an index those that have ``wanted`` tensors."""
+    """Safetensors files of a model folder; with an index, only those that contain ``wanted`` tensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_json(index).get("weight_map")
@@ -116,14 +116,14 @@ def load_target(
     *,
     with_layers: bool = True,
 ) -> LlamaModel:
-    """A frozen target in eval mode.
+    """Load a frozen target in eval mode.
 
     Args:
-        name_or_path: whatever :func:`~eagle_kit.models.loading.source.resolve_target` knows.
-        dtype: of the weights in memory, those in blocks of fp8 too; RoPE frequencies and the biases of gates
-            stay fp32.
-        with_layers: False reads embedding, final norm and output layer only, for who has captured states of a
-            target that is too large for this machine; such a model does not run.
+        name_or_path: see :func:`~eagle_kit.models.loading.source.resolve_target`.
+        dtype: dtype of the weights in memory, also of those stored in blocks of fp8; RoPE frequencies and
+            gate biases stay fp32.
+        with_layers: False loads embedding, final norm and output layer only, for training on captured states
+            of a target that is too large for this machine; such a model cannot run.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
@@ -163,7 +163,8 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Give ``model`` the parameters that ``parts`` of ``published`` make up, which are taken out of it."""
+    """Assign to ``model`` the parameters assembled from ``parts`` of ``published``, which are removed from
+    it."""
     for name, parameter in list(model.named_parameters()):
         kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
         pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
@@ -173,7 +174,7 @@ def fill(
 
 
 def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
-    """``model`` with its parameters in ``dtype``, except those that stay exact."""
+    """Convert the parameters of ``model`` to ``dtype``, except those that stay in fp32."""
     for name, parameter in model.named_parameters():
         if not name.endswith(EXACT_SUFFIXES):
             parameter.data = parameter.data.to(dtype)
@@ -181,7 +182,7 @@ def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
 
 
 def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a model folder, all or those with ``wanted`` names, by their published names without
+    """Read all tensors of a model folder, or those with ``wanted`` names, by their published names without
     ``model.``. Raises UserError."""
     published: dict[str, torch.Tensor] = {}
     for path in weight_files(folder, wanted):
@@ -192,7 +193,7 @@ def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) ->
 
 
 def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raises UserError naming tensors that are missing, unexpected, misshapen or not floating point."""
+    """Raise UserError naming the tensors that are missing, unexpected, misshapen or not floating point."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
     problems += [

@@ -1,7 +1,7 @@
-"""Where our parameters are in published checkpoints: names, shapes, and weights in blocks of fp8.
+"""Published checkpoint layouts of our parameters: names, shapes, and weights in blocks of fp8.
 
-A parameter is one published tensor or several, one under the other. Experts are published one by one, by the
-names of their family, or as transformers 5 holds them, which is as we do.
+A parameter is one published tensor or several stacked ones. Experts are published one by one, under the names
+of their family, or stacked as in transformers 5 and here.
 """
 
 import re
@@ -18,7 +18,7 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "shared_experts.gate_up_proj": ("shared_experts.gate_proj", "shared_experts.up_proj"),
 }
-"""Our fused parameters and the published ones they are made of, in order."""
+"""Our fused parameters, and the published parameters that each is stacked from, in order."""
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 SCALE_SUFFIX = "_scale_inv"
@@ -26,15 +26,14 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Part(NamedTuple):
-    """A published tensor."""
+    """Name and shape of a published tensor."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def published_names(name: str) -> list[str]:
-    """The published tensors behind one of our parameters outside of experts, in the order they are
-    stacked."""
+    """Names of the published tensors that a parameter (other than experts) is stacked from, in order."""
     for fused, parts in FUSED.items():
         if f"{fused}." in name:
             return [name.replace(fused, part) for part in parts]
@@ -44,7 +43,7 @@ def published_names(name: str) -> list[str]:
 def published_parts(
     parameters: Iterable[tuple[str, torch.Tensor]], config: TargetConfig, names: Iterable[str]
 ) -> dict[str, list[Part]]:
-    """The parts of each of our ``parameters`` of layers of ``config`` in a checkpoint that has tensors
+    """Published tensors of each of our ``parameters`` of layers of ``config``, for a checkpoint with tensors
     ``names``."""
     names = set(names)
     has_all_in_one = any(name.endswith(".experts.gate_up_proj") for name in names)
@@ -86,7 +85,7 @@ def _one_by_one(name: str, shape: tuple[int, ...], is_mixtral: bool) -> list[Par
 def expected_shapes(
     parts: Iterable[Part], published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that must be there: ``parts``, and the scales of those in fp8.
+    """Names and shapes of all required tensors: ``parts``, and the scales of those in fp8.
 
     Args:
         block: rows and columns that share a scale; None where fp8 is not expected.
@@ -103,7 +102,8 @@ def expected_shapes(
 def take(
     published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """Remove a tensor from ``published`` -> the same in ``dtype``, fp8 blocks multiplied by their scales."""
+    """Remove a tensor from ``published`` and return it in ``dtype``, fp8 blocks multiplied by their
+    scales."""
     tensor = published.pop(name)
     scale = published.pop(name + SCALE_SUFFIX, None)
     if scale is None or block is None:
@@ -114,10 +114,10 @@ def take(
 
 
 def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
-    """The block of a config's fp8 weights; None for weights that are not quantised.
+    """Block size of a config's fp8 weights; None for unquantised weights.
 
     Raises:
-        UserError: they are quantised in another way.
+        UserError: another quantisation.
     """
     quantised = config.get("quantization_config")
     if not quantised:
@@ -134,6 +134,6 @@ def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] 
 
 
 def is_mtp(name: str, config: TargetConfig) -> bool:
-    """Whether a published tensor belongs to a next-token-prediction layer behind the decoder's."""
+    """Return whether a published tensor belongs to a next-token-prediction layer behind the decoder's."""
     match = re.match(r"layers\.(\d+)\.", name)
     return match is not None and 0 <= int(match[1]) - config.num_layers < config.num_mtp_layers

@@ -1,4 +1,4 @@
-"""Where a target comes from: a folder, a named package, or a hub."""
+"""Resolution of target names: a folder, a named package, or a hub."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from eagle_kit.core.files import check_disk_space, replacing
 
 @dataclass(frozen=True)
 class PackagedTarget:
-    """A target whose weights a Python package carries as GGUF.
+    """Target whose weights are carried by a Python package as GGUF.
 
     Attributes:
         module: the package's module.
         file: the GGUF in it.
-        hub_id: the model on a hub that it was quantised from, for people and for other engines' commands.
+        hub_id: the hub model that it was quantised from, informative and for commands of other engines.
     """
 
     module: str
@@ -36,15 +36,15 @@ PACKAGED_TARGETS = {
     )
 }
 SAMPLE = 4096
-"""Bytes of each tensor that tell two sets of weights apart."""
+"""Bytes hashed of each tensor in a fingerprint."""
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
-"""Raised when a conversion writes something else than before, so that older ones are made again."""
+"""Version of the conversion's output; increase it to invalidate earlier conversions."""
 ANOTHER_CACHE = "Free some space there, or set EAGLE_KIT_CACHE to another folder."
 
 
 def cache_folder() -> Path:
-    """``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
+    """Cache folder: ``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
     root = os.environ.get("EAGLE_KIT_CACHE")
     if root:
         return Path(root).expanduser()
@@ -52,11 +52,14 @@ def cache_folder() -> Path:
 
 
 def resolve_target(name: str | Path) -> Path:
-    """The Hugging Face folder of a target.
+    """Resolve a target to its Hugging Face model folder.
 
     Args:
         name: a local folder, a name of :data:`PACKAGED_TARGETS` (converted once to safetensors in the cache),
-            or a hub id. Raises UserError when it is none of them or cannot be had.
+            or a hub id.
+
+    Raises:
+        UserError: ``name`` is none of these or cannot be obtained.
     """
     name = str(name)
     path = Path(name).expanduser()
@@ -75,8 +78,8 @@ def resolve_target(name: str | Path) -> Path:
 
 
 def target_fingerprint(folder: Path) -> str:
-    """A hash of a model folder's config and weights: each file's table of tensors and the beginning of every
-    tensor, so that a fine-tuned copy under the same names and sizes is another target."""
+    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
+    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
@@ -93,18 +96,18 @@ def target_fingerprint(folder: Path) -> str:
 
 
 def target_revision(folder: Path) -> str | None:
-    """The commit of a folder in the hub's cache; None for any other."""
+    """Commit of a folder in the hub's cache; None for any other folder."""
     path = folder.resolve()
     return path.name if path.parent.name == "snapshots" else None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The fast tokenizer of a model folder. Raises UserError when there is none."""
+    """Load the fast tokenizer of a model folder. Raises UserError when there is none."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # its readers raise whatever the broken file makes them raise
+    except Exception as error:  # readers raise errors of many kinds on a broken file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"The folder {folder} has no tokenizer that can be read ({reason[0]}).",
@@ -112,7 +115,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
-            f"The tokenizer in {folder} is a slow one, which cannot say where in the text a token lies.",
+            f"The tokenizer in {folder} is a slow one, which has no offsets of tokens in the text.",
             "Add the model's tokenizer.json to the folder.",
         )
     return tokenizer
@@ -133,7 +136,7 @@ def _download(name: str) -> Path:
 
 
 def _convert_packaged(name: str) -> Path:
-    """Dequantise a packaged GGUF into the cache, once; a half conversion is never left under the name."""
+    """Dequantise a packaged GGUF into the cache, once and atomically."""
     packaged = PACKAGED_TARGETS[name]
     folder = cache_folder() / "targets" / name
     wanted = {"version": CONVERSION_VERSION, "file": packaged.file}
@@ -167,7 +170,7 @@ def _is_converted(folder: Path, wanted: dict[str, Any]) -> bool:
 
 
 def _package_file(name: str, packaged: PackagedTarget) -> Path:
-    """The GGUF inside the installed package, which is never imported."""
+    """GGUF file inside the installed package, which is not imported."""
     spec = util.find_spec(packaged.module)
     if spec is None or spec.origin is None:
         package = packaged.module.replace("_", "-")
@@ -183,8 +186,8 @@ def _package_file(name: str, packaged: PackagedTarget) -> Path:
 
 
 def _dequantise(source: Path, out: Path) -> None:
-    """Write config, tokenizer and weights; in fp32, since a Q4_1 block is ``scale * 4 bits + minimum``, which
-    neither fp16 nor bf16 holds exactly."""
+    """Write config, tokenizer and weights, in fp32, since a Q4_1 block is ``scale * 4 bits + minimum``, which
+    is exact in neither fp16 nor bf16."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

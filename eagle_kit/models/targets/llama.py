@@ -1,5 +1,5 @@
-"""Decoders as targets: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral,
-Qwen3-MoE and DeepSeek-V2 / V3.
+"""Target decoders: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE
+and DeepSeek-V2 / V3.
 
 Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
@@ -14,45 +14,22 @@ from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm, Rope
-from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
+from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
 
 
 class TargetOutput(NamedTuple):
-    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states side by
-    side."""
+    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states
+    concatenated."""
 
     hidden: torch.Tensor
     aux: torch.Tensor
 
 
-def make_attention(config: TargetConfig) -> nn.Module:
-    """The attention of a layer, grouped-query or latent."""
-    if config.mla is not None:
-        return LatentAttention(
-            config.hidden_size,
-            config.hidden_size,
-            config.num_heads,
-            config.mla,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_bias,
-        )
-    return Attention(
-        config.hidden_size,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        bias=config.attention_bias,
-        out_bias=config.attention_out_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-    )
-
-
 def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
-    """What follows attention in layer ``layer``: an MLP or a mixture of experts."""
+    """MLP or mixture of experts of layer ``layer``."""
     if config.moe is None or layer in config.moe.dense_layers:
         return MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
     return MoE(config.hidden_size, config.moe, bias=config.mlp_bias)
@@ -64,7 +41,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = make_attention(config)
+        self.self_attn = make_attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = make_mlp(config, layer)
 
@@ -76,15 +53,15 @@ class DecoderLayer(nn.Module):
         layer: int,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``h [T, H]`` and its norm -> ``h`` after attention, and what the MLP adds to it: the addition is
-        left to the next norm, which reads both anyway."""
+        """Run the layer on ``h [T, H]`` and its norm -> ``h`` after attention, and the MLP's output, which
+        the next norm adds because it reads both."""
         added = self.self_attn(normed, table, layer, attend)
         normed, h = self.post_attention_layernorm.add(added, h)
         return h, self.mlp(normed)
 
 
 class LlamaModel(nn.Module):
-    """A causal language model that knows nothing of caches, windows or batches: ``attend`` does."""
+    """Causal language model without caches, windows or batches, which ``attend`` implements."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -99,18 +76,18 @@ class LlamaModel(nn.Module):
         self._devices: Sequence[torch.device] | None = None
 
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
-        """Say that layer i is on ``devices[i]`` and everything else on ``devices[L]``, the first layer's too;
+        """Place layer i on ``devices[i]`` and everything else on ``devices[L]``, the device of the inputs;
         states are then moved between layers. None: all on one device."""
         assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
         self._devices = devices
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output matrix ``[V, H]``, tied or not."""
+        """Output matrix ``[V, H]``, tied to the embedding or not."""
         return self.lm_head.weight
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids [T]`` int64 -> ``[T, H]``."""
+        """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
         return F.embedding(ids, self.embed_tokens.weight)
 
     def forward(
@@ -122,7 +99,7 @@ class LlamaModel(nn.Module):
             ids: ``[T]`` int64.
             positions: ``[T]`` int64, RoPE positions.
             attend: attention of every layer.
-            capture: which states to return, by the layer they are the *input* of; ``num_layers`` is the last
+            capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
                 layer's output before the final norm.
         """
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
@@ -152,7 +129,7 @@ class LlamaModel(nn.Module):
         table: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layer i on its device, then the next norm on that of the layer it belongs to."""
+        """Run layer i on its device, then the next norm on the device of the layer it belongs to."""
         assert self._devices is not None
         here, there = self._devices[i], self._devices[i + 1]
         with current_device(here):
@@ -161,5 +138,5 @@ class LlamaModel(nn.Module):
             return next_norm.add(added.to(there), h.to(there))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final-normed ``hidden [T, H]`` -> ``[T, V]``."""
+        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
         return self.lm_head(hidden)

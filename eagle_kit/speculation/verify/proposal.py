@@ -1,8 +1,8 @@
-"""Two kinds of drafts, and the verifiers that are sound for each.
+"""Deterministic and sampled drafts, and the verifiers that are sound for each.
 
-A deterministic draft is a function of the text: what it proposes was not sampled, so it has no q, and
-dividing by a softmax in its place would emit another distribution than the target's. A sampled draft was
-sampled from q and brings q along. The types keep them apart: ``accept`` refuses a verifier that does not fit.
+A deterministic draft is a function of the text: its tokens were not sampled, so it has no distribution q, and
+dividing by a softmax instead would emit another distribution than the target's. A sampled draft was sampled
+from q, which it carries. The types keep them apart: ``accept`` refuses a verifier that does not fit.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -29,22 +29,21 @@ from eagle_kit.kernels.tree_build import Tree
 
 @dataclass(frozen=True)
 class Deterministic:
-    """A window of any topology that depends on the text only: top-k drafts, n-grams."""
+    """Window of any topology that depends on the text only: top-k drafts, n-grams."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledChain:
-    """A chain whose every draft was sampled; ``q [B, S, V]`` the distribution that the child of each node
-    came from."""
+    """Chain of sampled drafts; ``q [B, S, V]`` is the draft's distribution for the child of each node."""
 
     q: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTree:
-    """A tree of a topology fixed beforehand, whose siblings were sampled without replacement and lie in the
-    window in that order (``sample_distinct`` draws them); ``q [B, Q, V]`` the distribution that the children
-    of each of the first Q nodes came from, nodes from Q on have none."""
+    """Tree of fixed topology whose siblings were sampled without replacement (``sample_distinct``) and lie in
+    the window in that order; ``q [B, Q, V]`` is the draft's distribution for the children of each of the
+    first Q nodes, later nodes have none."""
 
     q: torch.Tensor
 
@@ -54,22 +53,23 @@ Proposal = Deterministic | SampledChain | SampledTree
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Follow a deterministic draft while the target draws the same; lossless."""
+    """Accept deterministic drafts that equal the target's own samples; lossless."""
 
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """Keep sampled tokens with probability min(1, p / q); lossless."""
+    """Accept sampled tokens with probability min(1, p / q); lossless."""
 
 
 @dataclass(frozen=True)
 class BlockVerification:
-    """Weigh prefixes of a sampled chain (arXiv 2403.10444); lossless, keeps no fewer than rejection."""
+    """Verify a sampled chain as one block (arXiv 2403.10444); lossless, never accepts fewer tokens than
+    rejection sampling."""
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """LOSSY thresholds for deterministic drafts, see ``accept_relaxed``; 1 and 1 are lossless."""
+    """LOSSY thresholds for deterministic drafts, see ``accept_relaxed``; lossless if both are 1."""
 
     threshold_single: float
     threshold_acc: float
@@ -79,7 +79,7 @@ Verifier = TargetOnly | RejectionSampling | BlockVerification | Relaxed
 
 
 def default_verifier(proposal: Proposal) -> Verifier:
-    """The lossless verifier for a kind of draft; block verification is the better one for chains."""
+    """Lossless verifier for a kind of draft; block verification for chains, where it accepts most."""
     if isinstance(proposal, Deterministic):
         return TargetOnly()
     return BlockVerification() if isinstance(proposal, SampledChain) else RejectionSampling()
@@ -96,20 +96,21 @@ def accept(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Verify a window with uniform random numbers that depend on each request's seed and position only.
+    """Verify a window with uniform random numbers that depend only on each request's seed and position.
 
-    Target-only uniform random numbers belong to the position of the decided token, so that text does not
-    depend on the draft. All others belong to the cycle (the position of its root, which grows from cycle to
-    cycle), so that nothing sampled for a thrown-away draft is used again.
+    Target-only verification uses the uniform of each sampled token's position, so that text does not depend
+    on the draft. The others use uniforms of the cycle (of its root's position, which grows from cycle to
+    cycle), so that no number used for a rejected draft is used again.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
         tree: the window.
+        proposal, verifier: kind of draft, and the verifier to apply.
         seeds, root_positions: int64 ``[B]``.
         steps: S, depth of the window.
 
     Raises:
-        TypeError: when the verifier is not sound for the distribution of the draft.
+        TypeError: when the verifier is not sound for the kind of draft.
     """
     n = tree.tokens.shape[1]
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
@@ -121,7 +122,7 @@ def accept(
     nodes, bonus = uniforms[:, :n], uniforms[:, n]
     match proposal, verifier:
         case Deterministic(), Relaxed(single, acc):
-            # A uniform random number per depth; there are no more depths than nodes.
+            # One uniform per depth; there are no more depths than nodes.
             return accept_relaxed(
                 probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc, backend=backend
             )
@@ -141,7 +142,7 @@ def accept(
 
 
 def check_distinct_siblings(tokens: torch.Tensor, parents: torch.Tensor) -> None:
-    """Raise ``ValueError`` when a node of a window has two children of one token. Reads tensors on the host:
+    """Raise ``ValueError`` when two children of a window node have the same token. Reads tensors on the host:
     for tests and debugging. ``tokens``, ``parents`` int64 ``[B, N]``; -1 is an unused node."""
     for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         first: dict[tuple[int, int], int] = {}

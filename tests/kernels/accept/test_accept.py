@@ -1,4 +1,4 @@
-"""The greedy walk against one written as a person would."""
+"""Greedy verification against plain Python loops."""
 
 import torch
 

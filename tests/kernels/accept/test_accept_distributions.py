@@ -1,9 +1,9 @@
 """Every verifier emits the target's distribution.
 
 The distributions of three tokens are known as tables over all contexts. Drafts are enumerated with their
-exact probability, uniform random numbers are a Sobol sequence (an equidistributed grid of the unit cube), so
-what a verifier emits is an integral without noise: the distribution of the first three tokens, what is not
-emitted being sampled from the target.
+exact probability, and uniform random numbers are a Sobol sequence (an equidistributed grid of the unit cube),
+so that the emitted distribution of the first three tokens is an integral without noise; tokens that a
+verifier does not emit are sampled from the target.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,7 @@ from eagle_kit.kernels.accept import (
 
 V = 4
 CLOSE = 2e-3
-"""Total variation that is taken for the error of the grid; the wrong distributions below are 20 times
-further."""
+"""Total variation attributed to the error of the grid; the wrong distributions below are 20 times further."""
 
 
 class Distributions(NamedTuple):
@@ -48,7 +47,7 @@ def make_distributions(seed: int, temperature: float = 1.0) -> Distributions:
 
 
 def with_zeros(distributions: Distributions) -> Distributions:
-    """Some tokens are impossible for the target, as after top-k: a different one after each token."""
+    """Distributions with impossible tokens, as after top-k: another one after each token."""
     third = distributions.third.clone()
     third[..., 1] = 0
     second = distributions.second * (1 - torch.eye(V))
@@ -64,8 +63,8 @@ def sobol(points: int, dims: int) -> torch.Tensor:
 
 
 def cross(tokens: torch.Tensor, weights: torch.Tensor, uniforms: torch.Tensor):
-    """Every draft with every uniform random number: tokens ``[M, N]``, weights ``[M]``, uniforms ``[C, D]``
-    -> ``M * C`` rows."""
+    """Cross product of drafts and uniforms: tokens ``[M, N]``, weights ``[M]``, uniforms ``[C, D]`` -> ``M *
+    C`` rows."""
     m, c = len(tokens), len(uniforms)
     return tokens.repeat_interleave(c, 0), weights.repeat_interleave(c) / c, uniforms.repeat(m, 1)
 
@@ -84,8 +83,8 @@ def rows(distributions: Distributions, tokens: torch.Tensor, parents: list[int])
 
 
 def emitted_distribution(accepted, weights: torch.Tensor, target: Distributions) -> torch.Tensor:
-    """The distribution ``[V, V, V]`` of the first three tokens when the target goes on after what was
-    accepted."""
+    """Distribution ``[V, V, V]`` of the first three tokens when the target continues after the accepted
+    ones."""
     distribution = torch.zeros(V, V, V, dtype=torch.float64)
     t, count = accepted.tokens, accepted.num_accepted
     first = torch.zeros(V, dtype=torch.float64).index_add(0, t[:, 0], weights * (count == 0))
@@ -135,7 +134,8 @@ def test_sampled_chains_emit_the_distribution_of_the_target(verifier, draft):
 
 
 def test_a_softmax_for_a_deterministic_draft_emits_another_distribution():
-    """Why ``accept`` refuses rejection for deterministic drafts: here the top-1 chain comes with q."""
+    """Shows the reason that ``accept`` refuses rejection for deterministic drafts: the top-1 chain comes with
+    a q."""
     best = int(Q.first.argmax())
     tokens = torch.tensor([[0, best, int(Q.second[best].argmax())]])
     tokens, weights, uniforms = cross(tokens, torch.ones(1, dtype=torch.float64), sobol(8192, 3))
@@ -173,7 +173,7 @@ def test_sampled_trees_emit_the_distribution_of_the_target(draft, distinct):
 
 
 def test_a_sibling_beyond_the_last_token_of_q_changes_nothing():
-    """q knows one token, its sibling is fill: the distribution is the target's whatever was filled in."""
+    """q has one token, its sibling is a filler: the distribution is the target's for any filler."""
     for fill in range(V):
         tokens = torch.tensor([[0, 3, fill]])
         tokens, weights, uniforms = cross(tokens, torch.ones(1, dtype=torch.float64), sobol(8192, 4))
@@ -185,7 +185,7 @@ def test_a_sibling_beyond_the_last_token_of_q_changes_nothing():
 
 
 def fixed_tree(children: list[int]) -> torch.Tensor:
-    """A deterministic draft: the root's two children and two of the first one's."""
+    """Deterministic draft: the root's two children and two of the first one's."""
     return torch.tensor([[0, *children]])
 
 
@@ -222,7 +222,7 @@ def mean_accepted(accepted, weights) -> float:
 
 
 def test_block_verification_accepts_as_the_paper_says():
-    """The example of arXiv 2403.10444, section 2: 10/9 tokens by rejection, 11/9 as a block."""
+    """Example of arXiv 2403.10444, section 2: 10/9 tokens by rejection, 11/9 as a block."""
     target, draft = torch.tensor([1 / 3, 2 / 3, 0, 0]), torch.tensor([2 / 3, 1 / 3, 0, 0])
     p, q = (Distributions(x, x.expand(V, V), x.expand(V, V, V)) for x in (target, draft))
     assert mean_accepted(*verify_chains(accept_rejection_chain, p, q)) == pytest.approx(10 / 9, abs=1e-3)

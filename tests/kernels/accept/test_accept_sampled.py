@@ -1,5 +1,4 @@
-"""Verifiers at their edges (uniforms, zeros, equal distributions) and against loops written as a person
-would."""
+"""Verifiers at edge cases (uniforms, zeros, equal distributions) and against plain Python loops."""
 
 import pytest
 import torch
@@ -31,8 +30,7 @@ def full(uniform, *shape):
 
 
 def run_all(probs, q, tokens, uniform):
-    """Every verifier with all uniform random numbers the same, on windows of 8 nodes: (accepted, tokens,
-    parents) by name."""
+    """Every verifier with all uniforms equal, on windows of 8 nodes: (accepted, tokens, parents) by name."""
     b = len(probs)
     chain, up = tokens[:, : S + 1], torch.arange(-1, S).clamp(min=0).expand(b, S + 1)
     parents = torch.tensor(PARENTS).expand(b, 8)
@@ -115,7 +113,7 @@ def test_a_chain_is_verified_as_a_tree_without_branches():
 
 
 def relaxed_walk(probs, tokens, parents, uniforms, single, acc):
-    """SGLang's loop over first children and siblings -> accepted nodes and what is left of p."""
+    """SGLang's loop over first children and siblings -> accepted nodes and the residual of p."""
     node, path, left = 0, [], probs[0].clone()
     while True:
         mass, uniform = 0.0, uniforms[len(path)]
@@ -176,7 +174,7 @@ def test_repeated_siblings_are_found():
 def test_siblings_sampled_for_a_tree_are_distinct():
     generator = torch.Generator().manual_seed(5)
     q = distributions(generator, 50, 1, zeros=0.998)[:, 0].nan_to_num(0.0)
-    q[:, 5] += 0.5  # some distributions know fewer tokens than are sampled
+    q[:, 5] += 0.5  # some distributions have fewer tokens than are sampled
     uniforms = torch.rand(50, 6, generator=generator, dtype=torch.float64)
     sampled = sample_distinct(q, uniforms)
     check_distinct_siblings(torch.cat((sampled[:, :1], sampled), 1), torch.zeros(50, 7, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The verifiers' Triton kernels against walks in plain Python, exact small distributions, and the
+"""Triton kernels of the verifiers against plain Python loops, exact small distributions, and the
 reference."""
 
 from fractions import Fraction
@@ -29,7 +29,7 @@ from eagle_kit.speculation.verify.proposal import (
     TargetOnly,
     accept,
 )
-from tests.kernels import test_accept_distributions as enumerated
+from tests.kernels.accept import test_accept_distributions as enumerated
 
 S = 4
 PARENTS = [0, 0, 0, 0, 1, 1, 4, 6]
@@ -39,14 +39,14 @@ JUST_BELOW_ONE = 1 - 2.0**-53
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """What is not written holds NaN or the largest integer."""
+    """Fill new memory with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def assert_same(ours, theirs, is_triton=True):
-    """Equal in all that has a meaning; the bonus token also fills what has none."""
+    """Assert equality of all meaningful entries; Triton fills the others with the bonus token."""
     emitted = torch.arange(theirs.tokens.shape[1]) <= theirs.num_accepted[:, None]
     ours = [x.cpu() for x in ours]
     assert torch.equal(ours[2], theirs.num_accepted)
@@ -100,28 +100,28 @@ def test_the_most_likely_token_is_followed(triton_device, nodes, vocab, dtype):
         assert ours.tokens[i, :count].tolist() == walk(best[i], tokens[i].tolist(), parents[i].tolist())
     theirs = accept_greedy(torch.tensor(best), tokens, parents, nodes)
     assert_same(ours, theirs)
-    assert_same(accept_greedy(torch.tensor(best).to(triton_device), *window, nodes, backend="triton"), theirs)
     assert nodes < 3 or theirs.num_accepted.max() > 0
 
 
 def test_the_walk_ends_with_the_steps_and_the_root_is_no_child(triton_device):
     same = torch.full((1, 3), 5, device=triton_device)
+    logits = torch.nn.functional.one_hot(same, 6).float()
     chain = torch.tensor([[0, 0, 1]], device=triton_device)
-    assert accept_greedy(same, same, chain, 1, backend="triton").num_accepted.tolist() == [1]
+    assert accept_most_likely(logits, same, chain, 1, backend="triton").num_accepted.tolist() == [1]
     tokens = torch.tensor([[5, 1, 2]], device=triton_device)
-    out = accept_greedy(same, tokens, chain, 2, backend="triton")
+    out = accept_most_likely(logits, tokens, chain, 2, backend="triton")
     assert out.num_accepted.tolist() == [0] and out.tokens.tolist() == [[5, 5, 5]]
 
 
 def drawn_from(q, parents, generator):
-    """Tokens ``[B, N]`` of a tree whose children come from ``q [B, N, V]`` of their parents."""
+    """Tokens ``[B, N]`` of a tree whose children are sampled from ``q [B, N, V]`` of their parents."""
     below = q[:, parents[1:]]
     sampled = torch.multinomial(below.flatten(0, 1), 1, generator=generator).view(below.shape[:2])
     return torch.cat((torch.zeros_like(sampled[:, :1]), sampled), 1)
 
 
 def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
-    """Of windows of 8 nodes; ``uniforms [B, 8]``."""
+    """Results of every verifier on windows of 8 nodes; ``uniforms [B, 8]``."""
     b, device = len(tokens), tokens.device
     parents, depths = (torch.tensor(x, device=device).expand(b, 8) for x in (PARENTS, DEPTHS))
     chain, q_chain = (probs[:, : S + 1], tokens[:, : S + 1]), q[:, :S]
@@ -137,7 +137,7 @@ def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
 
 @pytest.mark.parametrize("b, vocab", [(8, 5), (2, 257), (2, 1271)])
 def test_every_verifier_equals_the_reference(triton_device, b, vocab):
-    """Small vocabularies refuse several siblings in a row, repeat siblings and have tokens of q = 0."""
+    """Small vocabularies reject several siblings in a row, repeat siblings and have tokens of q = 0."""
     generator = torch.Generator().manual_seed(vocab)
     probs, q = (
         distributions(generator, b, 8, vocab=vocab, zeros=0.3),
@@ -176,7 +176,7 @@ def test_a_token_of_probability_zero_is_never_emitted(triton_device, uniform):
 
 
 def draft_of(verifier, q, generator):
-    """A window ``[B, 8]`` sampled from ``q [B, 8, V]`` that suits ``verifier``, its proposal, its depth."""
+    """Window ``[B, 8]`` sampled from ``q [B, 8, V]`` for ``verifier``, its proposal, its depth."""
     if isinstance(verifier, BlockVerification):
         parents, depths = [0, 0, 1, 2, 3, 4, 5, 6], list(range(8))
         proposal = SampledChain(q[:, :7])
@@ -189,7 +189,7 @@ def draft_of(verifier, q, generator):
 
 
 def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
-    """From logits to accepted tokens, of requests with other filters, by every verifier."""
+    """From logits to accepted tokens, for requests with different filters, by every verifier."""
     generator = torch.Generator().manual_seed(7)
     params = [
         SamplingParams(temperature=0.8, min_p=0.05),
@@ -220,7 +220,7 @@ def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
 
 
 def test_equal_distributions_keep_every_draft(triton_device):
-    """p from a distribution and q from ``probabilities`` are the same to the bit."""
+    """p of a ``FilteredLogits`` and q from ``probabilities`` are bit-identical."""
     generator = torch.Generator().manual_seed(2)
     params = [SamplingParams(temperature=0.7)] * 2
     batch = make_sampling_batch(params, [[]] * 2, [0, 1], 300, torch.device(triton_device))
@@ -239,7 +239,7 @@ def test_equal_distributions_keep_every_draft(triton_device):
 
 
 def test_distributions_that_differ_by_rounding_leave_the_target_s(triton_device):
-    """Nothing is left of p - q, and the draft has p = 0: the bonus is sampled from p."""
+    """p - q has no residual, and the draft has p = 0: the bonus is sampled from p."""
     p = torch.tensor([[[0.25, 0.75, 0.0]] * 2], device=triton_device)
     q = torch.tensor([[[0.25, 0.75, 1e-9]]], device=triton_device)
     tokens = torch.tensor([[0, 2]], device=triton_device)
@@ -259,8 +259,8 @@ def emitted_first(accepted, weights, vocab):
 
 @pytest.mark.parametrize("verifier", [accept_rejection_chain, accept_block])
 def test_a_chain_emits_exactly_the_distribution_of_the_target(triton_device, verifier):
-    """Every threshold is a multiple of 1/4, so uniform random numbers in the middle of quarters integrate
-    without an error."""
+    """Every threshold is a multiple of 1/4, so uniforms in the middle of quarters integrate without an
+    error."""
     p, q = torch.tensor([0.25, 0.75, 0.0]), torch.tensor([0.5, 0.25, 0.25])
     tokens = torch.tensor([[0, x] for x in range(3) for _ in range(4)], device=triton_device)
     weights = [Fraction(float(q[x])) / 4 for x in range(3) for _ in range(4)]
@@ -272,8 +272,7 @@ def test_a_chain_emits_exactly_the_distribution_of_the_target(triton_device, ver
 
 
 def test_siblings_emit_exactly_the_distribution_of_the_target(triton_device):
-    """Two siblings sampled without replacement: all six orders, with uniform random numbers in the middle of
-    halves."""
+    """Two siblings sampled without replacement: all six orders, with uniforms in the middle of halves."""
     p, q = [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]
     orders = [(a, b) for a in range(3) for b in range(3) if a != b]
     tokens = torch.tensor([[0, a, b] for a, b in orders for _ in range(2)], device=triton_device)
@@ -304,7 +303,7 @@ def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
     if not on_gpu:
         few = torch.arange(0, len(tokens), max(1, len(tokens) // 14))
         tokens, weights, uniforms = tokens[few], weights[few], uniforms[few]
-        # one uniform random number for each window would be the same for all
+        # one uniform per window would be the same for all
         uniforms = (uniforms + torch.rand(len(few), 6, generator=torch.Generator().manual_seed(3))).remainder(
             1.0
         )

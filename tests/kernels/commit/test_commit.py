@@ -1,19 +1,9 @@
-"""The reference of commit against copies written out row by row."""
+"""Reference of commit against row-by-row copies."""
 
 import pytest
 import torch
 
-from eagle_kit.kernels.commit import commit, commit_path
-
-
-def test_rows_are_copied_in_every_layer_and_head():
-    k, v = torch.randn(2, 2, 3, 9, 5, generator=torch.Generator().manual_seed(1))
-    expected = [store.clone() for store in (k, v)]
-    for store in expected:
-        for source, target in ((8, 4), (6, 0), (7, 2)):
-            store[:, :, target] = store[:, :, source]
-    commit(k, v, torch.tensor([8, 6, 7]), torch.tensor([4, 0, 2]), backend="reference")
-    assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
+from eagle_kit.kernels.commit import commit_path
 
 
 def test_a_path_lands_in_its_pages_and_nothing_else_is_touched():
@@ -33,14 +23,17 @@ def test_a_path_lands_in_its_pages_and_nothing_else_is_touched():
 def test_fp8_and_a_single_latent_store():
     store = torch.arange(60.0).view(2, 6, 5).to(torch.float8_e4m3fn)
     before = store.float()
-    commit(store, None, torch.tensor([5, 4]), torch.tensor([0, 2]), backend="reference")
+    zeros = torch.zeros(2, dtype=torch.int64)
+    table, nodes = torch.tensor([[0], [2]]), torch.tensor([[5], [4]])
+    commit_path(store, None, table, 1, nodes, zeros, zeros + 1, 0, 0, backend="reference")
     before[:, [0, 2]] = before[:, [5, 4]]
     assert torch.equal(store.float(), before)
 
 
 def test_stores_that_do_not_fit_are_refused():
-    k, rows = torch.zeros(2, 3, 4, 5), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(AssertionError, match="like k"):
-        commit(k, k[..., :4].contiguous(), rows, rows)
+    k, one = torch.zeros(2, 3, 4, 5), torch.ones(1, dtype=torch.int64)
+    path = (one[:, None], 1, one[:, None], 0 * one, one, 0, 0)
+    with pytest.raises(AssertionError, match="dtype of k"):
+        commit_path(k, k[..., :4].contiguous(), *path)
     with pytest.raises(AssertionError, match="contiguous"):
-        commit(k.transpose(0, 1), None, rows, rows)
+        commit_path(k.transpose(0, 1), None, *path)

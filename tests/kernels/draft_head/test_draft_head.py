@@ -1,4 +1,4 @@
-"""The draft head's reference: order, ties, normalization, the map to target ids."""
+"""Reference of the draft head: order, ties, normalisation, the map to target ids."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The draft head's kernels against fp64: sums, order, ties, odd sizes, memory that must not count."""
+"""Kernels of the draft head against fp64: sums, order, ties, odd sizes, reads out of bounds."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from eagle_kit.kernels.draft_head import draft_topk
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """New memory holds NaN and the largest integers, so that an element which nobody writes is seen."""
+    """Fill new memory with NaN and the largest integers, so that elements that are never written are
+    noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -30,7 +31,7 @@ def expected_logits(x, weight):
 
 
 def assert_right(x, weight, topk, ids, scores, atol=2e-5):
-    """The scores are those of the ids, and the ids are the best but for what rounding may swap."""
+    """Assert that scores are those of the ids, and that the ids are the best up to rounding."""
     logits = expected_logits(x, weight)
     distributions = logits - logits.logsumexp(-1, keepdim=True)
     torch.testing.assert_close(scores.double(), distributions.gather(1, ids), rtol=1e-5, atol=atol)
@@ -80,7 +81,7 @@ def test_tiles_of_a_large_vocabulary(triton_device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk", [1, 5, 16])
 def test_equal_logits_come_in_the_order_of_their_ids(triton_device, topk, dtype):
-    """Small integers, so that every form has the same logits exactly, and many equal ones."""
+    """Small integers, so that every implementation has exactly the same logits, and many equal ones."""
     generator = torch.Generator().manual_seed(topk)
     x = torch.randint(-1, 2, (4, 16), generator=generator).to(dtype).to(triton_device)
     weight = torch.randint(-1, 2, (203, 16), generator=generator).to(dtype).to(triton_device)

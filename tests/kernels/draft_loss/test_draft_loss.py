@@ -12,8 +12,8 @@ LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
 
 
 def formula(loss: str, z: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """The loss of every row in the words of its paper: ``z [M, Vd]``, the target's distribution ``full [M,
-    V]`` over all tokens, of which the draft can say the first Vd."""
+    """Loss of every row by its paper's formula: ``z [M, Vd]``, the target's distribution ``full [M, V]`` over
+    all tokens, of which the draft vocabulary is the first Vd."""
     q = F.pad(z.softmax(-1), (0, full.shape[-1] - z.shape[-1]))
     p = full[:, : z.shape[-1]] / full[:, : z.shape[-1]].sum(-1, keepdim=True)
     accepted = torch.minimum(full, q).sum(-1)
@@ -95,7 +95,7 @@ def test_a_draft_that_says_everything_needs_no_mass(loss):
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ce"])
 def test_a_perfect_draft_loses_nothing_but_what_it_cannot_say(loss):
-    """With q = p the divergences are 0, and acceptance is the mass of the draft vocabulary."""
+    """With q = p the divergences are 0, and the acceptance rate is the mass of the draft vocabulary."""
     logits = torch.randn(9, VD, generator=torch.Generator().manual_seed(2))
     mass = torch.linspace(0.3, 1.0, 9)
     out = linear_draft_loss(
@@ -121,7 +121,7 @@ def test_logits_far_apart_and_teachers_of_probability_zero_stay_finite(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_descent_raises_the_acceptance_rate(loss):
-    """Free logits, one step at a time: every loss ends nearer to the target than it began."""
+    """Free logits, one step at a time: every loss ends nearer to the target than it started."""
     _, _, full, _, _ = inputs(3)
     probs, mass = teacher(full)
     z = torch.zeros(POSITIONS, VD, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The reference of MLA window attention against full heads: keys and values expanded out of the latent."""
+"""Reference of MLA window attention against full heads: keys and values expanded from the latent."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits
 
 
 def make_plan(prefix, parents, first_slot, page_size, num_pages):
-    """Pages shuffled over requests; the scratch lies behind the pool and one dummy row behind all."""
+    """Plan with pages shuffled over requests; the scratch lies behind the pool, one dummy row behind all."""
     batch, nodes = parents.shape
     table = torch.randperm(num_pages * batch, generator=torch.Generator().manual_seed(5)).view(batch, -1)
     pool = num_pages * batch * page_size
@@ -30,7 +30,7 @@ def make_plan(prefix, parents, first_slot, page_size, num_pages):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_absorbed_heads_equal_full_heads(kind):
-    """Scores of ``[W_uk c | k_rope]`` with ``[q_nope | q_rope]``, values ``W_uv c``: why it may absorb."""
+    """Scores of ``[W_uk c | k_rope]`` with ``[q_nope | q_rope]``, values ``W_uv c``."""
     generator = torch.Generator().manual_seed(0)
     heads, nope, rope, latent, value = 3, 10, 16, 32, 12
     prefix, parents = torch.tensor([7, 0, 12]), torch.tensor([[0, 0, 1, 1], [0, 0, 0, 2], [0, 0, 1, 2]])
@@ -72,7 +72,7 @@ def test_half_types_are_rounded_once():
 
 
 class ReadRows(TorchDispatchMode):
-    """Counts rows that are taken out of ``store``."""
+    """Counts rows read from ``store``."""
 
     def __init__(self, store):
         super().__init__()
@@ -88,7 +88,7 @@ class ReadRows(TorchDispatchMode):
 
 @pytest.mark.parametrize(("nodes", "heads"), [(1, 1), (1, 128), (4, 16), (64, 2)])
 def test_a_row_is_read_once_a_window(nodes, heads):
-    """However many nodes and heads attend to it."""
+    """For any number of nodes and heads that attend to it."""
     prefix = torch.tensor([30, 7, 12])
     plan = make_plan(prefix, torch.zeros(3, nodes, dtype=torch.int64), 0, 4, 8)
     rows = torch.randn(plan.dummy_row + 1, 48)

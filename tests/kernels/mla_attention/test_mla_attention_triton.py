@@ -1,4 +1,4 @@
-"""The kernels of MLA window attention against a softmax in fp64, and their fake form."""
+"""Kernels of MLA window attention against a softmax in fp64, and their fake implementation."""
 
 import dataclasses
 
@@ -11,12 +11,12 @@ from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, chain_
 
 LATENT, ROPE = 64, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of the largest value. In half types probabilities are rounded, and the result."""
+"""Tolerance relative to the largest value. In half dtypes probabilities and results are rounded."""
 
 
 @pytest.fixture
 def kernels(triton_device):
-    """The module, and uninitialized memory that is poisoned."""
+    """Kernel module, with uninitialised memory poisoned."""
     from eagle_kit.kernels.mla_attention import triton
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -28,7 +28,7 @@ def kernels(triton_device):
 @dataclasses.dataclass
 class Case:
     """Requests with the given prefixes, windows of ``keys`` nodes and queries for the last ``nodes`` of them;
-    rows that nobody may read are NaN."""
+    rows that must not be read are NaN."""
 
     prefix: tuple[int, ...]
     nodes: int
@@ -79,7 +79,7 @@ class Case:
 
 
 def dense(q, rows, plan, scale, kv_scale=1.0):
-    """One request and node at a time, over the rows that it sees and no others."""
+    """Attention of one request and node at a time to its visible rows."""
     out = torch.zeros(*q.shape[:3], LATENT, dtype=torch.float64)
     table, bits = plan.page_table.tolist(), plan.ancestors.tolist()
     q, rows = q.double().cpu(), rows.cpu().double() * kv_scale
@@ -131,7 +131,7 @@ def test_equals_a_dense_softmax(triton_device, kernels, case, dtype):
 def test_every_form_tile_and_number_of_runs(
     triton_device, kernels, monkeypatch, queries, keys, splits, swapped
 ):
-    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: kernels.Blocks(queries, keys, swapped, 4, 2))
+    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: kernels.MLABlocks(queries, keys, swapped, 4, 2))
     monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
     q, rows, plan = Case((150, 0), 5, 5, 4, seed=3).build(triton_device)
     check(q, rows, plan, TOLERANCE[torch.float32])
@@ -148,7 +148,7 @@ def test_fp8_rows_are_scaled(triton_device, kernels, dtype, heads):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("nodes", "heads"), [(1, 16), (4, 8), (4, 24)])
 def test_a_block_of_query_rows_loads_each_key_once(triton_device, kernels, monkeypatch, nodes, heads, splits):
-    """Up to 32 query rows, which are one block, a window reads each latent once, and no other row."""
+    """Up to 32 query rows, which are one block, read each latent of a window once, and no other row."""
     if triton_device != "cpu":
         pytest.skip("counts loads of the interpreter")
     import numpy as np

@@ -1,4 +1,4 @@
-"""The reference of RMSNorm: its gradient against autograd through the formula, and what it keeps."""
+"""Reference of RMSNorm: its gradient against autograd through the formula, and the tensors it saves."""
 
 import pytest
 import torch

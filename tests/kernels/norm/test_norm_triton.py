@@ -1,4 +1,4 @@
-"""The RMSNorm kernel against fp64, and its fake form."""
+"""RMSNorm kernel against fp64, and its fake implementation."""
 
 import pytest
 import torch

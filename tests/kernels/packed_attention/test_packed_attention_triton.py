@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def dense(q, k, v, spans, scale):
-    """Each document's softmax, written out."""
+    """Softmax of each document in plain torch."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
     for a, b in spans:

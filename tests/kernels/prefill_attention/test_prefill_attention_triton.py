@@ -1,4 +1,4 @@
-"""The paged prefill kernel against fp64, request by request and head by head."""
+"""Paged prefill kernel against fp64, request by request and head by head."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +10,8 @@ from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_atten
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of results of size 1: rounding of the result, and of P to the store's dtype before the second product."""
+"""Tolerance for results of size 1: rounding of the result, and of P to the store's dtype before the second
+product."""
 
 
 def needs_fp8(device):
@@ -20,12 +21,12 @@ def needs_fp8(device):
 
 @dataclass
 class Case:
-    """Chunks of several requests over a store that holds NaN wherever nothing may be read.
+    """Chunks of several requests over a store that holds NaN in all rows that must not be read.
 
     Attributes:
         chunks: (start, rows) of each request.
         heads: query heads, key heads.
-        slack: rows by which the host's bound is too large.
+        slack: number of rows by which the host's bound is too large.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -81,7 +82,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh memory holds NaN."""
+    """Fill new memory with NaN."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,4 +1,5 @@
-"""The reference of RoPE, qk-norm and store: bit for bit attention, and the rotation's definition."""
+"""Reference of RoPE, qk-norm and store: bit-identical to attention without the op, and the definition of a
+rotation."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from eagle_kit.models.blocks.layers import Rope
 
 
 def attention_without_the_operation(qkv, table, num_heads, norms):
-    """Norm, rotate and split as a model does that knows nothing of kernels."""
+    """Norm, rotation and split in plain torch."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     cos, sin = table
@@ -84,9 +85,9 @@ def test_gradients_take_the_reference():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"k_rows": torch.zeros(1, 4, 6)}, "go together"),
-        ({"q_norm": torch.ones(6)}, "both"),
-        ({"returns_kv": False}, "lost"),
+        ({"k_rows": torch.zeros(1, 4, 6)}, "k_rows, v_rows and rows"),
+        ({"q_norm": torch.ones(6)}, "given together"),
+        ({"returns_kv": False}, "stored or returned"),
         ({"k_scale": 2.0}, "fp8"),
         ({"q_norm": torch.ones(6).half(), "k_norm": torch.ones(6).half()}, "dtype"),
     ],

@@ -1,4 +1,4 @@
-"""The kernel of RoPE, qk-norm and store against fp64 and against the reference, and its fake form."""
+"""Kernel of RoPE, qk-norm and store against fp64 and against the reference, and its fake implementation."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """New memory holds NaN, so that an element which nobody writes is seen."""
+    """Fill new memory with NaN, so that elements that are never written are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -212,5 +212,5 @@ def test_the_operators_declare_what_they_do(triton_device):
     stores = [torch.zeros(1, 4, 8, device=triton_device) for _ in range(2)]
     rows = torch.tensor([1, 3], device=triton_device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton.rope, head, test_utils=checks)
-    torch.library.opcheck(triton.rope_store, (*head, *stores, rows, 1.0, 1.0, False), test_utils=checks)
+    for slots in ((None, None, None, 1.0, 1.0, True), (*stores, rows, 1.0, 1.0, False)):
+        torch.library.opcheck(triton.rope_store, (*head, *slots), test_utils=checks)

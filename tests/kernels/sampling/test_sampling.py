@@ -1,4 +1,4 @@
-"""Uniform random numbers that depend on nothing but seed and position; distributions held to transformers'
+"""Uniform random numbers depend on seed and position only; distributions equal those of transformers'
 processors."""
 
 import pytest

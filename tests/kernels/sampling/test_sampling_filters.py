@@ -1,5 +1,5 @@
-"""Filters without a sort, distributions that do not depend on the batch, uniform random numbers of a cycle,
-settings beyond fp32."""
+"""Filters without a sort, distributions independent of the batch, uniform random numbers of a cycle,
+parameters beyond fp32."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ SAMPLING_PARAMS = {
 
 
 def distribution_of(batch_params, logits, vocab):
-    """The distribution ``[B, N, V]`` of requests with the prompt (1, 2) after a window of roots 5."""
+    """Distribution ``[B, N, V]`` of requests with the prompt (1, 2) after a window of roots 5."""
     b, n = logits.shape[:2]
     batch = make_sampling_batch(batch_params, [[1, 2]] * b, list(range(b)), vocab, CPU)
     window = torch.full((b, n), 5), torch.ones(b, n, dtype=torch.int64)
@@ -97,7 +97,7 @@ def test_a_filter_keeps_lower_ids_among_equals():
 
 
 def test_params_beyond_fp32_leave_a_distribution():
-    """All of them are valid parameters; none may give NaN, or a weight to a token the grammar forbids."""
+    """All are valid parameters; none may give NaN, or a weight to a token that the grammar excludes."""
     logits = torch.tensor([[[1.0, 0.0, -2.0, float("-inf"), 40.0, -40.0, 0.5, 0.25]]])
     for settings in (
         {"temperature": 1e300},
@@ -120,7 +120,7 @@ def test_a_row_that_is_no_distribution_still_gives_a_token():
 
 
 def chi_square(first: torch.Tensor, second: torch.Tensor, cells: int) -> tuple[float, float]:
-    """Of independence and uniformity of pairs of uniforms, and the bound it should stay under."""
+    """Chi-square statistic of independence and uniformity of pairs of uniforms, and its bound."""
     index = (first * cells).long() * cells + (second * cells).long()
     counts = torch.bincount(index.flatten(), minlength=cells**2).double()
     expected, freedom = counts.sum() / cells**2, cells**2 - 1
@@ -147,7 +147,7 @@ def test_uniforms_of_a_cycle_are_independent_of_all_others():
 
 
 def hashed(seed: int, position: int, stream: int) -> float:
-    """The uniform random number in whole numbers of any size, taken modulo 2^64."""
+    """Uniform in Python integers, taken modulo 2^64."""
 
     def mix(x):
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

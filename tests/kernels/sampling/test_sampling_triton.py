@@ -1,5 +1,5 @@
-"""Distributions, draws and uniform random numbers of the Triton kernels against fp64 and sorting, and against
-the reference."""
+"""Triton kernels of filters, sampling and uniform random numbers against fp64 and sorting, and against the
+reference."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ FILTERS = [
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """What is not written holds NaN or the largest integer."""
+    """Fill new memory with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,18 +45,19 @@ def make_batch(params, vocab, device):
 
 
 def followed_by_nan(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor in memory that goes on with NaN."""
+    """Copy of ``x`` in memory that continues with NaN."""
     memory = torch.full((x.numel() + 8192,), float("nan"), dtype=x.dtype, device=x.device)
     memory[: x.numel()] = x.flatten()
     return memory[: x.numel()].view(x.shape)
 
 
 def filtered(logits: torch.Tensor, params: SamplingParams) -> tuple[set[int], set[int]]:
-    """By sorting, in fp64: tokens that are kept for certain, and those that rounding may keep besides."""
+    """Filter by sorting, in fp64: tokens that are certainly kept, and those that rounding may keep
+    besides."""
     if params.temperature == 0:
         best = {int(logits.argmax())}
         return best, best
-    # One subtraction and one division in fp32 are part of what the distribution is.
+    # One subtraction and one division in fp32 are part of the distribution's definition.
     distance = ((logits.max() - logits) / torch.tensor(params.temperature)).double()
     order = [i for _, i in sorted((d, i) for i, d in enumerate(distance.tolist()))][: params.top_k or None]
     weights = (-distance[order]).exp()
@@ -85,7 +86,7 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> tuple[set[int], se
     ],
 )
 def test_distributions_are_those_of_sorting(triton_device, vocab, dtype):
-    """Half types have many equal logits, so that ties and their order decide."""
+    """Half dtypes have many equal logits, so that ties and their order matter."""
     generator = torch.Generator().manual_seed(vocab)
     x = torch.randn(len(FILTERS), 1, vocab, generator=generator) * 3
     x.masked_fill_(torch.rand(x.shape, generator=generator) < 0.2, float("-inf"))
@@ -167,9 +168,7 @@ def test_samples_are_the_first_tokens_beyond_the_uniform(triton_device, vocab):
     generator = torch.Generator().manual_seed(vocab)
     probs = spread(generator, 12, vocab)
     uniforms = torch.rand(12, generator=generator, dtype=torch.float64)
-    uniforms[:3] = torch.tensor(
-        [0.0, JUST_BELOW_ONE, 1.0]
-    )  # one is what a uniform random number may round to
+    uniforms[:3] = torch.tensor([0.0, JUST_BELOW_ONE, 1.0])  # a uniform may round to one
     sampled = sample(
         followed_by_nan(probs.to(triton_device)), uniforms.to(triton_device), backend="triton"
     ).cpu()
@@ -228,7 +227,7 @@ def test_distinct_draws_equal_the_reference(triton_device, vocab):
 
 
 def hashed(seed: int, position: int, stream: int) -> tuple[int, float]:
-    """The hash and its uniform random number in whole numbers of any size, taken modulo 2^64."""
+    """Hash and uniform in Python integers, taken modulo 2^64."""
 
     def mix(x):
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

@@ -1,4 +1,4 @@
-"""What fp8 weights cost in accuracy, and when the Triton form runs."""
+"""Accuracy of fp8 weights, and the conditions of the Triton kernel."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_rows_of_zeros_and_tiny_numbers_and_one_outlier():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_layer_is_off_by_less_than_three_percent(dtype):
-    """As the docstring of quantize_fp8 says; the outputs' own rounding is far below."""
+    """As stated by quantize_fp8; the outputs' own rounding is far below."""
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(16, 1024, generator=generator), torch.randn(512, 1024, generator=generator) / 32
     bias = torch.randn(512, generator=generator)

@@ -1,4 +1,4 @@
-"""The kernels of small linear layers against fp64, and their fake form."""
+"""Kernels of small linear layers against fp64, and their fake implementation."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from torch._subclasses import FakeTensorMode
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Half the distance of neighbours, relative: the result is rounded once."""
+"""Half the relative distance of neighbouring numbers: the result is rounded once."""
 
 
 @pytest.fixture
 def kernels(triton_device):
-    """The module, and uninitialized memory that is poisoned."""
+    """Kernel module, with uninitialised memory poisoned."""
     from eagle_kit.kernels.small_linear import triton
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -28,7 +28,7 @@ def make(m, n, k, dtype, device):
 
 
 def check(out, x, weight, bias, dtype):
-    """Rounded once, and fp32 sums before that; ``weight`` is in fp64."""
+    """Assert an error of one rounding and of the fp32 sums before it; ``weight`` is in fp64."""
     x, bias = x.double(), 0 if bias is None else bias.double()
     expected = x @ weight.T + bias
     summed = x.abs() @ weight.abs().T

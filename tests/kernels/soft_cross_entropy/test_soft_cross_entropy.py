@@ -1,4 +1,4 @@
-"""The fused loss against autograd on whole logits."""
+"""Fused loss against autograd on whole logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The soft cross-entropy kernel against fp64: gradient in place, ties, and the fused loss around it."""
+"""Soft cross-entropy kernel against fp64: gradient in place, ties, and the fused loss around it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entr
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 UNIT = 2.0**-24
-"""The largest relative error of one rounding to fp32."""
+"""Largest relative error of one rounding to fp32."""
 
 
 def logits_case(rows, vocab, dtype, device, spread=3.0):

@@ -1,4 +1,4 @@
-"""The reference of SwiGLU is the expression of the models' MLP."""
+"""Reference of SwiGLU against the expression in models."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""The SwiGLU kernels against fp64 and against the reference, forward and backward."""
+"""SwiGLU kernels against fp64 and against the reference, forward and backward."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """New memory holds NaN, so that an element which nobody writes is seen."""
+    """Fill new memory with NaN, so that elements that are never written are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

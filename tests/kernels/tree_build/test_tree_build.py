@@ -1,4 +1,4 @@
-"""The rerank: best paths kept, parents first, also at equal probabilities."""
+"""Reranking: best paths kept, parents first, also at equal probabilities."""
 
 import torch
 
@@ -7,7 +7,7 @@ from eagle_kit.kernels.tree_build import tree_build
 
 
 def candidates(shape: SpecShape, batch: int, seed: int, certain: bool = False):
-    """Random candidates grown the way drafting does; ``certain`` makes every probability 1."""
+    """Random candidates with the scores of a real draft; ``certain`` makes every probability 1."""
     generator = torch.Generator().manual_seed(seed)
     k = shape.topk
     tokens, scores, parents = [], [], []

@@ -1,4 +1,5 @@
-"""Growth of a draft and its window, both forms, against plain loops: exact, also where scores are equal."""
+"""Expansion of a draft and its window, reference and kernels, against plain loops: exact, also for equal
+scores."""
 
 import math
 
@@ -13,7 +14,8 @@ from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """New memory holds NaN and the largest integers, so that an element which nobody writes is seen."""
+    """Fill new memory with NaN and the largest integers, so that elements that are never written are
+    noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -21,7 +23,7 @@ def poisoned_memory():
 
 @pytest.fixture(params=["reference", "triton"])
 def form(request):
-    """A backend, and where it runs."""
+    """Backend and its device."""
     name = request.param
     return name, request.getfixturevalue("triton_device") if name == "triton" else "cpu"
 
@@ -30,7 +32,7 @@ KINDS = ["random", "coarse", "certain", "impossible", "signed zeros"]
 
 
 def log_probs(shape, kind, generator):
-    """fp32, of which many are equal but in the first kind."""
+    """fp32 log-probabilities, many of them equal except in the first kind."""
     if kind == "random":
         return torch.rand(shape, generator=generator).log()
     if kind == "coarse":
@@ -55,7 +57,7 @@ def proposals(shape, batch, kind, seed=1):
 
 
 def by_hand(shape, batch, drafted):
-    """The same growth, request by request in lists: the beams of every step, and all candidates."""
+    """The same expansion, request by request in lists: the beams of every step, and all candidates."""
     k = shape.topk
     beams, records = [[] for _ in range(shape.steps)], []
     for b in range(batch):
@@ -82,7 +84,7 @@ def by_hand(shape, batch, drafted):
 
 
 def word(bits):
-    """A set of bits as int64; those behind 63 are lost."""
+    """Set of bits as int64; those above bit 63 are lost."""
     value = sum(1 << bit for bit in bits if bit < 64)
     return value - (1 << 64) if value >> 63 else value
 
@@ -147,7 +149,7 @@ def test_nan_is_taken_for_the_best(form):
 
 
 def build_by_hand(root, record, shape):
-    """The window of one request: tokens, parents, depths, ancestor sets."""
+    """Window of one request: tokens, parents, depths, ancestor sets."""
     best = sorted(range(len(record)), key=lambda i: (-float(record[i][1]), i))[: shape.tokens - 1]
     kept = [-1, *sorted(best)]
     tokens, parents, depths, ancestors = [root], [0], [0], [{0}]

@@ -1,4 +1,4 @@
-"""Attention of training-time test: the flash form against the reference, forward and backward."""
+"""Attention of training-time test: the CPU implementation against the reference, forward and backward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels of TTT attention against fp64 autograd of one dense softmax, forward and backward."""
+"""Kernels of TTT attention against fp64 autograd of one dense softmax, forward and backward."""
 
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def dense(q, k, v, own_k, own_v, rows, doc_start, scale):
-    """One softmax over [all keys, masked | own keys], written out; differentiable in any dtype."""
+    """One softmax over [all keys, masked | own keys] in plain torch; differentiable in any dtype."""
     group = q.shape[1] // k.shape[1]
     k, v, own_k, own_v = (x.repeat_interleave(group, 1) for x in (k, v, own_k, own_v))
     at = torch.arange(k.shape[0], device=q.device)
@@ -28,7 +28,7 @@ def dense(q, k, v, own_k, own_v, rows, doc_start, scale):
 
 @contextmanager
 def poisoned_memory():
-    """Whatever is allocated and not written is NaN."""
+    """Fill new memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

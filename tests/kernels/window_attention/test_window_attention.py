@@ -1,4 +1,4 @@
-"""Window attention against dense attention written out request by request."""
+"""Window attention against dense attention request by request."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from eagle_kit.kv.keys_values import PagedKV
 
 
 def dense(q, k, v, visible):
-    """q [N, Hq, D], k and v [C, Hkv, D], visible bool [N, C] -> [N, Hq, D], one head at a time in fp64."""
+    """Dense attention in fp64: q [N, Hq, D], k and v [C, Hkv, D], visible bool [N, C] -> [N, Hq, D]."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
     for head in range(q.shape[1]):

@@ -1,4 +1,4 @@
-"""The window attention kernel against fp64, request by request and head by head."""
+"""Window attention kernel against fp64, request by request and head by head."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +10,8 @@ from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of results of size 1: rounding of the result, and of P to the store's dtype before the second product."""
+"""Tolerance for results of size 1: rounding of the result, and of P to the store's dtype before the second
+product."""
 
 
 def needs_fp8(device):
@@ -20,10 +21,10 @@ def needs_fp8(device):
 
 @dataclass
 class Case:
-    """A batch whose store holds NaN wherever nothing may be read.
+    """Batch whose store holds NaN in all rows that must not be read.
 
     Attributes:
-        prefixes: of each request.
+        prefixes: prefix length of each request.
         nodes, keys: queries and window keys; the queries are the last ones.
         heads: query heads, key heads.
     """
@@ -99,7 +100,7 @@ def assert_close(ours, exact, dtype):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh memory holds NaN."""
+    """Fill new memory with NaN."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

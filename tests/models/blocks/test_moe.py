@@ -1,5 +1,5 @@
-"""Mixtures of experts: Mixtral and Qwen3-MoE against transformers, the gates' rules by hand, the forms of the
-experts against each other."""
+"""Mixtures of experts: Mixtral and Qwen3-MoE against transformers, the gates' rules by hand, the
+implementations of the experts against each other."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
 
 @pytest.fixture
 def work():
-    """Rows, their experts and weights, and the networks; expert 4 gets nothing, expert 6 one row."""
+    """Rows, their experts and weights, and the networks; expert 4 gets no row, expert 6 one."""
     torch.manual_seed(3)
     ids = torch.stack([torch.randperm(4)[:K] for _ in range(T)])
     ids[5, 1], ids[7, 0] = 6, 5

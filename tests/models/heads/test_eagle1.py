@@ -1,4 +1,4 @@
-"""The EAGLE-1 head against the published forward, written here a second time over a whole sequence."""
+"""EAGLE-1 head against an independent implementation of the published forward over a whole sequence."""
 
 import itertools
 import math
@@ -34,9 +34,9 @@ def make(std: float = 0.1, **changes) -> Eagle1Head:
 
 
 class Published:
-    """EAGLE's ``cnets`` in fp64 over all rows at once: no line of it is shared with the package.
+    """EAGLE's ``cnets`` in fp64 over all rows at once, sharing no code with the package.
 
-    q, k, v and gate, up are cut apart again; keys are repeated for their group; the mask is added.
+    q, k, v and gate, up are split again; keys are repeated for their group; the mask is added.
     """
 
     def __init__(self, head: Eagle1Head) -> None:
@@ -63,7 +63,7 @@ class Published:
         return torch.tensor(freq, dtype=torch.float64)
 
     def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[heads, T, D]`` as complex numbers, turned."""
+        """Rotate ``[heads, T, D]`` as complex numbers."""
         half = x.shape[-1] // 2
         angle = positions.double()[:, None] * self.frequencies()
         y = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
@@ -72,7 +72,8 @@ class Published:
     def __call__(
         self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, allowed: torch.Tensor
     ) -> torch.Tensor:
-        """``hidden``, ``embeds [T, H]``; ``allowed`` bool ``[T, T]``, who sees whom -> ``[T, H]``."""
+        """``hidden``, ``embeds [T, H]``; ``allowed`` bool ``[T, T]``, visible keys of each row -> ``[T,
+        H]``."""
         c, t = self.c, len(hidden)
         x = self.linear(torch.cat((embeds, hidden), -1).double(), "fc")
         q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -115,8 +116,8 @@ def test_a_whole_sequence_is_that_of_the_published_forward(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_with_strong_weights_only_the_angles_of_rope_are_rounded(variant):
-    """In fp32 their outputs of about 20 differ by 3e-5, and so does a restatement in fp32; in fp64 what is
-    left are the angles, which are always fp32."""
+    """In fp32 their outputs of about 20 differ by 3e-5, as do two fp32 implementations of the formula; in
+    fp64 only the angles differ, which are always fp32."""
     head = make(std=0.2, **VARIANTS[variant]).double()
     hidden, embeds = noise(LENGTH, SIZE).double(), noise(LENGTH, SIZE, seed=1).double()
     positions, scale = torch.arange(LENGTH), head.config.head_dim**-0.5
@@ -161,7 +162,7 @@ def test_packed_documents_do_not_see_each_other():
 
 
 def test_a_uniform_shift_of_positions_changes_nothing():
-    """So a store may count slots where the published head counts positions."""
+    """Allows a store to count slots where the published head counts positions."""
     head = make()
     hidden, embeds = noise(LENGTH, SIZE), noise(LENGTH, SIZE, seed=1)
     outs = [

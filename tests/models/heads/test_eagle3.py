@@ -1,4 +1,4 @@
-"""The head against the published forward, written here a second time over a whole sequence."""
+"""EAGLE-3 head against an independent implementation of the published forward over a whole sequence."""
 
 import json
 import math
@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 class Published:
-    """Matrices over all rows at once, in fp64, from the published names alone."""
+    """Published forward as matrices over all rows at once, in fp64, from the published names alone."""
 
     def __init__(self, folder: Path) -> None:
         self.c: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -72,7 +72,7 @@ class Published:
         return x, normed if self.c["norm_before_residual"] else hidden
 
     def finish(self, residual: torch.Tensor, probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """``probs [Hq, T, S]``, ``v [Hq, S, D]`` -> what is fed back ``[T, H]``."""
+        """``probs [Hq, T, S]``, ``v [Hq, S, D]`` -> the state for the next step ``[T, H]``."""
         mixed = (probs @ v).transpose(0, 1).flatten(1)
         h = residual + mixed @ self.w["midlayer.self_attn.o_proj.weight"].T
         x = self.rms(h, "midlayer.post_attention_layernorm")
@@ -86,7 +86,7 @@ class Published:
         return normed @ self.w["lm_head.weight"].T
 
     def two_steps(self, aux: torch.Tensor, embeds: torch.Tensor) -> list[torch.Tensor]:
-        """Training-time test: row i of step 1 sees step 0's keys up to i and its own step-1 key."""
+        """Training-time test: row i of step 1 attends to step 0's keys up to i and its own step-1 key."""
         rows = torch.arange(LENGTH)
         x, residual = self.layer_input(self.fuse(aux), embeds[:LENGTH])
         q, k0, v0 = self.qkv(x, rows)
@@ -102,7 +102,7 @@ class Published:
 
 
 def run(head: Eagle3Head, aux: torch.Tensor, embeds: torch.Tensor) -> list[torch.Tensor]:
-    """The same two steps through the head; attention is the test's, keys of both steps kept."""
+    """The same two steps through the head, with the test's attention, keys of both steps kept."""
     stored: list[tuple[torch.Tensor, torch.Tensor]] = []
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 

@@ -1,4 +1,4 @@
-"""The table of public targets builds models of the published sizes."""
+"""The table of public targets gives models of the published sizes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Loading a target: sharded or not, every tensor accounted for, mistakes named."""
+"""Loading a target: sharded or not, with every tensor checked and errors named."""
 
 import json
 
@@ -26,7 +26,7 @@ SIZES = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny untied Llama as a Hugging Face folder."""
+    """Tiny untied Llama as a Hugging Face folder."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     return tmp_path

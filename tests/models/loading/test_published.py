@@ -1,5 +1,4 @@
-"""Loading mixtures and DeepSeeks: every layout of experts, fp8 in blocks, layers behind the decoder's,
-mistakes named."""
+"""Loading mixtures and DeepSeek models: every layout of experts, fp8 in blocks, MTP layers, errors named."""
 
 import json
 
@@ -23,7 +22,7 @@ V3 = "v3: sigmoid gate with bias, groups"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny DeepSeek-V3 as a Hugging Face folder."""
+    """Tiny DeepSeek-V3 as a Hugging Face folder."""
     randomised(DEEPSEEK[V3]).save_pretrained(tmp_path)
     return tmp_path
 
@@ -126,8 +125,8 @@ def to_fp8(tensors, block=(128, 128)):
 
 @pytest.fixture
 def fp8(tmp_path):
-    """A DeepSeek-V3 with matrices of several blocks, some of them cut off; its folder, and the weights that
-    the fp8 ones stand for."""
+    """DeepSeek-V3 with matrices of several blocks, some of them partial; its folder, and the dequantised
+    weights."""
     sizes = {
         "hidden_size": 144,
         "intermediate_size": 200,

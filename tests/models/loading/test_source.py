@@ -1,4 +1,4 @@
-"""Finding a target: folders, packaged models, hub ids, and the tokenizer that belongs to it."""
+"""Resolving a target: folders, packaged models, hub ids, and the tokenizer that belongs to it."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def test_a_packaged_target_without_its_package_says_what_to_install(monkeypatch,
 
 @pytest.fixture
 def conversions(monkeypatch, tmp_path):
-    """A cache of its own and a conversion that only writes a config; the list holds what was converted."""
+    """Separate cache and a conversion that only writes a config; returns the list of converted targets."""
     done = []
     gguf = tmp_path / "package.gguf"
     gguf.write_bytes(b"x" * 1000)

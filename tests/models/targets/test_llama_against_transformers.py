@@ -1,5 +1,4 @@
-"""Our targets compute what transformers computes, family by family, on tiny random models and on the real
-one."""
+"""Targets against transformers, family by family, on tiny random models and on the real one."""
 
 import pytest
 import torch
@@ -68,7 +67,8 @@ def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> 
 
 
 def randomised(kind: type, config) -> torch.nn.Module:
-    """A model whose every parameter is random: biases and norms too, which transformers starts at 0 and 1."""
+    """Model with random values in every parameter, also biases and norms, which transformers initialises to 0
+    and 1."""
     torch.manual_seed(7)
     model = kind(config).eval()
     with torch.no_grad():
