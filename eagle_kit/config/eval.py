@@ -1,0 +1,45 @@
+"""Options of an evaluation: tasks, shapes and the engine that decodes them. Torch-free."""
+
+from pydantic import Field, field_validator
+
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.options import Options
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+
+DEFAULT_SHAPES = ("4,1,5", "5,4,16")
+
+
+class EvalConfig(Options):
+    """Comparison of drafts with plain decoding. Decoding is greedy."""
+
+    tasks: tuple[str, ...] = ("human_eval", "ours")
+    """Names of tasks, or JSONL files."""
+    shapes: tuple[str, ...] = DEFAULT_SHAPES
+    """Speculation shapes steps,topk,tokens, tried with every draft."""
+    max_tokens: int = Field(128, ge=1)
+    """Most tokens per reply."""
+    limit: int | None = None
+    """Prompts of each task, drawn evenly over its categories; default all."""
+    seed: int = 0
+    """Seed of the draw of prompts."""
+    plots: bool = True
+    """Draw the plots; needs matplotlib."""
+    engine: EngineConfig = EngineConfig(max_batch_size=1)
+    """Options of the engines; its shape and algorithm are not looked at."""
+
+    @field_validator("shapes")
+    @classmethod
+    def _shapes_in_one_spelling(cls, shapes: tuple[str, ...]) -> tuple[str, ...]:
+        parsed = [SpecShape.parse(shape) for shape in shapes]
+        if not parsed:
+            raise UserError(
+                "No shape was given.", f"Give steps,topk,tokens such as {' '.join(DEFAULT_SHAPES)}."
+            )
+        if NO_SPECULATION in parsed:
+            raise UserError(
+                "The shape none is ordinary decoding, which always runs.", "Leave it out of the shapes."
+            )
+        if len(set(parsed)) < len(parsed):
+            raise UserError("A shape was given twice.", "Give every shape once.")
+        return tuple(str(shape) for shape in parsed)
