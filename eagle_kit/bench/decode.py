@@ -54,7 +54,7 @@ def window_cost(
 ) -> dict[int, float]:
     """Milliseconds of one target forward over a window of N nodes at batch 1, logits and choice included."""
     engine = llm.engine(SpecShape.parse(None))
-    table = torch.arange(engine.runner.max_pages)[None]
+    table = torch.arange(engine.config.max_pages)[None]
     lens = torch.tensor([context])
 
     def forward(n: int) -> Callable[[], torch.Tensor]:
@@ -89,7 +89,7 @@ def cycle_cost(
         runner.set_pages(request)
         state = runner.slots.gather(torch.tensor([request.slot]))
         columns = -(-(context + 64) // COLUMN_BUCKET) * COLUMN_BUCKET
-        run = partial(cycle, llm.target, runner.kv, runner.drafter, state, CycleSettings(shape, columns))
+        run = partial(cycle, runner.models, state, CycleSettings(shape, columns))
         out[text] = 1e3 * median_seconds(run)
         engine.abort(request)
     return out
@@ -99,7 +99,7 @@ def decode_rate(llm: LLM, batch: int, prompt_ids: list[int], num_tokens: int = 6
     """Plain decoding by our engine: tokens/s of a batch after its first tokens. An engine that is new
     records its cycles on the way."""
     if llm.max_batch_size != batch:
-        llm.max_batch_size, llm._engine = batch, None
+        llm.configure(max_batch_size=batch)
     outputs = llm.generate(
         [prompt_ids] * batch, SamplingParams(max_tokens=num_tokens, ignore_eos=True), shape="none"
     )

@@ -23,7 +23,7 @@ from eagle_kit.speculation.propose.ngram import NgramIndex
 def host_work(llm: LLM, prompts: Sequence[list[int]], batch: int, cycles: int = 30) -> dict[str, float]:
     """Milliseconds of a step of ``batch`` requests, and how many of them are the host's own: everything but
     the cycle itself, so scheduling, page tables, batch tensors, stops and detokenising."""
-    llm.max_batch_size, llm._engine = batch, None
+    llm.configure(max_batch_size=batch)
     engine = llm.engine()
     params = SamplingParams(max_tokens=8 * cycles, ignore_eos=True)
     requests = [llm.make_request(prompts[i % len(prompts)], params) for i in range(batch)]
@@ -63,7 +63,7 @@ def continuous_batching(
     params = SamplingParams(max_tokens=max_tokens)
     seconds, answers = {}, {}
     for size in (1, batch):
-        llm.max_batch_size, llm._engine = size, None
+        llm.configure(max_batch_size=size)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2))
         llm.engine().page_pool.clear()
         start = time.perf_counter()
@@ -83,12 +83,12 @@ def continuous_batching(
 
 def prefix_hit(llm: LLM, length: int = 1000, repeats: int = 3) -> dict[str, float]:
     """Milliseconds to the first token of a prompt of ``length`` tokens, unknown and known to the cache."""
-    llm.max_batch_size, llm._engine = 1, None
+    llm.configure(max_batch_size=1)
     engine = llm.engine()
     rng = random.Random(0)
     miss, hit = [], []
     for _ in range(repeats):
-        prompt = [rng.randrange(5, llm.config.vocab_size) for _ in range(length)]
+        prompt = [rng.randrange(5, llm.target.config.vocab_size) for _ in range(length)]
         miss.append(_first_token_s(engine, llm, [*prompt, 7]))
         hit.append(_first_token_s(engine, llm, [*prompt, 8]))
     slow, fast = (1e3 * statistics.median(times) for times in (miss, hit))
@@ -157,7 +157,7 @@ def benchmark_serving(llm: LLM, chats: Sequence[list[int]], *, max_tokens: int =
         "prefix_hit": prefix_hit(llm),
         "ngram": ngram_lookup(list(chats)),
     }
-    llm.max_batch_size, llm._engine = known_batch, None
+    llm.configure(max_batch_size=known_batch)
     return result
 
 

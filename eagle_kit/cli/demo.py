@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 
 CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
@@ -122,16 +123,8 @@ def _export(run: Path, head: Path, target: Path) -> None:
 def _measure(args: argparse.Namespace, target: Path, drafts: dict[str, Path]) -> dict[str, Any]:
     from eagle_kit.eval.runner import run_eval
 
-    return run_eval(
-        target,
-        list(drafts.values()),
-        TASKS,
-        SHAPES,
-        out=args.out / "eval",
-        max_tokens=args.max_tokens,
-        limit=args.prompts,
-        draft_names=list(drafts),
-    )
+    config = EvalConfig(tasks=TASKS, shapes=SHAPES, max_tokens=args.max_tokens, limit=args.prompts)
+    return run_eval(target, drafts, config, out=args.out / "eval")
 
 
 def last_line(summary: dict[str, Any], draft: str) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.cli.jobs import Job, interruptible, run_jobs
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
@@ -283,19 +285,16 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
     out, measure = Path(study.output_dir), study.measure
     check_data(runs)
     about_eval = json.dumps([[one.name for one in runs], measure.model_dump(mode="json")])
+    config = EvalConfig(
+        **measure.model_dump(exclude={"batch_size", "max_context"}),
+        engine=EngineConfig(max_batch_size=measure.batch_size, max_context=measure.max_context),
+        plots=False,
+    )
     summary = run_eval(
         runs[0].resolved.target,
-        [one.head for one in runs],
-        measure.tasks,
-        measure.shapes,
+        {one.name: one.head for one in runs},
+        config,
         out=out / f"eval-{hashlib.sha256(about_eval.encode()).hexdigest()[:8]}",  # one for each set of heads
-        max_tokens=measure.max_tokens,
-        limit=measure.limit,
-        batch_size=measure.batch_size,
-        max_context=measure.max_context,
-        seed=measure.seed,
-        draft_names=[one.name for one in runs],
-        plots=False,
     )
     members: dict[str, list[str]] = {name: [] for name in study.arms}
     trained: dict[str, dict[str, Any]] = {}

@@ -37,20 +37,20 @@ def _shape_table(given: Any) -> ShapeTable | None:
 class NgramConfig(Options):
     """Matching of n-grams, for the algorithm ``NGRAM``; names and defaults as in SGLang."""
 
-    min_match_window_size: int = Field(1, ge=1)
+    min_match_window_size: int = Field(default=1, ge=1)
     """Least tokens that must agree."""
-    max_match_window_size: int = Field(12, ge=1)
+    max_match_window_size: int = Field(default=12, ge=1)
     """Most tokens that are compared."""
-    min_bfs_breadth: int = Field(1, ge=1)
+    min_bfs_breadth: int = Field(default=1, ge=1)
     """Children of a node for the longest match."""
-    max_bfs_breadth: int = Field(10, ge=1)
+    max_bfs_breadth: int = Field(default=10, ge=1)
     """Children of a node for the shortest match, which says little, so that more continuations are tried."""
     match_type: Literal["BFS", "PROB"] = "BFS"
     """BFS fills the tree level by level, longer and then newer matches first; PROB takes the most probable
     node next, by the counts of the matches."""
-    branch_length: int = Field(18, ge=1)
+    branch_length: int = Field(default=18, ge=1)
     """Most tokens of a continuation."""
-    capacity: int = Field(10_000_000, ge=1)
+    capacity: int = Field(default=10_000_000, ge=1)
     """Tokens of the log."""
 
     @property
@@ -88,24 +88,24 @@ class EngineConfig(Options):
     shape: Annotated[ShapeTable | None, BeforeValidator(_shape_table)] = None
     """Speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none; several by
     batch size: '5,4,16 8:4,1,5 32:none'. Default: by the draft and the target."""
-    max_batch_size: int = Field(8, ge=1)
+    max_batch_size: int = Field(default=8, ge=1)
     """Most requests decoded together."""
-    max_context: int | None = Field(None, ge=2)
+    max_context: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and reply; default the target's context, at most 8192."""
-    page_size: int = Field(16, ge=1)
+    page_size: int = Field(default=16, ge=1)
     """Tokens per page of the key-value pool."""
     prefix_cache: bool = True
     """Share and keep the pages of common prefixes."""
-    prefill_tokens: int | None = Field(None, ge=1)
+    prefill_tokens: int | None = Field(default=None, ge=1)
     """Most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU."""
-    kv_tokens: int | None = Field(None, ge=1)
+    kv_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the key-value pool holds; default what the batch needs, or what fits."""
-    kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(None, ge=1)
+    kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     """Size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of tokens."""
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of another
     dtype, not equal."""
-    lag: int | None = Field(None, ge=0)
+    lag: int | None = Field(default=None, ge=0)
     """Steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU."""
     batch_sizes: tuple[int, ...] | None = None
     """Batches are padded to the next of these; default exact sizes on a CPU, powers of two on a GPU."""
@@ -121,9 +121,9 @@ class EngineConfig(Options):
     verifier: Literal["target-only", "relaxed", "rejection", "block"] | None = None
     """Verification of the drafts of requests that sample; default the lossless one, or relaxed with
     thresholds."""
-    accept_threshold_single: float = Field(1.0, ge=0.0, le=1.0)
+    accept_threshold_single: float = Field(default=1.0, ge=0.0, le=1.0)
     """LOSSY below 1: accept a draft token of at least this probability."""
-    accept_threshold_acc: float = Field(1.0, ge=0.0, le=1.0)
+    accept_threshold_acc: float = Field(default=1.0, ge=0.0, le=1.0)
     """LOSSY below 1: divide the probability of a draft token by this before it is accepted by chance."""
     seed: int = 0
     """Seed of requests that bring none."""

@@ -17,7 +17,7 @@ class EvalConfig(Options):
     """Names of tasks, or JSONL files."""
     shapes: tuple[str, ...] = DEFAULT_SHAPES
     """Speculation shapes steps,topk,tokens, tried with every draft."""
-    max_tokens: int = Field(128, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     """Most tokens per reply."""
     limit: int | None = None
     """Prompts of each task, drawn evenly over its categories; default all."""

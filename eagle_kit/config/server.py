@@ -13,15 +13,15 @@ class ServerConfig(Options):
     """Name that /v1/models lists and requests may give; default the last part of the model's path."""
     api_key: str | None = None
     """Key that clients must send as bearer token; None admits everybody."""
-    max_queued: int = Field(256, ge=0)
+    max_queued: int = Field(default=256, ge=0)
     """Requests that may wait besides those that run; more get 503."""
-    max_parallel_per_client: int | None = Field(None, ge=1)
+    max_parallel_per_client: int | None = Field(default=None, ge=1)
     """Replies that one client may have in progress; more get 429."""
-    max_requests_per_minute: int | None = Field(None, ge=1)
+    max_requests_per_minute: int | None = Field(default=None, ge=1)
     """Requests of one client per minute; more get 429."""
-    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1)
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
     """Size of the largest request body; larger ones get 413."""
-    grace_period_s: float = Field(30.0, ge=0.0)
+    grace_period_s: float = Field(default=30.0, ge=0.0)
     """Seconds that running replies get to finish when the server is stopped."""
 
     @field_validator("model_name")

@@ -1,9 +1,9 @@
-"""Pages: who holds them, which are shared, and which are only remembered.
+"""Page pool: private, shared and cached pages of the key-value stores.
 
 A page is free, private to one request, or *cached*: a node of a radix tree whose edges are the tokens of one
-page. Requests with a common beginning hold the same nodes. Target and draft share page numbers, because a
-draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's.
-Tensors are elsewhere; this is bookkeeping on the host.
+page. Requests with a common prefix hold the same nodes. Target and draft share page numbers, because a
+draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's. The
+pool is bookkeeping on the host; the tensors belong to the stores.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 
 class RadixNode:
-    """A cached page. ``refs`` requests hold it; with none it may be evicted. Its tokens, after those of its
-    ancestors, are ``key``."""
+    """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
+    those of its ancestors."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
@@ -25,7 +25,7 @@ class RadixNode:
 
 @dataclass
 class PageAllocation:
-    """The pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
+    """Pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
 
     nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class PageAllocation:
 
 
 class PagePool:
-    """Hands out page numbers 0..num_pages-1 and remembers what finished requests left in theirs.
+    """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of finished requests.
 
     Args:
         prefix_cache: keep pages of finished requests until their room is needed.
@@ -57,7 +57,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and held by nobody."""
+        """Pages that are free, or cached and not held."""
         return len(self._free) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -65,7 +65,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: Sequence[int]) -> list[RadixNode]:
-        """The longest cached beginning of ``tokens``, whole pages only. Nothing is held."""
+        """Find the longest cached prefix of ``tokens``, whole pages only. Holds nothing."""
         nodes, node = [], self._root
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
@@ -102,7 +102,7 @@ class PagePool:
         Where the tree has a page of the same tokens already, that one is held and the request's own is freed.
 
         Returns:
-            Whether a page number of the allocation changed.
+            True when a page number of the allocation changed.
         """
         if not self.prefix_cache:
             return False
@@ -132,7 +132,7 @@ class PagePool:
         allocation.nodes, allocation.pages = [], []
 
     def clear(self) -> None:
-        """Forget every cached page that nobody holds."""
+        """Evict every cached page that is not held."""
         while self._unused:
             self._evict()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.config.engine import EngineConfig, GraphMode
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.kernels.linear.choice import MACHINE
@@ -18,13 +19,13 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.kv.page_pool import PageAllocation
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import CycleSettings, verify
-from eagle_kit.serve.graph import EagerGraph, Graph, GraphMode, GraphRunner
+from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify
+from eagle_kit.serve.graph import EagerGraph, Graph, GraphCall, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import DraftOutput
-from eagle_kit.speculation.verify.proposal import Deterministic
+from eagle_kit.speculation.propose.drafter import DraftState
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 PAGE_SIZE = 16
 ROOM = 2 * MAX_WINDOW + 2
@@ -49,15 +50,16 @@ class Load:
         device = target.embed_tokens.weight.device
         self.batch, self.context, self.device = batch, context, device
         pages = pages_of(context)
-        self.runner = Runner(
-            target,
-            draft,
-            num_pages=batch * pages,
+        config = EngineConfig(
+            max_batch_size=batch,
+            max_context=context,
             page_size=PAGE_SIZE,
-            max_pages=pages,
+            kv_tokens=batch * pages * PAGE_SIZE,
             batch_sizes=(batch,),
-            graphs=GraphRunner(mode, Graph if device.type == "cuda" else EagerGraph),
-        )
+            lag=1,
+        ).resolve(on_gpu=device.type == "cuda", max_positions=max(context, 2))
+        graphs = GraphRunner(mode, Graph if device.type == "cuda" else EagerGraph)
+        self.runner = Runner(target, draft, config, graphs)
         tables = torch.randperm(batch * pages).view(batch, pages).tolist()
         params = SamplingParams(ignore_eos=True)
         self.requests = [
@@ -84,9 +86,9 @@ class Load:
             runner.set_pages(request)
         slots = torch.arange(self.batch, device=self.device)
         draft = None
-        if runner.drafter is not None:
+        if runner.drafter is not None and shape.steps:
             tokens, scores, features = runner.drafter.empty_state(self.batch, shape.topk)
-            draft = type(runner.drafter.empty_state(1, 1))(
+            draft = DraftState(
                 tokens + torch.arange(shape.topk, device=self.device),
                 scores - torch.arange(1, shape.topk + 1, device=self.device),
                 torch.randn_like(features),
@@ -127,16 +129,18 @@ class Load:
         tokens = torch.randint(runner.target.config.vocab_size, (b, nodes), device=self.device)
         tree = Tree(tokens, parents, depths, ancestor_bits(parents, nodes))
         shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
-        settings = CycleSettings(shape, runner.max_pages * PAGE_SIZE)
+        settings = CycleSettings(shape, runner.config.max_pages * PAGE_SIZE)
+        models = CycleModels(runner.target, runner.kv)
 
         def body(inputs: tuple[torch.Tensor, Tree]) -> torch.Tensor:
             rows, tree = inputs
-            state, draft = runner.slots.gather(rows), DraftOutput(tree, Deterministic())
-            return verify(runner.target, runner.kv, None, state, draft, settings).accepted.tokens
+            state, window = runner.slots.gather(rows), DraftOutput(tree, Deterministic())
+            return verify(models, state, window, settings).accepted.tokens
 
         rows = torch.arange(b, device=self.device)
         idle = torch.full_like(rows, runner.slots.dummy), tree
-        run = partial(runner.graphs.run, "verification", nodes, body, (rows, tree), lambda: idle)
+        call = GraphCall("verification", nodes, body, (rows, tree), lambda: idle)
+        run = partial(runner.graphs.run, call)
         with MACHINE.measuring():
             run()
         return run

@@ -26,6 +26,7 @@ from eagle_kit.bench.kernels.options import check_arguments
 from eagle_kit.bench.kernels.record import Record
 from eagle_kit.bench.kernels.report import Verdict, judge
 from eagle_kit.bench.kernels.run import in_words, is_lost
+from eagle_kit.config.engine import EngineConfig, GraphMode
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -34,8 +35,7 @@ from eagle_kit.kernels.linear.choice import MACHINE
 from eagle_kit.kernels.timing import Timer
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.engine import Engine, EngineOptions
-from eagle_kit.serve.graph import GraphMode
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.memory import free_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
@@ -105,8 +105,7 @@ class Bench:
         for batch in grid.batches:
             yield f"host, batch {batch}", partial(self.host, batch)
         for batch, context in (point for point in grid.other_points if point[1] <= longest):
-            for mode in ("phases", "off"):
-                yield f"{mode}, batch {batch}, context {context}", partial(self.cycles, batch, context, mode)
+            yield f"off, batch {batch}, context {context}", partial(self.cycles, batch, context, "off")
         if compare:
             for attention, nodes in (("sdpa", 1), ("sdpa", 8), ("flex_attention", 8)):
                 yield (
@@ -169,8 +168,8 @@ class Bench:
         on_gpu = self.device.type == "cuda"
         shape = SpecShape.parse(self.grid.shapes[1])
         room = 2 * K if on_gpu else 512
-        options = EngineOptions(
-            max_running=batch,
+        config = EngineConfig(
+            max_batch_size=batch,
             max_context=room,
             kv_tokens=batch * (room + 256),
             prefix_cache=False,
@@ -178,8 +177,8 @@ class Bench:
             lag=1,
             batch_sizes=(batch,),
             graph_mode="cycle" if on_gpu else "off",
-        )
-        engine = Engine(self.target, self.draft, options)
+        ).resolve(on_gpu=on_gpu)
+        engine = Engine(self.target, self.draft, config)
         engine.use_shape(shape)
         engine.runner.warm_up()
         steps = steps if on_gpu else 3

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit import __version__
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.middleware import RequestContext
@@ -12,7 +13,6 @@ from eagle_kit.serve.api.routes_generate import add_generation_routes
 from eagle_kit.serve.api.routes_operate import add_operation_routes
 from eagle_kit.serve.api.routes_tokens import add_token_routes
 from eagle_kit.serve.api.service import Service
-from eagle_kit.serve.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,7 +34,7 @@ def check_packages() -> None:
             )
 
 
-def create_app(llm: "LLM", engine: "Engine", settings: ServerSettings) -> "FastAPI":
+def create_app(llm: "LLM", engine: "Engine", settings: ServerConfig) -> "FastAPI":
     """An application that serves one model.
 
     The engine's thread runs from the application's start to its end; ``app.state.service`` is what the routes

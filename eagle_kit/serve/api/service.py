@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_kit import __version__
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.async_engine import AsyncEngine
@@ -19,7 +20,6 @@ from eagle_kit.serve.api.params import sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
-from eagle_kit.serve.api.settings import ServerSettings
 from eagle_kit.serve.reply import Delta, ReplyStream
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Service:
         settings: see there.
     """
 
-    def __init__(self, llm: "LLM", engine: "Engine", settings: ServerSettings) -> None:
+    def __init__(self, llm: "LLM", engine: "Engine", settings: ServerConfig) -> None:
         self.llm, self.settings = llm, settings
         self.metrics = Metrics(engine, settings.model_name)
         self.engine = AsyncEngine(
@@ -179,7 +179,7 @@ class Service:
         return [
             llm.make_request(prompt, params, body.priority or 0)
             for prompt in prompts
-            for params in sampling_params(body, len(prompt), llm.max_context, llm.config.vocab_size)
+            for params in sampling_params(body, len(prompt), llm.max_context, llm.target.config.vocab_size)
         ]
 
     def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:

@@ -20,7 +20,7 @@ from eagle_kit.kernels.sampling import (
     target_distribution,
 )
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftWindow, Verifier, accept
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, Verifier, accept
 
 
 def choose(
@@ -47,7 +47,7 @@ def choose(
 
 def decide(
     logits: torch.Tensor,
-    window: DraftWindow,
+    window: DraftOutput,
     verifier: Verifier,
     seq_lens: torch.Tensor,
     sampling: SamplingBatch | None,

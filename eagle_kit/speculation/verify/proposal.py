@@ -54,7 +54,7 @@ class SampledTree:
 Proposal = Deterministic | SampledChain | SampledTree
 
 
-class DraftWindow(NamedTuple):
+class DraftOutput(NamedTuple):
     """A window to verify, and how its tokens were made."""
 
     tree: Tree
@@ -102,7 +102,7 @@ def make_verifier(config: EngineConfig) -> Verifier | None:
 
 def accept(
     probs: torch.Tensor | FilteredLogits,
-    window: DraftWindow,
+    window: DraftOutput,
     verifier: Verifier,
     seeds: torch.Tensor,
     root_positions: torch.Tensor,

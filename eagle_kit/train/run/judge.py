@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_text_atomically
@@ -101,7 +102,8 @@ class Judge:
         self.target, self.config, self.cache = share_weights(target), config, cache
         self.prompts = list(prompts)
         longest = max((len(prompt) for prompt in self.prompts), default=1)
-        self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
+        context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
+        self._engine_config = EngineConfig(max_batch_size=config.batch_size, max_context=context)
 
     def judge(self, head: DraftHead) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
@@ -110,7 +112,7 @@ class Judge:
         simulated = {str(shape): SpecStats() for shape in shapes if shape.topk == 1}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
-        llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
+        llm = LLM(self.target, head, self._engine_config)
         assert llm.head is not None
         replies = self._continuations(llm)
         different = set()

@@ -10,12 +10,12 @@ from tiny_run import make_target
 
 from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.server import bind
-from eagle_kit.serve.api.settings import ServerSettings
 from eagle_kit.serve.api.startup import (
     SelfTest,
     ServedModel,
@@ -122,7 +122,7 @@ def test_a_port_in_use_is_a_users_error():
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError):
-        ServerSettings(**{"model_name": "m", **wrong})
+        ServerConfig(**{"model_name": "m", **wrong})
 
 
 def test_user_warnings_become_lines():
