@@ -9,7 +9,8 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.cli import main
-from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
+from eagle_kit.cli.serve import check_algorithm, configure, shape_of
+from eagle_kit.config.engine import parse_size
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
