@@ -15,6 +15,7 @@ from eagle_kit.core.errors import UserError
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
 LOADING = {"max_context": "--max-context", "dtype": "--dtype", "device": "--device"}
+METAVARS = {int: "N", float: "X", Path: "FILE"}
 SchemaT = TypeVar("SchemaT", bound=Options)
 
 
@@ -27,13 +28,15 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
     for name, flag in flags.items():
         field = schema.model_fields[name]
         default = defaults.get(name, field.default)
-        text = " ".join((field.description or "").split()).replace("%", "%%")
+        text = schema.help_of(name).replace("%", "%%")
         if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
             text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
         kind = _without_none(field.annotation)
         options: dict[str, Any] = {"dest": name, "help": text, "default": defaults.get(name)}
-        if kind is bool:
-            options |= {"action": "store_const", "const": not flag.startswith("--no-")}
+        if kind is bool and flag.startswith("--no-"):
+            options |= {"action": "store_const", "const": False, "help": f"do not {text}"}
+        elif kind is bool:
+            options |= {"action": "store_const", "const": True}
         elif get_origin(kind) is Literal:
             options |= {"choices": get_args(kind)}
         elif get_origin(kind) is tuple:
@@ -41,7 +44,7 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
         else:
             options |= {
                 "type": kind if kind in (int, float, Path) else str,
-                "metavar": flag.split("-")[-1].upper(),
+                "metavar": METAVARS.get(kind, flag.split("-")[-1].upper()),
             }
         parser.add_argument(flag, **options)
 

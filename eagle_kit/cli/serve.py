@@ -41,7 +41,6 @@ DRAFT_FLAGS = {
 NGRAM_FLAGS = {name: f"--speculative-ngram-{name.replace('_', '-')}" for name in NgramConfig.model_fields}
 ENGINE_FLAGS = {
     "max_batch_size": "--max-running-requests",
-    "seed": "--seed",
     "page_size": "--page-size",
     "prefix_cache": "--no-prefix-cache",
     "prefill_tokens": "--prefill-tokens",
@@ -81,6 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-self-test", action="store_true", help="do not compare with plain decoding at start"
     )
     engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of requests that bring none (default: another at every start)",
+    )
     add_flags(engine, EngineConfig, ENGINE_FLAGS)
     engine.add_argument("--disable-cuda-graph", action="store_true", help="the same as --graph-mode off")
 
@@ -115,12 +120,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.disable_cuda_graph and args.graph_mode not in (None, "off"):
         raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
     args.graph_mode = "off" if args.disable_cuda_graph else args.graph_mode
-    args.seed = secrets.randbits(32) if args.seed is None else args.seed
     args.shape = shape_of(args)
     algorithm = args.speculative_algorithm
     algorithm = "auto" if algorithm in (None, "NONE") else algorithm
     ngram = options_of(args, NgramConfig, NGRAM_FLAGS)
-    config = options_of(args, EngineConfig, {**DRAFT_FLAGS, **ENGINE_FLAGS}, algorithm=algorithm, ngram=ngram)
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    flags, more = {**DRAFT_FLAGS, **ENGINE_FLAGS}, {"algorithm": algorithm, "ngram": ngram, "seed": seed}
+    config = options_of(args, EngineConfig, flags, **more)
     if config.is_relaxed:
         say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target.")
     return config

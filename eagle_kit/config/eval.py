@@ -11,22 +11,25 @@ DEFAULT_SHAPES = ("4,1,5", "5,4,16")
 
 
 class EvalConfig(Options):
-    """Comparison of drafts with plain decoding. Decoding is greedy."""
+    """Comparison of drafts with plain decoding. Decoding is greedy.
+
+    Attributes:
+        tasks: names of tasks, or JSONL files.
+        shapes: speculation shapes steps,topk,tokens, tried with every draft.
+        max_tokens: most tokens per reply.
+        limit: prompts of each task, drawn evenly over its categories; default all.
+        seed: seed of the draw of prompts.
+        plots: draw the plots; needs matplotlib.
+        engine: options of the engines; its shape and algorithm are not looked at.
+    """
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
-    """Names of tasks, or JSONL files."""
     shapes: tuple[str, ...] = DEFAULT_SHAPES
-    """Speculation shapes steps,topk,tokens, tried with every draft."""
     max_tokens: int = Field(default=128, ge=1)
-    """Most tokens per reply."""
     limit: int | None = None
-    """Prompts of each task, drawn evenly over its categories; default all."""
     seed: int = 0
-    """Seed of the draw of prompts."""
     plots: bool = True
-    """Draw the plots; needs matplotlib."""
     engine: EngineConfig = EngineConfig(max_batch_size=1)
-    """Options of the engines; its shape and algorithm are not looked at."""
 
     @field_validator("shapes")
     @classmethod

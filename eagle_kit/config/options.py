@@ -1,5 +1,7 @@
 """Base of option schemas that are filled by keyword: frozen, documented field by field, errors for users."""
 
+import inspect
+import re
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,19 +25,26 @@ class OptionError(UserError):
 
 
 class Options(BaseModel):
-    """A set of options. The docstring of a field is its documentation, and the help of its flag.
+    """Set of options. The ``Attributes`` of a schema's docstring are also the help of its flags.
 
     Raises:
         UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise _for_user(error, list(type(self).model_fields)) from None
+
+    @classmethod
+    def help_of(cls, name: str) -> str:
+        """Documentation of a field, from the docstring."""
+        text = inspect.getdoc(cls) or ""
+        found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |\Z)", text, re.MULTILINE | re.DOTALL)
+        return " ".join(found[1].split()) if found is not None else ""
 
     def replace(self, **values: Any) -> Self:
         """Copy the options with other ``values``, validated again."""

@@ -1,4 +1,4 @@
-"""A request's parameters to what the engine takes."""
+"""Conversion of request parameters to :class:`SamplingParams`."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 def sampling_params(
     body: Sampling, num_prompt_tokens: int, max_context: int, vocab_size: int
 ) -> list[SamplingParams]:
-    """Parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
+    """Make the parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
 
     Absent parameters have OpenAI's defaults: temperature 1, everything else neutral.
 
@@ -50,7 +50,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _wrapped(seed: int) -> int:
-    """Into 64 bits, so that the largest seed has successors."""
+    """Wrap into 64 bits, so that the largest seed has successors."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

@@ -19,7 +19,7 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends
 
     llm, most = service.llm, service.max_chars
-    limit, draining = service.settings.max_body_bytes, service.engine.draining
+    limit, draining = service.config.max_body_bytes, service.engine.draining
     errors = error_responses(400, 401, 404, 408, 413, 415)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
