@@ -146,12 +146,11 @@ class LLM:
             if self.draft.num_modules > 1 and options.shape is not None:
                 for shape in options.shape.shapes:
                     kind.check_shape(self.draft, shape)
-        resolved = options.replace(shape=options.shape or self._default_shape()).resolve(
+        return options.replace(shape=options.shape or self._default_shape()).resolve(
             on_gpu=self.target.embed_tokens.weight.device.type == "cuda",
             max_positions=model.max_position_embeddings,
             can_record=cpu_graph.available(),
         )
-        return resolved
 
     def _default_shape(self) -> SpecShape:
         if self.draft is None:
@@ -314,7 +313,7 @@ def _fit_context(config: ResolvedConfig) -> ResolvedConfig:
     warnings.warn(
         f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
         f"{config.max_context}.",
-        stacklevel=4,
+        stacklevel=3,
     )
     return config.replace(max_context=most)
 

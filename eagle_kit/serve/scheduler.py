@@ -46,7 +46,6 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
-        self.num_preemptions = 0
 
     @property
     def waiting(self) -> list[Request]:
@@ -111,7 +110,6 @@ class Scheduler:
         self.page_pool.publish(request.allocation, request.tokens(0, done))
         self.remove(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
         self.add(request)
 
     def _admit(self, request: Request) -> int | None:

@@ -7,6 +7,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 
+NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
 
@@ -21,17 +25,12 @@ def sampling_params(
     Raises:
         UserError: more tokens than the context holds, or token ids outside the vocabulary.
     """
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_k = body.top_k or 0
+    given = {name: float(value) for name in NUMBERS if (value := getattr(body, name)) is not None}
     common: dict[str, Any] = {
         "max_tokens": _max_tokens(body, num_prompt_tokens, max_context),
-        "temperature": temperature,
-        "top_k": 0 if top_k == -1 else top_k,
-        "top_p": _or(body.top_p, 1.0),
-        "min_p": _or(body.min_p, 0.0),
-        "repetition_penalty": _or(body.repetition_penalty, 1.0),
-        "frequency_penalty": _or(body.frequency_penalty, 0.0),
-        "presence_penalty": _or(body.presence_penalty, 0.0),
+        "temperature": 1.0,
+        **given,
+        "top_k": max(body.top_k or 0, 0),
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
         "logprobs": _logprobs(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
@@ -43,10 +42,6 @@ def sampling_params(
         SamplingParams(**common, seed=None if body.seed is None else _wrapped(body.seed + i))
         for i in range(body.num_choices)
     ]
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
 
 
 def _wrapped(seed: int) -> int:
