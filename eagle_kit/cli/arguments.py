@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from pydantic import BeforeValidator
 from pydantic_core import PydanticUndefined
 
 from eagle_kit.config.engine import EngineConfig
@@ -31,7 +32,8 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
         text = schema.help_of(name).replace("%", "%%")
         if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
             text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
-        kind = _without_none(field.annotation)
+        reads_text = any(isinstance(each, BeforeValidator) for each in field.metadata)
+        kind = str if reads_text else _without_none(field.annotation)
         options: dict[str, Any] = {"dest": name, "help": text, "default": defaults.get(name)}
         if kind is bool and flag.startswith("--no-"):
             options |= {"action": "store_const", "const": False, "help": f"do not {text}"}
@@ -43,7 +45,7 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
             options |= {"nargs": "+", "metavar": name[:-1].upper()}
         else:
             options |= {
-                "type": kind if kind in (int, float, Path) else str,
+                "type": kind if kind in METAVARS else str,
                 "metavar": METAVARS.get(kind, flag.split("-")[-1].upper()),
             }
         parser.add_argument(flag, **options)

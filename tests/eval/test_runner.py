@@ -252,7 +252,7 @@ def test_plain_decoding_alone_needs_no_draft(prompts: Path, tmp_path: Path) -> N
         ({"shapes": ["none"]}, "ordinary decoding"),
         ({"shapes": ["2,1,3", "2,1,3"]}, "given twice"),
         ({"shapes": []}, "No shape"),
-        ({"batch_size": 0}, "batch size"),
+        ({"batch_size": 0}, "batch_size"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"draft_names": ["a", "b"]}, "2 draft names"),
         ({"drafts": ["x/head1", "x/head1"]}, "given twice"),

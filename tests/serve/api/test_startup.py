@@ -10,7 +10,6 @@ from tiny_run import make_target
 
 from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, shape_of
-from eagle_kit.config.engine import parse_size
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
@@ -96,14 +95,6 @@ def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
     assert check_algorithm(arguments("--speculative-algorithm", "NEXTN"), model) == model
     with pytest.raises(UserError, match="without a draft"):
         check_algorithm(arguments("--speculative-token-map", "map"), ServedModel("small", None))
-
-
-def test_sizes_have_units():
-    sizes = {"4G": 4 * 10**9, "512Mi": 2**29, "2.5gb": 25 * 10**8, "1000": 1000, None: None}
-    assert {text: parse_size(text) for text in sizes} == sizes
-    for text in ("", "G", "4T", "-1", "0", "4 GGB"):
-        with pytest.raises(UserError, match="cannot be read"):
-            parse_size(text)
 
 
 def test_a_port_in_use_is_a_users_error():
