@@ -3,14 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle_kit.config.engine import EngineConfig
     from eagle_kit.core.request import RequestOutput, SamplingParams
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.serve.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
 
 _HOMES = {
+    "EngineConfig": "eagle_kit.config.engine",
     "LLM": "eagle_kit.serve.llm",
     "RequestOutput": "eagle_kit.core.request",
     "SamplingParams": "eagle_kit.core.request",

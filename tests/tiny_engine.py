@@ -1,20 +1,28 @@
 """An engine around tiny random models, and requests that run it."""
 
+from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 
 
+def resolved(batch: int, max_context: int, **options) -> ResolvedConfig:
+    """Options of an engine on a CPU, without recordings."""
+    sizes = {"max_batch_size": batch, "max_context": max_context, "graph_mode": "off"}
+    return EngineConfig(**{**sizes, **options}).resolve(on_gpu=False)
+
+
 def make_engine(models, batch=1, page_size=16, max_context=256, kv_tokens=None, **options) -> Engine:
     target, head = models
-    sizes = {"max_running": batch, "max_context": max_context, "page_size": page_size}
     tokens = kv_tokens or batch * (max_context + 200)
     draft = None if head is None else Eagle3DraftModel(head, target)
-    return Engine(target, draft, EngineOptions(**sizes, kv_tokens=tokens, **options))
+    return Engine(
+        target, draft, resolved(batch, max_context, page_size=page_size, kv_tokens=tokens, **options)
+    )
 
 
 def serve(engine, requests) -> None:

@@ -1,12 +1,73 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and flags made from the fields of a config."""
 
 import argparse
+import types
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from pydantic import BeforeValidator
+from pydantic_core import PydanticUndefined
+
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.options import OptionError, Options
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
+DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
+LOADING = {"max_context": "--max-context", "dtype": "--dtype", "device": "--device"}
+METAVARS = {int: "N", float: "X", Path: "FILE"}
+SchemaT = TypeVar("SchemaT", bound=Options)
+
+
+def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **defaults: Any) -> None:
+    """Declare a flag for each of the named fields of ``schema``, with the field's documentation as its help.
+
+    A flag that is not given leaves None; :func:`options_of` then takes the default of the schema, or the
+    command's own of ``defaults``. A flag that begins with ``--no-`` switches its field off.
+    """
+    for name, flag in flags.items():
+        field = schema.model_fields[name]
+        default = defaults.get(name, field.default)
+        text = schema.help_of(name).replace("%", "%%")
+        if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
+            text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
+        reads_text = any(isinstance(each, BeforeValidator) for each in field.metadata)
+        kind = str if reads_text else _without_none(field.annotation)
+        options: dict[str, Any] = {"dest": name, "help": text, "default": defaults.get(name)}
+        if kind is bool and flag.startswith("--no-"):
+            options |= {"action": "store_const", "const": False, "help": f"do not {text}"}
+        elif kind is bool:
+            options |= {"action": "store_const", "const": True}
+        elif get_origin(kind) is Literal:
+            options |= {"choices": get_args(kind)}
+        elif get_origin(kind) is tuple:
+            options |= {"nargs": "+", "metavar": name[:-1].upper()}
+        else:
+            options |= {
+                "type": kind if kind in METAVARS else str,
+                "metavar": METAVARS.get(kind, flag.split("-")[-1].upper()),
+            }
+        parser.add_argument(flag, **options)
+
+
+def options_of(
+    args: argparse.Namespace, schema: type[SchemaT], flags: Mapping[str, str], **more: Any
+) -> SchemaT:
+    """Make a ``schema`` of the flags that were given and of ``more``. Raise UserError that names the flag."""
+    given = {name: value for name in flags if (value := getattr(args, name)) is not None}
+    try:
+        return schema(**given, **more)
+    except OptionError as error:
+        flag = flags.get(error.name, error.name)
+        raise UserError(error.cause.replace(error.name, flag, 1), error.remedy) from None
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(part for part in get_args(annotation) if part is not type(None))
+    return annotation
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -17,34 +78,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size: int) -> None:
-    """``--draft --shape --max-tokens --batch-size``: decoding with at most one draft."""
+    """``--draft --max-tokens`` and the flags of :data:`DECODING`: decoding with at most one draft."""
     parser.add_argument(
         "--draft", type=Path, metavar="DIR", help="draft checkpoint; without it decoding is plain"
     )
-    parser.add_argument(
-        "--shape", help="speculation shape steps,topk,tokens such as 4,1,5 or 5,4,16, or none"
-    )
+    add_flags(parser, EngineConfig, DECODING, max_batch_size=batch_size)
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help="per reply (default %(default)s)"
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=batch_size, metavar="B", help="replies decoded together"
-    )
-
-
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """``--algorithm --token-map --max-context --dtype --device``: how target and draft are loaded."""
-    parser.add_argument(
-        "--algorithm",
-        default="auto",
-        help="EAGLE3, EAGLE, STANDALONE, or NEXTN for the target's own modules; default what the draft says",
-    )
-    parser.add_argument(
-        "--token-map", type=Path, metavar="FILE", help="target ids that an EAGLE draft may propose"
-    )
-    parser.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and reply")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +96,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="most likely tokens kept; 0 is all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws; without it they differ")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the samples; without it they differ")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the reply")
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import (
+    DECODING,
     add_decoding,
     add_sampling,
     add_shard,
     add_target,
-    check_positive,
+    options_of,
     sampling_params,
 )
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.core.errors import UserError
 
@@ -178,15 +180,15 @@ def _regenerate(args: argparse.Namespace) -> int:
         with_ids=args.ids,
         shard=args.shard,
     )
-    check_shape(args.shape, args.draft)
-    check_positive(args, "batch_size")
+    context = args.max_prompt_tokens + args.max_tokens
+    config = options_of(args, EngineConfig, DECODING, max_context=context)
+    check_shape(config, args.draft)
     check_out(args.out)
     from eagle_kit.models.loading.source import resolve_target, target_fingerprint
     from eagle_kit.serve.llm import LLM
 
-    context = args.max_prompt_tokens + args.max_tokens
     folder = resolve_target(args.target)
-    llm = LLM(folder, args.draft, shape=args.shape, max_batch_size=args.batch_size, max_context=context)
+    llm = LLM(folder, args.draft, config)
     try:
         report = regenerate(llm, args.source, args.out, options, target=target_fingerprint(folder))
     except KeyboardInterrupt:

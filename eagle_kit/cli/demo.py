@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 
 CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
@@ -56,16 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if SHIPPED.is_dir():
         drafts["shipped"] = SHIPPED
     _say(started, f"measuring the heads {' and '.join(drafts)} on {', '.join(TASKS)}")
-    summary = run_eval(
-        target,
-        list(drafts.values()),
-        TASKS,
-        SHAPES,
-        out=args.out / "eval",
-        max_tokens=MAX_TOKENS,
-        limit=PROMPTS,
-        draft_names=list(drafts),
-    )
+    measured = EvalConfig(tasks=TASKS, shapes=SHAPES, max_tokens=MAX_TOKENS, limit=PROMPTS)
+    summary = run_eval(target, drafts, measured, out=args.out / "eval")
     _say(started, "done")
     print(last_line(summary, list(drafts)[-1]))
     return 0 if summary["greedy_identical"] else 1

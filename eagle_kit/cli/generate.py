@@ -1,4 +1,4 @@
-"""`eagle-kit generate`: decode prompts and say how many tokens each verify emitted."""
+"""`eagle-kit generate`: decode prompts and print accept lengths."""
 
 import argparse
 import json
@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.cli.arguments import (
+    DECODING,
+    LOADING,
     add_decoding,
-    add_engine,
+    add_flags,
     add_sampling,
     add_target,
-    check_positive,
+    options_of,
     sampling_params,
 )
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
-from eagle_kit.core.shape import SpecShape
+
+FLAGS = {**DECODING, **LOADING, "algorithm": "--algorithm", "token_map": "--token-map"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``generate``."""
     add_target(parser)
     add_decoding(parser, max_tokens=256, batch_size=8)
-    add_engine(parser)
+    add_flags(parser, EngineConfig, {name: FLAGS[name] for name in FLAGS if name not in DECODING})
     add_sampling(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -42,38 +46,27 @@ def run(args: argparse.Namespace) -> int:
     """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
     prompts = read_prompts(args.prompt, args.file)
     params = sampling_params(args)
-    if args.algorithm.upper() not in ("NEXTN", "NGRAM"):
-        check_shape(args.shape, args.draft)
-    check_positive(args, "batch_size", "max_context")
+    config = options_of(args, EngineConfig, FLAGS, seed=random.getrandbits(62))
+    if config.algorithm.upper() not in ("NEXTN", "NGRAM"):
+        check_shape(config, args.draft)
     from eagle_kit.serve.llm import LLM
 
-    llm = LLM(
-        args.target,
-        args.draft,
-        algorithm=args.algorithm,
-        token_map=args.token_map,
-        shape=args.shape,
-        max_batch_size=min(args.batch_size, len(prompts)),
-        max_context=args.max_context,
-        dtype=args.dtype,
-        device=args.device,
-        seed=random.getrandbits(62),
-    )
+    llm = LLM(args.target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
     return 0
 
 
-def check_shape(shape: str | None, draft: Path | None) -> None:
-    """Refuse a malformed shape, or one without a draft, before anything is loaded."""
-    if SpecShape.parse(shape).steps and draft is None:
+def check_shape(config: EngineConfig, draft: Path | None) -> None:
+    """Refuse a shape without a draft, before anything is loaded. Raises UserError."""
+    if config.shape is not None and config.shape.steps and draft is None:
         raise UserError(
-            f"The shape {shape} was given without a draft.", "Give --draft, or leave --shape out."
+            f"The shape {config.shape} was given without a draft.", "Give --draft, or leave --shape out."
         )
 
 
 def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
-    """Prompts as :class:`eagle_kit.LLM` takes them. Raises UserError for an empty or unreadable one."""
+    """Read prompts as :class:`eagle_kit.LLM` takes them. Raises UserError for an empty or unreadable one."""
     if texts is not None:
         prompts: list[Any] = list(texts)
     elif file is None:
@@ -132,7 +125,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:
-    """A reply and its figures as plain data."""
+    """Convert a reply and its figures to plain data."""
     stats = output.stats
     return {
         "prompt": prompt,
@@ -150,12 +143,12 @@ def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:
 
 
 def as_text(output: RequestOutput) -> str:
-    """A reply and one line of its figures."""
+    """Format a reply and one line of its figures."""
     return f"{output.text}\n\n{figures(output)}\n"
 
 
 def figures(output: RequestOutput) -> str:
-    """Accept length, tokens, verifies and tokens per second of one reply, on one line."""
+    """Format accept length, tokens, verifies and tokens per second of one reply, on one line."""
     stats, num_tokens = output.stats, len(output.token_ids)
     rate = (
         f", {(num_tokens - 1) / output.decode_s:.1f} tokens/s"

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.cli.jobs import Job, interruptible, run_jobs
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
@@ -226,19 +228,16 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
 
     out, measure, names = Path(study.output_dir), study.measure, [one.name for one in runs]
     settings = json.dumps([names, measure.model_dump(mode="json")])
+    config = EvalConfig(
+        **measure.model_dump(exclude={"batch_size", "max_context"}),
+        engine=EngineConfig(max_batch_size=measure.batch_size, max_context=measure.max_context),
+        plots=False,
+    )
     summary = run_eval(
         runs[0].resolved.target,
-        [one.head for one in runs],
-        measure.tasks,
-        measure.shapes,
+        {one.name: one.head for one in runs},
+        config,
         out=out / f"eval-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",  # one for each set of heads
-        max_tokens=measure.max_tokens,
-        limit=measure.limit,
-        batch_size=measure.batch_size,
-        max_context=measure.max_context,
-        seed=measure.seed,
-        draft_names=names,
-        plots=False,
     )
     members = {arm: [one.name for one in runs if one.arm == arm] for arm in study.arms}
     about = {name: arm.about for name, arm in study.arms.items()}

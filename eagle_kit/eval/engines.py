@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
 from eagle_kit.eval.tasks import Task
@@ -16,7 +17,9 @@ class EvalEngine(Protocol):
 
     tokenizer: Any
     target: Any
-    max_context: int
+
+    @property
+    def max_context(self) -> int: ...
 
     def tokenize(self, prompt: Any) -> list[int]: ...
 
@@ -32,14 +35,7 @@ MakeEngines = Callable[[str, Sequence[str]], list[EvalEngine]]
 
 
 def make_engines(
-    target: str,
-    drafts: Sequence[str],
-    *,
-    batch_size: int,
-    max_context: int | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    records: bool = True,
+    target: str, drafts: Sequence[str], *, config: EngineConfig, records: bool = True
 ) -> list[EvalEngine]:
     """Load the target once and every draft; one that does not fit is refused before the target is loaded.
 
@@ -53,11 +49,10 @@ def make_engines(
     folder: Path = resolve_target(target)
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder))
-    options: dict[str, Any] = {"max_batch_size": batch_size, "max_context": max_context}
-    if not records and choose_device(device) == "cpu":
-        options["graph_mode"] = "off"
-    plain = LLM(folder, dtype=dtype, device=device, **options)
-    return [plain, *(LLM(plain.target, draft, tokenizer=plain.tokenizer, **options) for draft in drafts)]
+    if not records and choose_device(config.device) == "cpu":
+        config = config.replace(graph_mode="off")
+    plain = LLM(folder, config=config)
+    return [plain, *(LLM(plain.target, draft, config, tokenizer=plain.tokenizer) for draft in drafts)]
 
 
 def place(engine: EvalEngine) -> tuple[str, str]:

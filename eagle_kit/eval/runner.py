@@ -1,14 +1,14 @@
-"""``run_eval``: settle the settings, decode what is not done yet, then summary, plot and report."""
+"""``run_eval``: decode the missing answers of an evaluation, then summary, plot and report."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
 from eagle_kit.core.request import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.eval.answers import (
     ANSWERS_FILE,
     PLAIN,
@@ -25,28 +25,16 @@ from eagle_kit.eval.tasks import Task, load_tasks
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
 
-DEFAULT_SHAPES = ("4,1,5", "5,4,16")
-
 MOST_RECORDED = 8
 """Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""
 
 
 def run_eval(
     target: str | Path,
-    drafts: Sequence[str | Path] = (),
-    tasks: Sequence[str | Path] = ("human_eval", "ours"),
-    shapes: Sequence[str] = DEFAULT_SHAPES,
+    drafts: Mapping[str, str | Path],
+    config: EvalConfig,
     *,
-    out: str | Path = "results/eval",
-    max_tokens: int = 128,
-    limit: int | None = None,
-    batch_size: int = 1,
-    seed: int = 0,
-    draft_names: Sequence[str] | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    max_context: int | None = None,
-    plots: bool = True,
+    out: str | Path,
     quiet: bool = False,
     command: str | None = None,
     engines: MakeEngines | None = None,
@@ -54,21 +42,12 @@ def run_eval(
     """Measure drafts on tasks against plain decoding.
 
     Writes answers.jsonl (as it goes), settings.json, summary.json and the plot into ``out`` and prints the
-    report. Called again with the same ``out`` and settings, it goes on where it was broken off.
+    report. Called again with the same ``out`` and options, it continues where it was interrupted.
 
     Args:
         target: a local folder, a hub id or a known name.
-        drafts: draft checkpoint folders; none measures plain decoding only.
-        tasks: names or JSONL paths, see tasks.load_task.
-        shapes: ``steps,topk,tokens``, tried with every draft beside plain decoding.
+        drafts: draft checkpoint folders by name, see :func:`name_drafts`; none measures plain decoding only.
         out: folder of the results.
-        max_tokens: most tokens of a reply.
-        limit: most prompts of each task, drawn by ``seed`` evenly over its categories; None for all.
-        batch_size: prompts decoded together.
-        seed: draws the prompts of ``limit``; decoding is greedy and needs none.
-        draft_names: names of the drafts; default those of their folders.
-        dtype, device, max_context: of the engine, see LLM.
-        plots: draw the plot; needs matplotlib.
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
         engines: makes the engines from (target, drafts); default ``LLM``.
@@ -77,47 +56,38 @@ def run_eval(
         The summary, see summary.summarise; ``paths`` in it names the files.
 
     Raises:
-        UserError: a bad shape, task, draft or option, or an ``out`` that holds a run with other settings.
+        UserError: a bad task or draft, or an ``out`` that holds a run with other options.
     """
-    if plots:
+    if config.plots:
         require_matplotlib("give --no-plots")
-    if batch_size < 1:
-        raise UserError(f"The batch size is {batch_size}.", "Decode at least one prompt at a time.")
-    params = SamplingParams(max_tokens=max_tokens)
-    names = _draft_names(drafts, draft_names)
-    runs = [PLAIN, *(Setting(name, shape) for name in names for shape in _parse_shapes(shapes))]
-    loaded = [task.limited(limit, seed) for task in load_tasks(tasks)]
+    engine = config.engine
+    runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
+    loaded = [task.limited(config.limit, config.seed) for task in load_tasks(config.tasks)]
     settings = {
         "target": str(target),
         "target_fingerprint": fingerprint(target),
-        "drafts": {name: fingerprint(path) or str(path) for name, path in zip(names, drafts, strict=True)},
-        "shapes": [run.shape for run in runs[1:] if run.draft == names[0]] if names else [],
+        "drafts": {name: fingerprint(path) or str(path) for name, path in drafts.items()},
+        "shapes": list(config.shapes) if drafts else [],
         "tasks": {task.name: task.fingerprint for task in loaded},
-        "max_tokens": max_tokens,
-        "limit": limit,
-        "batch_size": batch_size,
-        "seed": seed,
-        "dtype": dtype,
-        "device": device,
-        "max_context": max_context,
+        "max_tokens": config.max_tokens,
+        "limit": config.limit,
+        "batch_size": engine.max_batch_size,
+        "seed": config.seed,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "max_context": engine.max_context,
         **_speed_settings(),
     }
     store = AnswerStore(Path(out), settings, runs)
-    decoder = Decoder(loaded, runs, params, batch_size, store, show_progress=not quiet)
+    params = SamplingParams(max_tokens=config.max_tokens)
+    decoder = Decoder(loaded, runs, params, engine.max_batch_size, store, show_progress=not quiet)
     if decoder.num_pending:
         if engines is None:
             records = len(runs) <= MOST_RECORDED
             if not (records or quiet):
                 print(f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many.")
-            engines = functools.partial(
-                make_engines,
-                batch_size=batch_size,
-                max_context=max_context,
-                dtype=dtype,
-                device=device,
-                records=records,
-            )
-        made = dict(zip([None, *names], engines(str(target), [str(draft) for draft in drafts]), strict=True))
+            engines = functools.partial(make_engines, config=engine, records=records)
+        made = dict(zip([None, *drafts], engines(str(target), list(map(str, drafts.values()))), strict=True))
         check_prompts(made[None], loaded)
         where, real_dtype = place(made[None])
         store.start(
@@ -130,7 +100,9 @@ def run_eval(
             }
         )
         decoder.run(made)
-    return _finish(store, runs, loaded, dict(zip(names, map(str, drafts), strict=True)), plots, quiet)
+    return _finish(
+        store, runs, loaded, {name: str(path) for name, path in drafts.items()}, config.plots, quiet
+    )
 
 
 def _finish(
@@ -161,29 +133,20 @@ def _finish(
     return summary
 
 
-def _parse_shapes(shapes: Sequence[str]) -> list[str]:
-    """Shapes in their one spelling. Raises UserError."""
-    parsed = [SpecShape.parse(shape) for shape in shapes]
-    if not parsed:
-        raise UserError("No shape was given.", f"Give steps,topk,tokens such as {' '.join(DEFAULT_SHAPES)}.")
-    if NO_SPECULATION in parsed:
+def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None) -> dict[str, Path]:
+    """Give every draft a short name, from its folder unless names are ``given``. Raises UserError when they
+    do not fit."""
+    if given is None:
+        given = _short_names(drafts)
+    elif len(given) != len(drafts) or len(set(given)) < len(given):
         raise UserError(
-            "The shape none is ordinary decoding, which always runs.", "Leave it out of the shapes."
+            f"{len(given)} draft names were given for {len(drafts)} drafts.",
+            "Give each draft a name of its own.",
         )
-    if len(set(parsed)) < len(parsed):
-        raise UserError("A shape was given twice.", "Give every shape once.")
-    return [str(shape) for shape in parsed]
+    return dict(zip(given, map(Path, drafts), strict=True))
 
 
-def _draft_names(drafts: Sequence[str | Path], given: Sequence[str] | None) -> list[str]:
-    """A short name for every draft. Raises UserError when names were given that do not fit."""
-    if given is not None:
-        if len(given) != len(drafts) or len(set(given)) < len(given):
-            raise UserError(
-                f"{len(given)} draft names were given for {len(drafts)} drafts.",
-                "Give each draft a name of its own.",
-            )
-        return list(given)
+def _short_names(drafts: Sequence[str | Path]) -> list[str]:
     parts = [Path(draft).resolve().parts[1:] or (str(draft),) for draft in drafts]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

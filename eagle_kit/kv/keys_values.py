@@ -12,16 +12,17 @@ from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan, window_attention
-from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
 
 
 class PagedKV(PagedStore):
-    """Paged store of keys and values ``[L, Hkv, R, D]``; see :class:`PagedStore` for the rows and for
-    ``sizes``."""
+    """Keys and values ``[L, Hkv, R, D]``; rows and ``options`` are those of :class:`PagedStore`."""
 
-    def __init__(self, num_layers: int, num_heads: int, head_dim: int, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    def __init__(
+        self, num_layers: int, num_heads: int, head_dim: int, layout: PoolLayout, **options: Any
+    ) -> None:
+        super().__init__(layout, **options)
         shape = (num_layers, num_heads, self.num_rows, head_dim)
         self.k, self.v = self._empty(*shape), self._empty(*shape)
         self.scale = head_dim**-0.5
@@ -45,11 +46,11 @@ class PagedKV(PagedStore):
         return _WindowAttend(self, rows, plan)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """See :class:`PagedStore`. On a GPU, and for a store of another dtype, keys are read from the pool;
-        on a CPU those of earlier tokens are gathered next to the new ones."""
+        """See :class:`PagedStore`. Kernels, and stores of another dtype, read keys from the pool; otherwise
+        those of earlier tokens are copied next to the new ones."""
         if uses_triton(self.k) or self.k.dtype != self.dtype:
             return _PrefillAttend(self, *self._prefill_plan(segments))
-        target_rows, cached = self._prompt_rows(segments)
+        target_rows, cached = self.prompt_rows(segments)
         sizes = [segment.stop - segment.start for segment in segments]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -68,9 +69,10 @@ class PagedKV(PagedStore):
         return attend
 
     def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
-        """Rows that the tokens' keys and values are written to, int64 ``[T]``, and the plan of their
-        attention."""
-        numbers = torch.tensor([segment[1:] for segment in segments]).t().contiguous()
+        """Rows int64 ``[T]`` that the tokens' keys and values are written to, and the plan of those that they
+        attend to."""
+        bounds = [(segment.start, segment.stop, segment.write_from) for segment in segments]
+        numbers = torch.tensor(bounds).t().contiguous()
         sizes = [segment.stop - segment.start for segment in segments]
         if self.k.is_cuda:
             numbers = numbers.pin_memory()
@@ -86,19 +88,17 @@ class PagedKV(PagedStore):
 
 
 class _StoreAttend:
-    """Attention over a store whose keys and values are written to ``rows [T]`` as soon as they are
-    computed."""
+    """Attention over a store into whose ``rows [T]`` keys and values are written as they are made."""
 
     def __init__(self, kv: PagedKV, rows: torch.Tensor) -> None:
         self.kv, self.rows = kv, rows
 
     def kv_slots(self, layer: int) -> KVSlots:
-        """Slots of the tokens in ``layer``."""
+        """Store rows of the tokens."""
         return KVSlots(self.kv.k[layer], self.kv.v[layer], self.rows)
 
     def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the layer after writing ``k`` and ``v``, which are empty if they were written
-        already."""
+        """Write ``k`` and ``v`` -> the layer's keys and values, these included."""
         k_rows, v_rows, rows = self.kv_slots(layer)
         if len(k):
             store(k_rows, rows, k, 1.0)

@@ -1,9 +1,9 @@
-"""Paged store of latent attention, and the choice of a model's store.
+"""Paged store of latent attention, and the choice of a store for a model.
 
-A token is one row per layer, from which the keys and values of all heads are computed
-(``models/blocks/mla.py``). Windows use absorbed attention, which reads each row once for all heads and nodes.
-Prompts use expanded attention: the rows of earlier tokens are expanded together with the new ones, so that a
-prompt in chunks, or one with a cached prefix, is computed as if it were whole.
+A token is one row a layer, from which all heads' keys and values are made (``models/blocks/mla.py``).
+Windows attend in the absorbed form, which reads each row once for all heads and nodes. Prompts attend in the
+expanded form: earlier tokens are expanded with them, so that a prompt in chunks, or one with a cached prefix,
+is computed as if it were whole.
 
 Legend: L layers, R rows, D = latent + RoPE size, H heads, T prompt tokens.
 """
@@ -18,24 +18,24 @@ from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.kv.keys_values import PagedKV
-from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
 
 
-def open_store(spec: CacheSpec, **sizes: Any) -> PagedStore:
-    """Store for a model with the cache layout ``spec``; ``sizes`` are arguments of :class:`PagedStore`."""
+def open_store(spec: CacheSpec, layout: PoolLayout, **options: Any) -> PagedStore:
+    """Open the store of a model that keeps ``spec`` of a token; ``options`` are those of
+    :class:`PagedStore`."""
     if isinstance(spec, LatentSpec):
-        return PagedLatents(spec, **sizes)
-    return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, **sizes)
+        return PagedLatents(spec, layout, **options)
+    return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, layout, **options)
 
 
 class PagedLatents(PagedStore):
-    """Paged store of rows ``[L, R, D]``, the latent first; see :class:`PagedStore` for the rows and for
-    ``sizes``."""
+    """Rows ``[L, R, D]``, the latent first; rows and ``options`` are those of :class:`PagedStore`."""
 
-    def __init__(self, spec: LatentSpec, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    def __init__(self, spec: LatentSpec, layout: PoolLayout, **options: Any) -> None:
+        super().__init__(layout, **options)
         self.spec = spec
         self.rows = self._empty(spec.num_layers, self.num_rows, spec.latent_dim + spec.rope_dim)
 
@@ -61,7 +61,7 @@ class PagedLatents(PagedStore):
 
 
 class _LatentAttend:
-    """Base of latent attention; keys and values of layers of another kind are refused."""
+    """Base that refuses the keys and values of other layers."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a store of latents was given keys and values")
@@ -86,7 +86,7 @@ class _PrefillAttend(_LatentAttend):
 
     def __init__(self, store: PagedLatents, segments: Sequence[Segment]) -> None:
         self.store = store
-        self.written, self.cached = store._prompt_rows(segments)
+        self.written, self.cached = store.prompt_rows(segments)
         self.sizes = [segment.stop - segment.start for segment in segments]
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
@@ -107,7 +107,7 @@ class _PrefillAttend(_LatentAttend):
 
 
 def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """``held[at] = rows``, rounded to the dtype of the store."""
+    """Write ``held[at] = rows``, rounded to the store's type."""
     if held.dtype == rows.dtype:
         held.index_copy_(0, at, rows)
     else:
@@ -115,6 +115,6 @@ def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _take(held: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``held[rows]`` as ``dtype``; torch cannot index fp8."""
+    """Gather ``held[rows]`` as ``dtype``; torch cannot index fp8."""
     raw = held.view(torch.uint8) if held.element_size() == 1 else held
     return raw[rows].view(held.dtype).to(dtype)

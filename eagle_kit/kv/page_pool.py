@@ -1,9 +1,9 @@
-"""Page pool with a radix prefix cache.
+"""Page pool: private, shared and cached pages of the key-value stores.
 
 A page is free, private to one request, or *cached*: a node of a radix tree whose edges are the tokens of one
 page. Requests with a common prefix hold the same nodes. Target and draft share page numbers, because a
-draft's entry is stored at the slot of the token it embeds and so depends on the same tokens as the target's.
-This is bookkeeping on the host; the tensors are in the stores.
+draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's. The
+pool is bookkeeping on the host; the tensors belong to the stores.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 
 class RadixNode:
-    """A cached page, held by ``refs`` requests; at zero it may be evicted. ``key`` is its tokens, which
-    follow those of its ancestors."""
+    """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
+    those of its ancestors."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
@@ -40,7 +40,7 @@ class PageAllocation:
 
 
 class PagePool:
-    """Allocates page numbers 0..num_pages-1 and caches the pages of finished requests.
+    """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of finished requests.
 
     Args:
         prefix_cache: keep pages of finished requests until their memory is needed.
@@ -57,7 +57,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that are free, or cached and held by no request."""
+        """Pages that are free, or cached and not held."""
         return len(self._free) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -65,7 +65,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: Sequence[int]) -> list[RadixNode]:
-        """Longest cached prefix of ``tokens``, whole pages only. Holds nothing."""
+        """Find the longest cached prefix of ``tokens``, whole pages only. Holds nothing."""
         nodes, node = [], self._root
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
@@ -103,7 +103,7 @@ class PagePool:
         freed.
 
         Returns:
-            True if a page number of the allocation changed.
+            True when a page number of the allocation changed.
         """
         if not self.prefix_cache:
             return False
@@ -133,7 +133,7 @@ class PagePool:
         allocation.nodes, allocation.pages = [], []
 
     def clear(self) -> None:
-        """Drop every cached page that no request holds."""
+        """Evict every cached page that is not held."""
         while self._unused:
             self._evict()
 

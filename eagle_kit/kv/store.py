@@ -1,25 +1,48 @@
 """Paged store of a model's tokens: pages of committed tokens and a scratch for window nodes.
 
-Subclasses define the entry of a token: keys and values (``keys_values``) or latents (``latents``). Its
-location, defined here, is the same for all.
+Subclasses store keys and values (:mod:`.keys_values`) or latents (:mod:`.latents`); the place of a token is
+the same for all of them and defined here.
 
 Legend: R rows, B requests, N window nodes, P pages of a request.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.blocks.layers import Attend
 
+KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
+"""Dtypes of stores by their names in ``EngineConfig``; None is the model's."""
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Sizes that the stores of an engine share.
+
+    Attributes:
+        num_pages, page_size: of the pool.
+        max_batch_size: requests that have a scratch.
+        window: rows of a scratch.
+        dtype: of what is stored, when it is another one than the model's: fp8 e4m3, which saturates.
+    """
+
+    num_pages: int
+    page_size: int
+    max_batch_size: int
+    window: int = MAX_WINDOW
+    dtype: torch.dtype | None = None
+
 
 class Segment(NamedTuple):
-    """Prompt tokens start..stop-1 of one request, in the pages of ``page_table [P]``. Those before
-    ``write_from`` lie in pages shared with other requests; they are recomputed but not written."""
+    """Prompt tokens of one request at slots start..stop-1 of ``page_table [P]``. Those before ``write_from``
+    lie in pages shared with other requests and are computed again without being stored."""
 
     page_table: torch.Tensor
     start: int
@@ -28,58 +51,48 @@ class Segment(NamedTuple):
 
 
 class PagedStore(ABC):
-    """Store of R rows in every layer: the slots of ``num_pages`` pages and of one *dummy page*, then a
-    scratch of ``window`` rows per request of a batch, then one dummy row, which is read for padding and never
-    written, and one trash row for writes to discard.
+    """R rows in every layer: the slots of the layout's pages and of one *dummy page*, then a scratch of
+    ``window`` rows per request of a batch, then one dummy row that padding reads and nobody writes, and one
+    trash row for tokens that are not to be stored.
 
     Only committed tokens are ever in the pool: a window writes its nodes into the scratch,
     :meth:`commit_window` copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p %
     page_size`` belongs to position p. Page tables hold the dummy page where a request has no page.
 
     Args:
-        num_pages: pages of the pool, without the dummy page.
-        page_size: slots per page.
-        max_batch_size: requests of a batch, at most.
-        window: scratch rows per request.
-        first_slot: number of unused slots at the front of a request, which are not attended to.
-        dtype: dtype of queries, keys and values.
-        store_dtype: dtype of the store if different: fp8 e4m3, which saturates.
-        device: device of the store.
+        first_slot: slots at the front of a request that hold nothing and are not attended to.
+        dtype: of queries, keys and values.
     """
 
     def __init__(
         self,
+        layout: PoolLayout,
         *,
-        num_pages: int,
-        page_size: int,
-        max_batch_size: int,
-        window: int,
         first_slot: int = 0,
         dtype: torch.dtype = torch.float32,
-        store_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.page_size, self.window, self.first_slot = page_size, window, first_slot
+        self.page_size, self.window, self.first_slot = layout.page_size, layout.window, first_slot
         self.dtype, self.device = dtype, torch.device(device)
-        self.dummy_page = num_pages
-        self.num_slots = (num_pages + 1) * page_size
-        self.dummy_row = self.num_slots + max_batch_size * window
+        self.dummy_page = layout.num_pages
+        self.num_slots = (layout.num_pages + 1) * layout.page_size
+        self.dummy_row = self.num_slots + layout.max_batch_size * layout.window
         self.trash_row = self.dummy_row + 1
         self.num_rows = self.trash_row + 1
-        self._store_dtype = store_dtype or dtype
+        self._store_dtype = layout.dtype or dtype
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """Uninitialised rows."""
+        """Allocate rows of zeros."""
         return torch.zeros(shape, dtype=self._store_dtype, device=self.device)
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """First two arguments of ``commit_path``: keys and values, or latents and None."""
+        """Keys and values, or latents and None, as ``commit_path`` takes them."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one committed token occupies in all layers."""
+        """Bytes of one committed token in all layers."""
         return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)
 
     def slots(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -101,18 +114,21 @@ class PagedStore(ABC):
         num_keys: int,
         num_columns: int,
     ) -> Attend:
-        """Attention for a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window keys.
+        """Make the attention of a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window
+        keys.
 
-        The nodes' entries are written to the scratch; each node attends to the first ``prefix_lens [B]``
-        slots (without those before ``first_slot``) and to the node's ``ancestors [B, N]``. ``num_columns`` is
-        an upper bound on prefix + ``num_keys``.
+        The nodes are stored in the scratch. Each attends to the first ``prefix_lens [B]`` slots (without
+        those before ``first_slot``) and to its ``ancestors [B, N]``. ``num_columns`` bounds prefix +
+        ``num_keys``.
         """
 
     @abstractmethod
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """Attention for a forward over prompt tokens of one or several requests, packed in the order of
-        ``segments``: their entries are written to the pool, and they attend causally from ``first_slot`` on
-        to their own request."""
+        """Make the attention of a forward over prompt tokens of one or several requests, packed in this
+        order.
+
+        The tokens are stored in the pool and attend causally from ``first_slot`` on, within their request.
+        """
 
     def commit_window(
         self,
@@ -142,7 +158,7 @@ class PagedStore(ABC):
         num_keys: int,
         num_columns: int,
     ) -> tuple[WindowPlan, torch.Tensor]:
-        """Plan of a window, and the scratch rows int64 ``[B * N]`` of its nodes."""
+        """Plan a window's attention -> the plan, and the scratch rows int64 ``[B * N]`` of its nodes."""
         b, n = ancestors.shape
         plan = WindowPlan(
             page_table=page_table,
@@ -159,9 +175,9 @@ class PagedStore(ABC):
         )
         return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
 
-    def _prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Rows int64 ``[T]`` that prompt tokens are written to (the trash row for shared pages), and the rows
-        of each request's earlier tokens."""
+    def prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Rows int64 ``[T]`` that prompt tokens are written to (the trash row where they are not), and the
+        rows of the earlier tokens of each request."""
         written, cached = [], []
         for table, start, stop, write_from in segments:
             positions = torch.arange(self.first_slot, stop, device=self.device)

@@ -1,16 +1,16 @@
-"""Cycles on a CPU without Python: operations are recorded once and replayed by torch's own interpreter.
+"""Recordings of cycles on a CPU: operations are recorded once and replayed by TorchScript, without Python.
 
 A cycle of a small model is thousands of operations of some microseconds, and Python's part of each is as long
-as the work. What a CUDA graph does on a GPU a list of operations does here: the body runs once under a mode
-that notes every operation with its arguments, the list becomes a graph of TorchScript, and a replay runs it
-in C++ over the same stores and slots. The operations are the same ones in the same order, not optimised, so
-that a replay gives the bits of the body.
+as the work. A list of operations does here what a CUDA graph does on a GPU: the body runs once under a mode
+that records every operation with its arguments, the list becomes a TorchScript graph, and a replay runs it in
+C++ over the same stores and slots. The operations are the same ones in the same order, not optimised, so that
+a replay gives the bits of the body.
 
-A recording holds as long as everything that Python decided is decided alike. What depends on shapes and
-settings is in the caller's key. What depends on the lengths of requests is chosen through
-:func:`~eagle_kit.kernels.recording.guarded_choice`, from the slots' lengths or those and a number; the
-choices are made again before each replay, and others have another recording. Any other look at a number makes
-the body one that cannot be recorded.
+A recording is valid while Python would take the same decisions. Those by shapes and settings are in the
+caller's key. Those by the lengths of requests are taken through
+:func:`~eagle_kit.kernels.recording.guarded_choice`, from the slots' lengths plus a number; they are taken
+again before each replay, and each outcome has a recording of its own. A body that reads any other number
+cannot be recorded.
 """
 
 import logging
@@ -23,8 +23,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_kit.config.engine import GraphMode
 from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Guard, recording_context
-from eagle_kit.serve.graph import CaptureError, GraphRunner, Lengths, leaves, map_tensors
+from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_tensors
 
 RECORD_AFTER = 24
 """Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
@@ -54,7 +55,7 @@ class _Operation(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes operations; what is kept here keeps its tensors alive, so that no two have one id."""
+    """Mode that records operations and keeps their tensors alive, so that no two have one id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +64,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func, args):
             raise CaptureError(f"{func} reads numbers on the host")
-        with torch._C.DisableTorchFunction():  # an operation may look at what it likes
+        with torch._C.DisableTorchFunction():  # an operation may read what it likes
             result = func(*args, **(kwargs or {}))
         self.operations.append(_Operation(func, args, kwargs or {}, result))
         return result
 
 
 def _reads(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether what comes of an operation has a size that depends on numbers, or is a number."""
+    """Whether an operation gives a number, or a tensor whose size depends on numbers."""
     name = function._schema.name
     if name == "aten::index":
         kinds = [index.dtype for index in args[1] if index is not None]
@@ -79,7 +80,7 @@ def _reads(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 class _NoReads(TorchFunctionMode):
-    """Refuses to hand a tensor's numbers to Python."""
+    """Mode that refuses to hand a tensor's numbers to Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS:
@@ -88,7 +89,7 @@ class _NoReads(TorchFunctionMode):
 
 
 class Condition(NamedTuple):
-    """``choice`` of the lengths and ``offset`` must be the recording's."""
+    """Condition of a recording: the ``choice`` by the lengths plus ``offset`` must be the recorded one."""
 
     choice: Choice
     offset: int
@@ -98,14 +99,14 @@ class Condition(NamedTuple):
 
 
 class Recording:
-    """A body as a list of operations.
+    """Body as a list of operations.
 
     Args:
-        body: a function of one nest of tensors. It is run once with ``inputs``, which counts: :attr:`outputs`
-            are what it gave.
+        body: function of one nest of tensors. It is run once with ``inputs``, for good: :attr:`outputs` is
+            its result.
 
     Raises:
-        CaptureError: the body looks at numbers. It has been run in part, and must be run again.
+        CaptureError: the body reads numbers. It has been run in part, and must be run again.
     """
 
     def __init__(self, body: Callable[[Any], Any], inputs: Any) -> None:
@@ -122,10 +123,10 @@ class Recording:
         self.conditions: list[Condition] = []
 
     def compile(self, lengths: Lengths) -> None:
-        """Make it one that can be replayed where all :attr:`conditions` hold.
+        """Compile the operations for replays where all :attr:`conditions` hold.
 
         Raises:
-            CaptureError: something has no place in a list of operations.
+            CaptureError: an operation or an argument cannot be recorded.
         """
         self.conditions = [self._condition(each, lengths) for each in self._recording_context.choices]
         self._function = self._graph(self._inputs)
@@ -138,7 +139,7 @@ class Recording:
         return map_tensors(lambda _: next(results), self._layout)
 
     def _condition(self, chosen: Guard, lengths: Lengths) -> Condition:
-        """What the choice was made by: the lengths and a number, which the operations show."""
+        """Trace a choice back to the lengths plus a number, through the operations before it."""
         tensor, offset, before = chosen.tensor, 0, self._operations[: chosen.position]
         changed = [tensor for operation in before for tensor in _written(operation)]
         slots = lengths.slots.untyped_storage().data_ptr()
@@ -173,7 +174,7 @@ class Recording:
             return made
 
         def operand(given: Any, kind: Any) -> Any:
-            """The value of an argument whose schema has the type ``kind``."""
+            """Value of an argument whose schema has the type ``kind``."""
             name = kind.kind()
             if isinstance(given, torch.Tensor):
                 return value(given)
@@ -234,7 +235,7 @@ class Recording:
 
 
 def _told_apart(inputs: Any) -> Any:
-    """A tensor that is there twice becomes two: the next inputs may have two."""
+    """Replace a tensor that occurs twice by two views: the next inputs may have two tensors."""
     seen: set[int] = set()
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +247,7 @@ def _told_apart(inputs: Any) -> Any:
 
 
 def _written(operation: _Operation) -> list[Any]:
-    """The arguments that the operation changes."""
+    """List the arguments that an operation changes."""
     arguments = operation.function._schema.arguments
     given = [*zip(arguments, operation.args, strict=False)]
     given += [(each, operation.kwargs[each.name]) for each in arguments if each.name in operation.kwargs]
@@ -255,8 +256,8 @@ def _written(operation: _Operation) -> list[Any]:
 
 
 def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The operation and its arguments in words that TorchScript tells apart: Python calls ``add.Tensor`` with
-    a number, which is ``add.Scalar``, and a view as another type looks like one of another size."""
+    """Rewrite an operation and its arguments for TorchScript: Python calls ``add.Tensor`` with a number,
+    which is ``add.Scalar``, and a view as another type looks like one of another size."""
     if str(function) == "aten.view.dtype":
         if args[1] not in VIEWED_TYPES:
             raise CaptureError(f"a view as {args[1]}")
@@ -268,7 +269,7 @@ def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 
 
 def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as it is, without what TorchScript would do to make it faster."""
+    """Make a function of a graph, without TorchScript's optimisations."""
     function: Callable[..., tuple[torch.Tensor, ...]] = torch._C._create_function_from_graph("cycle", graph)
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -289,20 +290,23 @@ def _as_written() -> Iterator[None]:
 
 
 def available() -> bool:
-    """Whether this torch has the parts of TorchScript that are used here."""
+    """Whether this torch has the parts of TorchScript that recordings need."""
     needed = ("Graph", "_create_function_from_graph", "_set_graph_executor_optimize", "TupleType")
     return all(hasattr(torch._C, name) for name in needed)
 
 
-class CpuGraphs(GraphRunner):
-    """Runs bodies eagerly until they have been run often, then from recordings.
+class CpuGraphs:
+    """:class:`~eagle_kit.serve.graph.CycleGraphs` that run bodies eagerly until they have been run often,
+    then from recordings.
 
     Args:
         record_after: runs of a kind before it is recorded.
     """
 
+    mode: GraphMode = "cycle"
+    has_fixed_shapes = False
+
     def __init__(self, record_after: int = RECORD_AFTER) -> None:
-        super().__init__("cycle")
         self._record_after = record_after
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
         self._conditions: dict[Hashable, list[Condition]] = {}
@@ -310,27 +314,15 @@ class CpuGraphs(GraphRunner):
         self._refused: set[Hashable] = set()
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """No: there are recordings of what is at hand."""
-        return False
-
-    @property
     def num_graphs(self) -> int:
         """Recordings at hand."""
         return len(self._recordings)
 
-    def run(
-        self,
-        name: str,
-        key: Hashable,
-        body: Callable[[Any], Any],
-        inputs: Any,
-        idle: Callable[[], Any],
-        lengths: Lengths | None = None,
-    ) -> Any:
-        """See :meth:`GraphRunner.run`; ``lengths`` are what choices are made by. ``idle`` is not needed."""
+    def run(self, call: GraphCall) -> Any:
+        """See :class:`~eagle_kit.serve.graph.CycleGraphs`; idle inputs are not needed."""
+        body, inputs, lengths = call.body, call.inputs, call.lengths
         assert lengths is not None
-        kind = (name, key, tuple(tensor.shape for tensor in leaves(inputs)))
+        kind = (call.name, call.key, tuple(tensor.shape for tensor in leaves(inputs)))
         if kind in self._refused:
             return body(inputs)
         now = lengths.read()
@@ -346,16 +338,14 @@ class CpuGraphs(GraphRunner):
             self._runs.popitem(last=False)
         if self._runs[kind, choices] < self._record_after:
             return body(inputs)
-        return self._record(kind, body, inputs, lengths, now)
+        return self._record(kind, call, lengths, now)
 
-    def _record(
-        self, kind: Hashable, body: Callable[[Any], Any], inputs: Any, lengths: Lengths, now: list[int]
-    ) -> Any:
+    def _record(self, kind: Hashable, call: GraphCall, lengths: Lengths, now: list[int]) -> Any:
         try:
-            recording = Recording(body, inputs)
+            recording = Recording(call.body, call.inputs)
         except CaptureError as error:
             self._refuse(kind, error)
-            return body(inputs)
+            return call.body(call.inputs)
         outputs = recording.outputs
         try:
             recording.compile(lengths)

@@ -1,10 +1,8 @@
-"""Requests in, replies out. One step schedules, sends prompts and a cycle to the device, and takes in the
-results of the step ``lag`` before: the host works while the device does.
+"""Engine: requests in, replies out. A step schedules, sends prompts and a cycle to the device, and takes in
+the results of ``lag`` steps before, so that the host works while the device does.
 
-With a lag of 1 a request's end is seen one cycle late; what that cycle decoded behind it is dropped. Lag 0 is
-the same code without the delay.
-
-Legend: S draft steps.
+With a lag of 1 the end of a request is seen one cycle late, and the tokens of that cycle are dropped. Lag 0
+is the same code without the delay.
 """
 
 import random
@@ -13,10 +11,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
@@ -25,53 +23,13 @@ from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
-from eagle_kit.serve.graph import GraphMode, GraphRunner
+from eagle_kit.serve.graph import CycleGraphs, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.ngram import NgramIndex, NgramOptions
-from eagle_kit.speculation.propose.static import StaticDrafter
-from eagle_kit.speculation.verify.proposal import Relaxed, TargetOnly, Verifier
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes and policies, resolved once.
-
-    Attributes:
-        max_running: most requests decoded together.
-        max_context: most tokens of a prompt and its reply.
-        kv_tokens: tokens that the pool holds, all requests and the prefix cache together.
-        page_size: tokens per page.
-        kv_dtype: of the pool; None takes the model's.
-        prefix_cache: share and remember the pages of common beginnings.
-        prefill_tokens: most prompt tokens computed in one step.
-        lag: steps between a cycle and its results on the host.
-        batch_sizes: batches are padded to the next of these; empty for exact sizes.
-        tree: ``"dynamic"`` chooses its best nodes (EAGLE-2), ``"static"`` has EAGLE-1's fixed topology.
-        sampled_drafts: sample drafts from the draft's own distribution; chains and static trees only.
-        verifier: decides on drafts of requests that sample; None takes the lossless one for the draft's
-            distribution.
-        seed: of the seeds of requests that bring none.
-        graph_mode: whether a cycle is one CUDA graph (on a CPU: one recording), one for each phase, or runs
-            eagerly.
-    """
-
-    max_running: int
-    max_context: int
-    kv_tokens: int
-    page_size: int = 16
-    kv_dtype: torch.dtype | None = None
-    prefix_cache: bool = True
-    prefill_tokens: int = 512
-    lag: int = 0
-    batch_sizes: tuple[int, ...] = ()
-    tree: Literal["dynamic", "static"] = "dynamic"
-    sampled_drafts: bool = False
-    verifier: Verifier | None = None
-    seed: int = 0
-    graph_mode: GraphMode = "off"
+from eagle_kit.speculation.propose.ngram import NgramIndex
+from eagle_kit.speculation.verify.proposal import make_verifier
 
 
 @dataclass
@@ -89,70 +47,52 @@ class EngineTotals:
 
 
 class Engine:
-    """Serves requests with a target and perhaps a draft. One thread calls all of it.
+    """Serve requests with a target and perhaps a draft. One thread makes all calls.
 
     It starts with ordinary decoding; :meth:`use_shape` changes that while nothing is being served.
 
     Args:
+        config: resolved, with a size of the pool. The algorithm ``NGRAM`` takes no ``draft``.
         make_grammars: called when a request brings the first grammar; None refuses grammars.
-        ngram: draft from what was said before instead of with a model; ``draft`` must be None.
+
+    Raises:
+        UserError: options that do not fit the draft.
     """
 
     def __init__(
         self,
         target: LlamaModel,
         draft: DraftModel | None,
-        options: EngineOptions,
+        config: ResolvedConfig,
         make_grammars: Callable[[], GrammarCompiler] | None = None,
-        ngram: NgramOptions | None = None,
     ) -> None:
-        self.target, self.draft, self.options = target, draft, options
+        self.target, self.draft, self.config = target, draft, config
         self._make_grammars = make_grammars
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
-        assert draft is None or ngram is None, "one drafter at a time"
-        self.ngram = None if ngram is None else NgramIndex(ngram)
+        self.ngram = NgramIndex(config.ngram) if config.algorithm == "NGRAM" else None
+        assert draft is None or self.ngram is None, "one drafter at a time"
         self._num_indexed: dict[Request, int] = {}
-        # Behind the known tokens of a request lie those of cycles on their way and of the next, and a draft's
-        # entry of its root; the deepest shape decides, so that a change of shape needs no other tables.
-        room = self._room(63)
-        kv_pages = -(-options.kv_tokens // options.page_size)
-        self.page_pool = PagePool(kv_pages, options.page_size, prefix_cache=options.prefix_cache)
-        self.runner = Runner(
-            target,
-            draft,
-            num_pages=kv_pages,
-            page_size=options.page_size,
-            max_pages=self.page_pool.pages_for(options.max_context + room),
-            batch_sizes=options.batch_sizes or range(1, options.max_running + 1),
-            kv_dtype=options.kv_dtype,
-            tree=options.tree,
-            sampled_drafts=options.sampled_drafts,
-            verifier=options.verifier,
-            graphs=_graphs(target, options.graph_mode),
-        )
-        drafter, verifier = self.runner._drafter, options.verifier
-        kinds = (TargetOnly, Relaxed) if drafter is None else drafter.verifiers
-        if verifier is not None and not isinstance(verifier, kinds):
-            fit = " or ".join(kind.__name__ for kind in kinds)
-            raise UserError(
-                f"{type(verifier).__name__} does not fit the drafts.",
-                f"Use {fit}.",
-            )
+        self.page_pool = PagePool(config.num_pages, config.page_size, prefix_cache=config.prefix_cache)
+        self.runner = Runner(target, draft, config, _graphs(target, config))
+        verifier = make_verifier(config)
+        if verifier is not None and not isinstance(verifier, self.runner.verifiers):
+            fit = " or ".join(kind.__name__ for kind in self.runner.verifiers)
+            raise UserError(f"{type(verifier).__name__} does not fit these drafts.", f"Use {fit}.")
         self.totals = EngineTotals()
-        self._seeds = random.Random(options.seed)
+        self._seeds = random.Random(config.seed)
         self._pending: deque[Results] = deque()
         self._news: dict[Request, None] = {}
         self.use_shape(NO_SPECULATION)
 
     @property
     def shapes(self) -> ShapeTable:
-        """How much is drafted and verified, by batch size."""
+        """Shapes of speculation by batch size."""
         return self.runner.shapes
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` would do something."""
+        """Whether :meth:`step` has something to do."""
         return bool(self.scheduler.running or self.num_waiting or self._pending)
 
     @property
@@ -174,7 +114,7 @@ class Engine:
         """Speculate with ``shapes`` from the next request on.
 
         Raises:
-            UserError: there is no draft for one, or its vocabulary is smaller than the asked candidates.
+            UserError: there is no draft for one, or the draft cannot fill it.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
         shapes = ShapeTable.parse(shapes)
@@ -183,47 +123,25 @@ class Engine:
         if bool(shapes.steps) != bool(self.shapes.steps):
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.runner.use_shape(shapes)
-        self.scheduler = Scheduler(
-            self.page_pool,
-            max_running=self.options.max_running,
-            prefill_tokens=self.options.prefill_tokens,
-            room=self._room(shapes.steps),
-            needs_last=self.runner.drafter is not None,
-        )
+        room, speculates = self.config.room(shapes.steps), self.runner.models.drafter is not None
+        self.scheduler = Scheduler(self.page_pool, self.config, room=room, needs_last=speculates)
 
     def _check_shape(self, shape: SpecShape) -> None:
         if shape.steps and self.draft is None and self.ngram is None:
             raise UserError(
                 f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
             )
-        if self.draft is not None and shape.topk > (size := self.draft.draft_vocab_size):
-            raise UserError(
-                f"The shape {shape} asks for more candidates than the draft's {size} tokens.", "Lower topk."
-            )
-        drafter = self.runner._drafter
-        if isinstance(drafter, StaticDrafter):
-            if shape.steps and shape != drafter.topology.shape:
-                raise UserError(
-                    f"The shape {shape} was asked of a static tree.",
-                    f"Use its own, {drafter.topology.shape}, or a dynamic tree.",
-                )
-        elif self.options.sampled_drafts and shape.topk > 1:
-            raise UserError(
-                f"The shape {shape} is a tree, and drafts are to be sampled.",
-                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
-            )
-
-    def _room(self, steps: int) -> int:
-        return (self.options.lag + 1) * (steps + 1) + 2
+        if self.draft is not None and self.runner.drafter is not None:
+            self.runner.drafter.check_shape(self.draft, shape)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raises UserError for a prompt that can never be served."""
-        options, top = self.options, self.target.config.vocab_size
+        """Raise UserError for a prompt that can never be served."""
+        config, top = self.config, self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
-        if len(prompt_ids) >= options.max_context:
+        if len(prompt_ids) >= config.max_context:
             raise UserError(
-                f"The prompt has {len(prompt_ids)} tokens, but the context holds {options.max_context} "
+                f"The prompt has {len(prompt_ids)} tokens, but the context holds {config.max_context} "
                 "with the reply.",
                 "Shorten the prompt, or raise max_context if the model allows it.",
             )
@@ -231,16 +149,16 @@ class Engine:
             raise UserError(
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
-        tokens = min(len(prompt_ids) + max_tokens, options.max_context)
-        if self.page_pool.pages_for(tokens + self._room(self.shapes.steps)) > self.page_pool.num_pages:
+        tokens = min(len(prompt_ids) + max_tokens, config.max_context)
+        if config.num_pages_of(tokens + config.room(self.shapes.steps)) > config.num_pages:
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
-                f"key-value pool of {self.page_pool.num_pages * options.page_size} tokens.",
+                f"key-value pool of {config.num_pages * config.page_size} tokens.",
                 "Lower max_tokens, or give the pool more tokens.",
             )
 
     def check_request(self, request: Request) -> None:
-        """Raises UserError for what can never be served; a grammar is compiled."""
+        """Compile a request's grammar. Raise UserError for a request that can never be served."""
         self.check_prompt(request.prompt_ids, request.params.max_tokens)
         top = self.target.config.vocab_size
         if not all(0 <= token < top for token in request.params.logit_bias):
@@ -248,18 +166,18 @@ class Engine:
         self.prepare(request)
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue. Raises UserError for what can never be served."""
+        """Put a request into the queue. Raise UserError for one that can never be served."""
         self.check_request(request)
         seed = request.params.seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
         self.scheduler.add(request)
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar, which may take seconds; :meth:`add_request` does it when nobody has.
-        Any thread may call it, while another one steps the engine.
+        """Compile a request's grammar, which may take seconds, unless that has been done. Any thread may call
+        it while another one steps the engine.
 
         Raises:
-            UserError: the grammar is of no use, or cannot be had.
+            UserError: the grammar cannot be compiled.
         """
         grammar = request.params.grammar
         if grammar is None or request.match is not None:
@@ -272,19 +190,19 @@ class Engine:
         request.match = self._grammars.start(grammar)
 
     def abort(self, request: Request) -> None:
-        """End a request now, wherever it is; what it has so far stays."""
+        """End a request now, waiting or running; its tokens so far stay."""
         if request.finish_reason is None:
             self._finish(request, "abort")
 
     def drain(self) -> None:
-        """Drop results that are on their way and news that nobody has read, of requests that were aborted."""
+        """Drop pending results and unread news of aborted requests."""
         assert not (self.scheduler.running or self.num_waiting), "requests are being served"
         self._collect_until(0)
         self._news.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Schedule, compute, and take in results -> requests with new tokens or an end."""
+        """Schedule, compute, and take in results -> requests that have new tokens or have ended."""
         plan = self.scheduler.plan()
         self.totals.num_preemptions += len(plan.preempted)
         launched = len(self._pending)
@@ -293,7 +211,7 @@ class Engine:
         # A request whose prompt was finished above decodes from the next step on, as if it had just arrived.
         decoding = plan.decoding
         if self._uses_ngram or any(request.match for request in decoding):
-            # The host has to know every token to walk a grammar or look text up. That may end requests.
+            # Grammars and n-grams need every token on the host. Taking them in may end requests.
             self._collect_until(0)
             decoding = [request for request in decoding if request.finish_reason is None]
             launched = 0
@@ -302,7 +220,7 @@ class Engine:
                 self._index(decoding)
             results = self.runner.decode(decoding, self._longest(decoding), self.ngram)
             self._pending.append(results)
-        self._collect_until(len(self._pending) - launched if self.options.lag else 0)
+        self._collect_until(len(self._pending) - launched if self.config.lag else 0)
         self.totals.num_steps += 1
         news, self._news = list(self._news), {}
         return news
@@ -329,7 +247,7 @@ class Engine:
         return self.ngram is not None and self.shapes.steps > 0
 
     def _index(self, requests: Sequence[Request]) -> None:
-        """Put what is new in ``requests`` into the n-gram log, their prompts first."""
+        """Append the new tokens of ``requests`` to the n-gram log, their prompts first."""
         assert self.ngram is not None
         for request in requests:
             known = self._num_indexed.get(request, 0)
@@ -337,20 +255,20 @@ class Engine:
             self._num_indexed[request] = request.num_tokens
 
     def _collect_until(self, count: int) -> None:
-        """Take in the oldest results until ``count`` are left on their way."""
+        """Take in the oldest results until ``count`` are pending."""
         while len(self._pending) > count:
             self._collect(self._pending.popleft())
 
     def _longest(self, requests: Sequence[Request]) -> int:
-        """A bound on the tokens that any of ``requests`` has in the pool."""
-        unseen = self.options.lag * (self.shapes.steps + 2)
+        """Bound on the tokens that any of ``requests`` has in the pool."""
+        unseen = self.config.lag * (self.shapes.steps + 2)
         return max(request.num_tokens for request in requests) - 1 + unseen
 
     def _collect(self, results: Results) -> None:
-        """Wait for results and hand them to the requests that are still there."""
-        on_host = results.copy.wait()
-        tokens, counts = on_host[0].tolist(), on_host[1].tolist()
-        logprobs = None if on_host[2] is None else [part.tolist() for part in on_host[2]]
+        """Wait for results and append them to the requests that are still in the batch."""
+        emitted = results.copy.wait()
+        tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
+        logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
         for i, (request, epoch) in enumerate(zip(results.requests, results.epochs, strict=True)):
             if request.epoch != epoch or not counts[i]:
                 continue
@@ -360,7 +278,7 @@ class Engine:
                 for j in range(kept):
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
-            if results.is_verify:
+            if results.num_drafts is not None:
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
                 self.totals.num_draft_tokens += results.num_drafts[i]
@@ -370,7 +288,7 @@ class Engine:
                 self._leave(request)
 
     def _take(self, request: Request, tokens: list[int]) -> int:
-        """Append new tokens up to the first that ends the reply -> how many were kept."""
+        """Append new tokens up to the first that ends the reply -> the number appended."""
         params = request.params
         reason: FinishReason | None = None
         kept, shown = len(tokens), len(tokens)
@@ -381,7 +299,7 @@ class Engine:
                 reason, shown = "stop", i - 1
             elif len(request.token_ids) + i >= params.max_tokens:
                 reason = "length"
-            elif request.num_tokens + i >= self.options.max_context:
+            elif request.num_tokens + i >= self.config.max_context:
                 reason = "context"
             if reason is not None:
                 kept = i
@@ -409,7 +327,7 @@ class Engine:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """Take a request with a finish reason out; its pages stay cached as long as there is room."""
+        """Remove a finished request; its pages stay cached as long as there is room."""
         assert request.finish_reason is not None
         if request.stream is not None:
             request.stream.finish()
@@ -428,6 +346,6 @@ class Engine:
         self.page_pool.check(request.allocation for request in self.scheduler.running)
 
 
-def _graphs(target: LlamaModel, mode: GraphMode) -> GraphRunner:
+def _graphs(target: LlamaModel, config: ResolvedConfig) -> CycleGraphs:
     on_cpu = target.embed_tokens.weight.device.type == "cpu"
-    return CpuGraphs() if on_cpu and mode == "cycle" else GraphRunner(mode)
+    return CpuGraphs() if on_cpu and config.graph_mode == "cycle" else GraphRunner(config.graph_mode)

@@ -1,36 +1,69 @@
-"""Functions of fixed shapes as CUDA graphs: captured once for a key, then replayed with new inputs.
+"""CUDA graphs of functions of fixed shapes: captured once per key, then replayed with new inputs.
 
 A body takes a nest of tensors and returns one; it may change tensors that it closes over (key-value stores,
-slots), reads nothing on the host, and runs the same eagerly. Inputs are copied into buffers that the graph
-knows, outputs are buffers too: they hold until the next replay of any graph, so what the host needs is sent
-to it at once (:class:`HostCopy`).
+slots), reads nothing on the host, and runs the same eagerly. Inputs are copied into buffers of the graph,
+outputs are buffers too: they are valid until the next replay of any graph, so results are sent to the host at
+once (:class:`HostCopy`).
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.config.engine import GraphMode
 
-GraphMode = Literal["cycle", "phases", "off"]
-"""``cycle``: everything between two tokens is one graph; ``phases``: one each for the draft, the verification
-and the draft's extension, for comparison; ``off``: no graphs."""
 WARM_UPS = 2
 
 
 class Lengths(NamedTuple):
-    """The lengths of all slots, int64, and the rows of those that take part, int64 ``[B]``."""
+    """Lengths of all slots, int64, and the rows of the batch, int64 ``[B]``."""
 
     slots: torch.Tensor
     rows: torch.Tensor
 
     def read(self) -> list[int]:
-        """Of those that take part, on the host."""
+        """Lengths of the batch, on the host."""
         numbers: list[int] = self.slots[self.rows].tolist()
         return numbers
+
+
+class GraphCall(NamedTuple):
+    """A run of ``body`` over ``inputs``, eagerly or as a graph.
+
+    Attributes:
+        name, key: equal for calls whose bodies do the same and whose inputs have the same shapes.
+        idle: makes inputs of those shapes for the capture, whose run changes nothing that matters.
+        lengths: of the requests; recordings on a CPU depend on them.
+    """
+
+    name: str
+    key: Hashable
+    body: Callable[[Any], Any]
+    inputs: Any
+    idle: Callable[[], Any]
+    lengths: Lengths | None = None
+
+
+class CycleGraphs(Protocol):
+    """Runs of the parts of a cycle."""
+
+    @property
+    def mode(self) -> GraphMode:
+        """``"off"`` captures nothing."""
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether graphs are made for the longest context and few kinds of batches, not for those at hand."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+
+    def run(self, call: GraphCall) -> Any:
+        """Run a call -> its outputs, which are valid until the next run."""
 
 
 class CaptureError(RuntimeError):
@@ -38,7 +71,7 @@ class CaptureError(RuntimeError):
 
 
 class HostCopy:
-    """A copy of tensors on its way to the host. On a CPU it is there at once."""
+    """Copy of tensors on its way to the host. On a CPU it is complete at once."""
 
     def __init__(self, tensors: Any) -> None:
         self._tensors = map_tensors(_to_pinned, tensors)
@@ -48,7 +81,7 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> Any:
-        """The tensors, on the host."""
+        """Wait for the copy -> the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
@@ -62,10 +95,10 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """A body captured on a GPU.
+    """Body captured on a GPU.
 
     Args:
-        body: a function of one nest of tensors; at capture it is run several times with ``example``.
+        body: function of one nest of tensors; at capture it is run several times with ``example``.
         example: inputs that change nothing that matters, such as a batch of dummies.
         pool: of memory, shared by graphs that never run at the same time.
         stream: to capture on; libraries keep a workspace for every stream that they have seen.
@@ -101,13 +134,13 @@ class Graph:
             raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason[0]}") from first
 
     def replay(self) -> None:
-        """Run it over ``inputs`` into ``outputs``."""
+        """Run the body over ``inputs`` into ``outputs``."""
         self._graph.replay()
 
 
 class EagerGraph:
-    """The same without a GPU: a replay runs the body over the same buffers and writes into the same buffers,
-    so that what a graph would get wrong (a stale input, an output read too late) goes wrong here too."""
+    """Stand-in for :class:`Graph` without a GPU: a replay runs the body over the same buffers and writes into
+    the same buffers, so that mistakes with a graph (a stale input, an output read too late) show here too."""
 
     def __init__(
         self, body: Callable[[Any], Any], example: Any, pool: Any = None, stream: Any = None
@@ -117,21 +150,18 @@ class EagerGraph:
         self.outputs = map_tensors(torch.clone, body(self.inputs))
 
     def replay(self) -> None:
-        """Run it over ``inputs`` into ``outputs``."""
+        """Run the body over ``inputs`` into ``outputs``."""
         write(self.outputs, self._body(self.inputs))
 
 
 class GraphRunner:
-    """Runs bodies eagerly or as graphs, one for every (name, key).
+    """:class:`CycleGraphs` that run eagerly, or as graphs, one for every (name, key).
 
     Args:
-        mode: of what the caller captures; ``off`` captures nothing.
-        graph: the kind of graph; :class:`EagerGraph` shows without a GPU what a graph would do.
+        graph: class of the graphs; :class:`EagerGraph` needs no GPU.
     """
 
     def __init__(self, mode: GraphMode, graph: Callable[..., Any] = Graph) -> None:
-        if mode not in (known := get_args(GraphMode)):
-            raise UserError(f"There is no graph mode {mode!r}.", f"Use one of {', '.join(known)}.")
         self.mode = mode
         self._kind = graph
         self._pool: Any = None
@@ -140,60 +170,38 @@ class GraphRunner:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether graphs are made for the longest context and few kinds of sampling, not for those at
-        hand."""
+        """See :class:`CycleGraphs`."""
         return self.mode != "off"
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured so far."""
+        """See :class:`CycleGraphs`."""
         return len(self._graphs)
 
-    def run(
-        self,
-        name: str,
-        key: Hashable,
-        body: Callable[[Any], Any],
-        inputs: Any,
-        idle: Callable[[], Any],
-        lengths: Lengths | None = None,
-    ) -> Any:
-        """Run ``body`` over ``inputs``.
-
-        Args:
-            name, key: of a graph whose bodies do the same and whose inputs have the same shapes.
-            idle: makes inputs of those shapes for the capture, with which a run changes nothing that
-                matters.
-            lengths: of the requests; what runs on a GPU asks nothing of them.
-
-        Returns:
-            The outputs, which hold until the next run.
-        """
+    def run(self, call: GraphCall) -> Any:
+        """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
-            return body(inputs)
-        place = (name, key)
-        graph = self._graphs.get(place)
-        if graph is None:
-            graph = self._capture(place, body, idle())
-        write(graph.inputs, inputs)
+            return call.body(call.inputs)
+        graph = self._graphs.get((call.name, call.key)) or self._capture(call)
+        write(graph.inputs, call.inputs)
         graph.replay()
         return graph.outputs
 
-    def _capture(self, place: tuple[str, Hashable], body: Callable[[Any], Any], example: Any) -> Any:
+    def _capture(self, call: GraphCall) -> Any:
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = self._stream or torch.cuda.Stream()
         try:
-            graph = self._kind(body, example, self._pool, self._stream)
+            graph = self._kind(call.body, call.idle(), self._pool, self._stream)
         except CaptureError:
             self._pool = None
             raise
-        self._graphs[place] = graph
+        self._graphs[call.name, call.key] = graph
         return graph
 
 
 class _LastOperation(TorchDispatchMode):
-    """Knows the name of the last operation that began."""
+    """Mode that remembers the name of the last operation that began."""
 
     name = "before the first one"
 
@@ -218,7 +226,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nest, in order."""
+    """List the tensors of a nest, in order."""
     found: list[torch.Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return iter(found)

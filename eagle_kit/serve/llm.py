@@ -1,17 +1,18 @@
-"""The facade: a target, perhaps a draft, and ``generate``."""
+"""``LLM``: a target, perhaps a draft, and ``generate``."""
 
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput, SamplingParams
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable, SpecShape, auto_shape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
@@ -20,98 +21,52 @@ from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
-from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
+from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
-from eagle_kit.speculation.propose.ngram import NgramOptions
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
-from eagle_kit.speculation.verify.proposal import Verifier
 
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NGRAM", "NONE")
-DEFAULT_MAX_CONTEXT = 8192
 
 
 class LLM:
-    """A target LLM, decoded plainly or with a draft; the text is the same either way.
+    """Target language model, decoded plainly or with a draft; greedy text is the same either way.
 
     Args:
         target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
             which is then used as it is.
         draft: a draft's folder, a head (which is copied), any other draft model, or None for ordinary
             decoding.
-        algorithm: ``"auto"`` reads it from the draft; ``"EAGLE3"``, ``"EAGLE"`` and ``"STANDALONE"`` insist;
-            ``"NEXTN"`` is ``"EAGLE"``, or, without a draft, takes the MTP modules in the target's own folder;
-            ``"NGRAM"`` drafts from earlier text, without a draft; ``"NONE"`` drafts nothing.
-        ngram: how n-grams are matched, for ``"NGRAM"``.
-        token_map: a file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
-            2502.14856); EAGLE-3 heads bring their own.
-        shape: ``steps,topk,tokens``, or several by batch size (``ShapeTable``); default with a draft:
-            ``auto_shape``. :meth:`generate` may choose another.
-        max_batch_size: most requests decoded together.
-        max_context: most tokens of prompt and reply; default the target's context, at most 8,192.
-        page_size: tokens per page of the key-value pool.
-        prefix_cache: share and remember the keys of common beginnings.
-        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8,192 on a GPU.
-        kv_tokens: tokens that the pool holds; default what the batch needs, or what fits.
-        kv_dtype: of keys and values in the pool: ``"auto"`` is the model's, ``"fp8_e4m3"`` takes half of its
-            bytes or less. LOSSY: the text is close to that of another dtype, not equal.
-        lag: steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU.
-        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on
-            a GPU.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: fp32 on a CPU, bf16 on a GPU.
-        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-        tokenizer: needed for text prompts when ``target`` is a loaded model.
-        tree: ``"dynamic"`` keeps a draft's best nodes (EAGLE-2); ``"static"`` has EAGLE-1's fixed topology,
-            whose shape is 5,4,26.
-        sampled_drafts: for requests that sample, sample drafts from the draft's own distribution (chains and
-            static trees).
-        verifier: what decides on their drafts, an object of ``eagle_kit.kernels.accept``; default the
-            lossless one. ``Relaxed`` is LOSSY.
-        seed: of the draws of requests that bring no seed.
-        graph_mode: ``"cycle"`` (default) captures whole cycles, on a GPU as CUDA graphs, on a CPU as lists of
-            operations that need no Python; ``"phases"`` (GPU) captures their parts, ``"off"`` nothing.
+        config: options of the engine.
+        tokenizer: for text prompts when ``target`` is a loaded model.
+        options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
+
+    Attributes:
+        config: the options with everything filled in that the target, the draft and the device decide.
+        draft, head: the draft model in use, and its head where it has one.
+        memory_plan: of the engine, once it has been made.
+
+    Raises:
+        UserError: a wrong option, a target that cannot be loaded, or a draft that does not fit it.
     """
 
     def __init__(
         self,
         target: str | Path | LlamaModel,
         draft: "str | Path | DraftHead | DraftModel | None" = None,
+        config: EngineConfig | None = None,
         *,
-        algorithm: str = "auto",
-        ngram: NgramOptions | None = None,
-        token_map: str | Path | None = None,
-        shape: str | SpecShape | ShapeTable | None = None,
-        max_batch_size: int = 8,
-        max_context: int | None = None,
-        page_size: int = 16,
-        prefix_cache: bool = True,
-        prefill_tokens: int | None = None,
-        kv_tokens: int | None = None,
-        kv_dtype: str = "auto",
-        lag: int | None = None,
-        batch_sizes: Sequence[int] | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
         tokenizer: Any = None,
-        tree: Literal["dynamic", "static"] = "dynamic",
-        sampled_drafts: bool = False,
-        verifier: Verifier | None = None,
-        seed: int = 0,
-        graph_mode: GraphMode | None = None,
+        **options: Any,
     ) -> None:
-        sizes = {"max_batch_size": max_batch_size, "page_size": page_size, "kv_tokens": kv_tokens}
-        for name, value in {**sizes, "prefill_tokens": prefill_tokens}.items():
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}.", "Give at least 1.")
-        if max_context is not None and max_context < 2:
-            raise UserError(f"max_context is {max_context}.", "Give room for a prompt and a reply.")
+        self._options = (config or EngineConfig()).replace(**options)
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
@@ -121,48 +76,23 @@ class LLM:
             from eagle_kit.models.loading.loader import load_target
             from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
-            place = choose_device(device)
+            place = choose_device(self._options.device)
             if place.startswith("cuda:"):
                 torch.cuda.set_device(place)  # graphs and kernels run on the current device
             folder = resolve_target(str(target))
             self._target_name = folder
-            self.target = load_target(folder, dtype=_dtype(dtype, place), device=place)
+            self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         pack_weights(self.target)
-        self.config = self.target.config
-        self.max_context = min(max_context or DEFAULT_MAX_CONTEXT, self.config.max_position_embeddings)
-        self.max_batch_size, self.page_size, self.kv_tokens = max_batch_size, page_size, kv_tokens
-        self.seed = seed
-        weight = self.target.embed_tokens.weight
-        self.kv_dtype = _kv_dtype(kv_dtype, weight.device)
-        on_gpu = weight.device.type == "cuda"
-        if graph_mode == "phases" and not on_gpu:
-            raise UserError(
-                "Graphs of the phases of a cycle need a GPU, and the target is on the CPU.",
-                "Leave graph_mode out.",
-            )
-        self._policies: dict[str, Any] = {
-            "prefix_cache": prefix_cache,
-            "prefill_tokens": prefill_tokens or (8192 if on_gpu else 512),
-            "lag": lag if lag is not None else int(on_gpu),
-            "tree": tree,
-            "sampled_drafts": sampled_drafts,
-            "verifier": verifier,
-            "seed": seed,
-            "graph_mode": graph_mode or ("cycle" if on_gpu or cpu_graph.available() else "off"),
-        }
-        self._batch_sizes = batch_sizes
-        self._on_gpu = on_gpu
+        if self._options.kv_dtype == "fp8_e4m3":
+            _check_fp8(self.target.embed_tokens.weight.device)
         self._engine: Engine | None = None
         self._numbers = itertools.count()
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
-        self.default_shapes = ShapeTable.parse(NO_SPECULATION)
-        self._wanted_shapes = None if shape is None else ShapeTable.parse(shape)
-        self._ngram_options = ngram or NgramOptions()
-        self.set_draft(draft, algorithm=algorithm, token_map=token_map)
+        self.set_draft(draft, algorithm=self._options.algorithm, token_map=self._options.token_map)
 
     def set_draft(
         self,
@@ -171,7 +101,7 @@ class LLM:
         algorithm: str = "auto",
         token_map: str | Path | None = None,
     ) -> None:
-        """Use another draft from now on. Raises UserError when it does not fit the target."""
+        """Use another draft from now on. Raise UserError when it does not fit the target."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
         if algorithm not in ALGORITHMS:
             raise UserError(
@@ -193,115 +123,84 @@ class LLM:
             draft = self._target_name
         self._engine = None
         self.head, self.draft = None, None
-        self._uses_ngram = algorithm == "NGRAM"
         if draft is not None:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
             )
             if isinstance(self.draft, HeadDraftModel):
                 self.head = self.draft.head
-            self._check_modules()
-        if self._wanted_shapes is not None:
-            self.default_shapes = self._wanted_shapes
-        else:
-            drafts = NO_SPECULATION
-            if self.draft is not None:
-                static = self._policies["tree"] == "static"
-                kind = "STANDALONE" if isinstance(self.draft, StandaloneDraftModel) else "EAGLE"
-                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
-                if (modules := self.draft.num_modules) > 1:
-                    drafts = SpecShape(modules, 1, modules + 1)
-            self.default_shapes = ShapeTable.parse(NGRAM_SHAPE if self._uses_ngram else drafts)
+        self._options = self._options.replace(algorithm=algorithm, token_map=token_map)
+        self.config = self._resolved()
 
-    def _check_modules(self) -> None:
-        """Raise UserError where several modules, one for each step, cannot draft as asked."""
-        assert self.draft is not None
-        if self.draft.num_modules == 1:
-            return
-        if self._policies["tree"] == "static" or self._policies["sampled_drafts"]:
-            raise UserError(
-                f"The draft has {self.draft.num_modules} modules, which draft plain chains only.",
-                "Leave static trees and sampled drafts out.",
-            )
-        if self._wanted_shapes is not None:
-            self._check_shapes(self._wanted_shapes)
+    def configure(self, **options: Any) -> None:
+        """Use other options of the engine from now on; those of loading have been used already."""
+        self._options = self._options.replace(**options)
+        self._engine = None
+        self.config = self._resolved()
 
-    def _check_shapes(self, shapes: ShapeTable) -> None:
-        """Raise UserError for a shape that the draft cannot fill."""
-        modules = 1 if self.draft is None else self.draft.num_modules
-        for shape in shapes.shapes:
-            if modules > 1 and shape.steps and (shape.topk > 1 or shape.steps > modules):
-                raise UserError(
-                    f"The shape {shape} was given for a draft of {modules} modules, one a step of a chain.",
-                    f"Use a chain of at most {modules} steps, such as {SpecShape(modules, 1, modules + 1)}.",
-                )
+    def _resolved(self) -> ResolvedConfig:
+        """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
+        options, model = self._options, self.target.config
+        if self.draft is not None:
+            kind = drafter_class(self.draft, options)
+            if self.draft.num_modules > 1 and options.shape is not None:
+                for shape in options.shape.shapes:
+                    kind.check_shape(self.draft, shape)
+        return options.replace(shape=options.shape or self._default_shape()).resolve(
+            on_gpu=self.target.embed_tokens.weight.device.type == "cuda",
+            max_positions=model.max_position_embeddings,
+            can_record=cpu_graph.available(),
+        )
+
+    def _default_shape(self) -> SpecShape:
+        if self.draft is None:
+            return NGRAM_SHAPE if self._options.algorithm == "NGRAM" else NO_SPECULATION
+        if (modules := self.draft.num_modules) > 1:
+            return SpecShape(modules, 1, modules + 1)
+        if self._options.tree == "static":
+            return EAGLE1_SHAPE
+        kind = "STANDALONE" if isinstance(self.draft, StandaloneDraftModel) else "EAGLE"
+        return auto_shape(self.target.config.model_type, kind)
+
+    @property
+    def default_shapes(self) -> ShapeTable:
+        """Shapes by batch size when :meth:`generate` names none."""
+        return self.config.shape
 
     @property
     def default_shape(self) -> SpecShape:
-        """The shape of a single request when :meth:`generate` names none."""
-        return self.default_shapes.at(1)
+        """Shape of a single request when :meth:`generate` names none."""
+        return self.config.shape.at(1)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most requests decoded together."""
+        return self.config.max_batch_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and reply."""
+        return self.config.max_context
 
     def engine(self, shape: SpecShape | ShapeTable | None = None) -> Engine:
-        """The engine, set to ``shape`` or the default ones; its memory is taken on first use."""
+        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use."""
         if self._engine is None:
-            ngram = self._ngram_options if self._uses_ngram else None
-            room = MAX_WINDOW * (self._policies["lag"] + 1) + 2
-            self.memory_plan = plan_memory(
-                self.target,
-                self.draft,
-                max_running=self.max_batch_size,
-                wanted_tokens=self.max_batch_size * (self.max_context + room + self.page_size),
-                kv_tokens=self.kv_tokens,
-                window=self.default_shapes.tokens,
-                ngram_log=ngram.max_bytes if ngram is not None else 0,
-                prefill_tokens=self._policies["prefill_tokens"],
-                max_context=self.max_context,
-                kv_dtype=self.kv_dtype,
-            )
-            self._fit_context(self.memory_plan.kv_tokens)
-            options = EngineOptions(
-                max_running=self.max_batch_size,
-                max_context=self.max_context,
-                kv_tokens=self.memory_plan.kv_tokens,
-                page_size=self.page_size,
-                kv_dtype=self.kv_dtype,
-                batch_sizes=_batch_sizes(self._batch_sizes, self.max_batch_size, self._on_gpu),
-                **self._policies,
+            self.memory_plan = plan_memory(self.target, self.draft, self.config)
+            self.config = _fit_context(
+                self.config.replace(kv_tokens=self.memory_plan.kv_tokens, kv_memory=None)
             )
             grammars = None
             if self.tokenizer is not None:
-                ends = self.config.eos_token_ids
-                grammars = partial(GrammarCompiler, self.tokenizer, self.config.vocab_size, ends)
-            self._engine = Engine(self.target, self.draft, options, grammars, ngram)
-        wanted = self.default_shapes if shape is None else ShapeTable.parse(shape)
-        self._check_shapes(wanted)
+                model = self.target.config
+                grammars = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
+            self._engine = Engine(self.target, self.draft, self.config, grammars)
+        wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if self._engine.shapes != wanted:
             self._engine.use_shape(wanted)
         return self._engine
 
-    def _fit_context(self, kv_tokens: int) -> None:
-        """Shorten the context to what one request alone may have of the pool.
-
-        Raises:
-            UserError: that is nothing.
-        """
-        ahead = (self._policies["lag"] + 1) * (self.default_shape.steps + 1) + 2
-        most = -(-kv_tokens // self.page_size) * self.page_size - ahead
-        if most < 2:
-            raise UserError(
-                f"The key-value pool holds {kv_tokens} tokens, too few for any request.",
-                "Give it more, or free memory.",
-            )
-        if most < self.max_context:
-            warnings.warn(
-                f"The key-value pool holds {kv_tokens} tokens, so the context is {most} instead of "
-                f"{self.max_context}.",
-                stacklevel=3,
-            )
-            self.max_context = most
-
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """A user turn (str), messages (list of dicts) or token ids (as they are) -> token ids."""
+        """Tokenise a user turn (str) or messages (list of dicts); token ids are returned as they are."""
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self.tokenizer is None:
@@ -333,21 +232,20 @@ class LLM:
             on_finish: called with (index, reply) as replies finish.
 
         Returns:
-            Replies in the order of the prompts. Raises UserError for an empty or too long prompt before any
-            work.
+            Replies in the order of the prompts.
+
+        Raises:
+            UserError: an empty or too long prompt, before any work.
         """
         if isinstance(prompts, str):
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
-        sampling_params = (
-            [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
-        )
-        if len(sampling_params) != len(prompts):
+        given = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(given) != len(prompts):
             raise UserError(
-                f"{len(prompts)} prompts have {len(sampling_params)} sampling parameters.",
-                "Give one for each prompt.",
+                f"{len(prompts)} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
             )
         engine = self.engine(None if shape is None else ShapeTable.parse(shape))
-        requests = [self.make_request(*pair) for pair in zip(prompts, sampling_params, strict=True)]
+        requests = [self.make_request(*pair) for pair in zip(prompts, given, strict=True)]
         for i, request in enumerate(requests):
             try:
                 engine.check_request(request)
@@ -376,7 +274,7 @@ class LLM:
         return [request.output() for request in requests]
 
     def make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
-        """A request for the engine of this model: tokenised, numbered in the order of the calls."""
+        """Make a request for the engine: tokenised, and numbered in the order of the calls."""
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(self.tokenizer, stop=params.stop)
@@ -388,10 +286,11 @@ class LLM:
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """The target's logits after every token of ``ids`` -> ``[T, V]``, in one forward without a cache."""
+        """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
+        cache."""
         device = self.target.embed_tokens.weight.device
         tokens = torch.tensor(ids, device=device)
-        scale = self.config.attention_scale
+        scale = self.target.config.attention_scale
         out = self.target(
             tokens,
             torch.arange(len(ids), device=device),
@@ -400,31 +299,41 @@ class LLM:
         return self.target.logits(out.hidden)
 
 
+def _fit_context(config: ResolvedConfig) -> ResolvedConfig:
+    """Shorten the context to what one request alone may have of the pool. Raise UserError where that is
+    nothing."""
+    most = config.num_pages * config.page_size - config.room(config.shape.at(1).steps)
+    if most < 2:
+        raise UserError(
+            f"The key-value pool holds {config.kv_tokens} tokens, too few for any request.",
+            "Give it more, or free memory.",
+        )
+    if most >= config.max_context:
+        return config
+    warnings.warn(
+        f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
+        f"{config.max_context}.",
+        stacklevel=3,
+    )
+    return config.replace(max_context=most)
+
+
 def _dtype(name: str, device: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
-    if name not in dtypes:
-        raise UserError(f"The dtype {name!r} is not known.", f"Use auto, {', '.join(dtypes)}.")
-    return dtypes[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """Of the pool; None for the model's."""
-    if name not in ("auto", "fp8_e4m3"):
-        raise UserError(f"The key-value dtype {name!r} is not known.", "Use auto or fp8_e4m3.")
-    if name == "auto":
-        return None
+def _check_fp8(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
             "Keys and values in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or later.",
             "Leave the key-value dtype at auto.",
         )
-    return torch.float8_e4m3fn
 
 
 def choose_device(name: str) -> str:
-    """The device that ``name`` means on this machine. Raises UserError for one that there is not."""
+    """Choose the device of ``name`` on this machine. Raise UserError for one that does not exist."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.partition(":")[0] not in ("cpu", "cuda"):
@@ -432,13 +341,6 @@ def choose_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"The device {name} was asked for, but CUDA is not there.", "Use cpu or auto.")
     return name
-
-
-def _batch_sizes(given: Sequence[int] | None, largest: int, on_gpu: bool) -> tuple[int, ...]:
-    """Sizes that batches are padded to, the largest batch last."""
-    if given is None:
-        given = [2**i for i in range(largest.bit_length())] if on_gpu else range(1, largest + 1)
-    return tuple(sorted({size for size in given if size < largest} | {largest}))
 
 
 def _progress_bar(total: int) -> Any:

@@ -1,7 +1,5 @@
-"""Memory planned once, before anything is taken: weights, pool, scratch, the largest buffers.
-
-Legend: B requests, N window nodes, V vocabulary.
-"""
+"""Memory plan of an engine, made before its pool is allocated: weights, pool, scratch, the largest
+buffers."""
 
 import os
 from collections.abc import Iterator
@@ -11,9 +9,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import packed_parts
+from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -21,12 +21,12 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
 LOGITS_COPIES = 2
-"""Logits in fp32 and the distribution made from them are there at once."""
+"""Logits in fp32 and the probabilities made from them exist at the same time."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use, and the pool's tokens.
+    """Bytes by use, and the size of the pool in tokens.
 
     Attributes:
         kv_tokens: tokens that the pool holds.
@@ -35,7 +35,7 @@ class MemoryPlan:
         weights, scratch, logits: bytes.
         activations: bytes of a layer's tensors in the largest prefill step.
         free: bytes that were free before the pool, weights already there.
-        ngram_log: bytes of host memory that a full log of n-grams takes.
+        ngram_log: bytes of host memory of a full log of n-grams.
     """
 
     kv_tokens: int
@@ -44,9 +44,9 @@ class MemoryPlan:
     weights: int
     scratch: int
     logits: int
+    activations: int
     free: int
     ngram_log: int = 0
-    activations: int = 0
 
     @property
     def pool(self) -> int:
@@ -66,48 +66,31 @@ class MemoryPlan:
         )
 
 
-def plan_memory(
-    target: LlamaModel,
-    draft: DraftModel | None,
-    *,
-    max_running: int,
-    wanted_tokens: int,
-    kv_tokens: int | None,
-    window: int = 16,
-    ngram_log: int = 0,
-    kv_dtype: torch.dtype | None = None,
-    prefill_tokens: int = 0,
-    max_context: int = 0,
-) -> MemoryPlan:
-    """Size the pool.
-
-    Args:
-        max_running: B.
-        wanted_tokens: what lets every request reach the context's end; the pool gets this, or what fits.
-        kv_tokens: the pool's size when the user gave one.
-        window: N that logits are computed for.
-        ngram_log: bytes of host memory that a full log of n-grams takes.
-        kv_dtype: of the pool; None takes the model's.
-        prefill_tokens: most tokens of a prefill step.
-        max_context: most tokens of a request, whose latents a prefill step expands.
+def plan_memory(target: LlamaModel, draft: DraftModel | None, config: ResolvedConfig) -> MemoryPlan:
+    """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
+    as much as fits.
 
     Raises:
-        UserError: the given size does not fit into the free memory.
+        UserError: the given size does not fit into the free memory, or no token does.
     """
-    config, weight = target.config, target.embed_tokens.weight
-    width = (kv_dtype or weight.dtype).itemsize
+    model, weight, batch = target.config, target.embed_tokens.weight, config.max_batch_size
+    width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
-    per_token = config.cache.values_per_token * width + of_draft
-    scratch = per_token * max_running * MAX_WINDOW
-    logits = LOGITS_COPIES * max_running * window * config.vocab_size * 4
-    values = prefill_tokens * _values_per_row(config) + max_context * _expanded_per_token(config)
+    per_token = model.cache.values_per_token * width + of_draft
+    scratch = per_token * batch * MAX_WINDOW
+    logits = LOGITS_COPIES * batch * config.shape.tokens * model.vocab_size * 4
+    values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
     activations = values * weight.element_size()
     needed = scratch + logits + activations
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
+    ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
     if weight.device.type == "cpu":
         free = max(0, free - ngram_log)
     room = int(FREE_SHARE[weight.device.type] * free) - needed
+    kv_tokens = config.kv_tokens
+    if config.kv_memory is not None:
+        kv_tokens = max(1, config.kv_memory // per_token)
     if kv_tokens is None and room < per_token:
         raise UserError(
             f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token.",
@@ -115,32 +98,33 @@ def plan_memory(
             + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
-        kv_tokens = max(1, min(wanted_tokens, room // per_token))
+        wanted = batch * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+        kv_tokens = max(1, min(wanted, room // per_token))
     elif kv_tokens * per_token > free - needed:
         raise UserError(
             f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free.",
-            "Lower kv_tokens.",
+            "Lower kv_tokens or kv_memory.",
         )
-    return MemoryPlan(kv_tokens, per_token, of_draft, weights, scratch, logits, free, ngram_log, activations)
+    return MemoryPlan(kv_tokens, per_token, of_draft, weights, scratch, logits, activations, free, ngram_log)
 
 
 def _values_per_row(config: TargetConfig) -> int:
-    """Values of a token that are there at once in a layer: the residual stream, a sum, its norm, captured
-    states, and queries, keys, values and their mix, or the MLP's gate, up, and product."""
+    """Values of a token that exist at the same time in a layer: the residual stream, a sum, its norm,
+    captured states, and queries, keys, values and their mix, or the MLP's gate, up, and product."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size)
 
 
 def _expanded_per_token(config: TargetConfig) -> int:
-    """Values of the keys and values that latent attention makes of a token for a prefill step."""
+    """Values of the keys and values that latent attention expands a token to in a prefill step."""
     if config.mla is None:
         return 0
     return config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim)
 
 
 def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:
-    """Every weight once, and the copies that a CPU keeps in another layout."""
+    """Iterate over every weight once, and over the packed copies that a CPU keeps."""
     parts = () if draft is None else vars(draft).values()
     models = [target, *(part for part in parts if isinstance(part, nn.Module))]
     seen = set()
@@ -152,7 +136,7 @@ def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Ten
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on ``device``."""
+    """Bytes that are free on ``device``."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""One reply as its reader sees it: deltas until the finish reason, or what went wrong."""
+"""ReplyStream of one request as an async iterator of deltas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,14 +16,14 @@ class Overloaded(Exception):
 
 
 class EngineFailed(Exception):
-    """The engine raised what it should not: while it took this request, or in a step, which ends its thread
-    and with it every request (HTTP 500)."""
+    """The engine raised an unexpected error: in the admission of this request, or in a step, which ends its
+    thread and with it every request (HTTP 500)."""
 
 
 @dataclass
 class Delta:
-    """What a request emitted since the last one: text, tokens, their log-probabilities when asked for, and at
-    the end the finish reason."""
+    """Addition to a reply: text, tokens, their log-probabilities when asked for, and at the end the finish
+    reason."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -39,23 +39,23 @@ class Delta:
 
 
 class Observer(Protocol):
-    """Told of latencies as they arise, in the engine's thread; cheap and never raising."""
+    """Observer of latencies, called in the engine's thread; cheap and never raising."""
 
     def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
-        """``num_tokens`` came ``seconds`` after the ones before, or after the arrival when ``first``."""
+        """Observe ``num_tokens``, ``seconds`` after the ones before, or after the arrival when ``first``."""
 
     def finished(self, request: "Request") -> None:
-        """The request has its finish reason."""
+        """Observe the end of a request."""
 
 
 class ReplyStream:
-    """One admitted request, as its reader sees it: an async iterator of :class:`Delta`, the last of which has
-    the finish reason.
+    """ReplyStream of an admitted request: an async iterator of :class:`Delta`, the last of which has the
+    finish reason.
 
-    :meth:`close` may be called at any time, any number of times; it aborts what has not finished.
+    :meth:`close` may be called at any time, any number of times; it aborts an unfinished request.
 
     Attributes:
-        company: the replies that were added together, this one among them; they are answered together.
+        company: replies of the same HTTP request, this one among them.
     """
 
     def __init__(self, request: "Request", abort: Callable[["ReplyStream"], None]) -> None:
@@ -82,7 +82,7 @@ class ReplyStream:
         return delta
 
     async def collect(self) -> Delta:
-        """Everything until the end as one delta."""
+        """Wait for the end -> the reply as one delta."""
         whole = Delta()
         async for delta in self:
             whole.add(delta)
@@ -94,7 +94,7 @@ class ReplyStream:
             self._abort(self)
 
     def put(self, news: "Delta | Exception") -> None:
-        """Called on the loop only. Nothing follows an error."""
+        """Add news, on the loop only. Nothing follows an error."""
         if self._error is not None:
             return
         if isinstance(news, Exception):

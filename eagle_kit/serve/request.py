@@ -1,4 +1,4 @@
-"""A request while it is served."""
+"""Request in service."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """One reply in the making. The caller fills in the first five; all else is the engine's.
+    """Request and its reply so far. The caller fills in the first five fields; the others belong to the
+    engine.
 
     Attributes:
-        number: unique among the requests of an engine; lower ones came first.
+        number: unique among the requests of an engine; lower ones arrived first.
         priority: larger is served first.
         stream: turns tokens into text and finds stop texts; None for token ids only.
         token_ids: the reply so far.
         logprobs: one entry per token of the reply when they were asked for.
         finish_reason: set once.
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
-        num_shared_tokens: tokens whose pages were shared at the last admission, its own of before a
-            preemption included.
+        num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
+            included.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: pages that the device's table has; -1 when it must be written anew.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
-        match: how far the reply has come in its grammar.
+        match: state of its grammar.
         epoch: raised whenever the request leaves the batch, so that results on their way are dropped.
         arrived_at, admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds.
     """
@@ -67,7 +68,7 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that prefill enters: all but the last of the reply, which is the next window's root."""
+        """Tokens that prefill computes: all but the last of the reply, which is the next window's root."""
         return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
 
     @property
@@ -83,7 +84,7 @@ class Request:
         return self.prompt_ids[start:] + self.token_ids[max(0, start - prompt) : stop - prompt]
 
     def output(self) -> RequestOutput:
-        """What the user gets."""
+        """Make the output for the user."""
         return RequestOutput(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids,

@@ -1,29 +1,30 @@
-"""Who is served next: a policy on one screen.
+"""Scheduling policy of requests.
 
 Requests wait in the order of priority, then arrival. A step first gives every decoding request the pages it
-may write in this cycle; when there are none left, the request that is last in that order gives all of its own
-back and waits again (it is computed anew later, out of the prefix cache where that still holds it). What is
-left of the step's token budget goes to prompts: those begun first, then new ones as long as a slot and pages
-are free. Nobody overtakes: a request that does not fit yet keeps those behind it waiting.
+may write in this cycle; when there are none left, the request that is last in that order is preempted: it
+gives all of its pages back and waits again (it is recomputed later, from the prefix cache where that still
+has it). The rest of the step's token budget goes to prompts: those begun first, then new ones as long as a
+slot and pages are free. A request that does not fit yet keeps those behind it waiting.
 """
 
 import heapq
 from typing import NamedTuple
 
+from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.serve.request import Request
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens start..stop-1 of a request, to be computed in this step."""
+    """Prompt tokens start..stop-1 of a request, computed in this step."""
 
     request: Request
     start: int
     stop: int
 
 
-class SchedulerOutput(NamedTuple):
-    """One step: prompt ``chunks``, then a cycle for ``decoding``. ``preempted`` left the batch."""
+class StepPlan(NamedTuple):
+    """Work of one step: prompt ``chunks``, then a cycle for ``decoding``. ``preempted`` left the batch."""
 
     chunks: list[Chunk]
     decoding: list[Request]
@@ -31,28 +32,20 @@ class SchedulerOutput(NamedTuple):
 
 
 class Scheduler:
-    """Decides; computes nothing. Owns the queue, the running list and the slots; allocates pages.
+    """Owner of the queue, the running list and the slots; allocates pages.
 
     Args:
-        max_running: slots.
-        prefill_tokens: most prompt tokens of one step, over all requests.
+        config: slots and most prompt tokens of one step, over all requests.
         room: tokens behind its known ones that a request may need pages for in the next cycle.
-        needs_last: whether the last token of a cached beginning is computed again for its hidden state.
+        needs_last: whether the last token of a cached prefix is computed again for its hidden state.
     """
 
-    def __init__(
-        self, page_pool: PagePool, *, max_running: int, prefill_tokens: int, room: int, needs_last: bool
-    ) -> None:
-        self.page_pool, self.prefill_tokens, self.room, self.needs_last = (
-            page_pool,
-            prefill_tokens,
-            room,
-            needs_last,
-        )
+    def __init__(self, page_pool: PagePool, config: ResolvedConfig, *, room: int, needs_last: bool) -> None:
+        self.page_pool, self.prefill_tokens = page_pool, config.prefill_tokens
+        self.room, self.needs_last = room, needs_last
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
-        self._slots = list(range(max_running - 1, -1, -1))
-        self.num_preemptions = 0
+        self._slots = list(range(config.max_batch_size - 1, -1, -1))
 
     @property
     def waiting(self) -> list[Request]:
@@ -63,8 +56,8 @@ class Scheduler:
         """Put a request into the queue."""
         heapq.heappush(self._waiting, (*_rank(request), request))
 
-    def plan(self) -> SchedulerOutput:
-        """Decide the next step, and allocate its pages."""
+    def plan(self) -> StepPlan:
+        """SchedulerOutput the next step, and allocate its pages."""
         preempted = self._make_room()
         decoding = [request for request in self.running if not request.is_prefilling]
         budget, chunks = self.prefill_tokens, []
@@ -79,10 +72,10 @@ class Scheduler:
                 break
             chunks.append(self._chunk(request, start, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        return SchedulerOutput(chunks, decoding, preempted)
+        return StepPlan(chunks, decoding, preempted)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is; its pages are let go."""
+        """Take a request out of the queue or the batch, and release its pages."""
         if request.slot < 0:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
@@ -94,7 +87,8 @@ class Scheduler:
         self.page_pool.release(request.allocation)
 
     def _make_room(self) -> list[Request]:
-        """Pages for the next cycle of everybody who decodes, first come first."""
+        """PageAllocation pages for the next cycle of every decoding request, in order -> the preempted
+        ones."""
         preempted: list[Request] = []
         for request in sorted(self.running, key=_rank):
             if request.slot < 0 or request.is_prefilling:
@@ -116,15 +110,15 @@ class Scheduler:
         self.page_pool.publish(request.allocation, request.tokens(0, done))
         self.remove(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
         self.add(request)
 
     def _admit(self, request: Request) -> int | None:
-        """Give the first of the queue a slot and pages -> the first token to compute, or None."""
+        """Admit the first request of the queue -> the first token to compute, or None when it does not
+        fit."""
         wanted = request.num_to_compute
         shared = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.prefix_cache else []
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
-        # A page is left for each running request to grow into, or the newcomer would be sent back at once.
+        # A page is left for each running request to grow into, or the new one would be preempted at once.
         allocation = self.page_pool.allocate(shared, need)
         if allocation is None:
             return None

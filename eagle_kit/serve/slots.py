@@ -1,4 +1,4 @@
-"""What the device knows of every running request, a row each.
+"""Per-request device state, one row per slot.
 
 Legend: M slots, P pages a request may have, V vocabulary.
 """
@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from eagle_kit.kernels.transfer import to_device
-from eagle_kit.serve.cycle import CycleState
-from eagle_kit.speculation.propose.drafter import Drafter, DraftState
+from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.state import CycleState
 
 
 class Slots:
     """Tables of M requests and, last, of a dummy that pads batches: it owns no page and stays inactive.
 
     Args:
-        dummy_page: what page tables name where a request has no page.
-        topk: candidates that a draft keeps; the drafter may be None.
+        dummy_page: entry of page tables where a request has no page.
+        drafter: of the draft states; None in ordinary decoding.
+        topk: candidates that a draft keeps.
     """
 
     def __init__(
@@ -44,7 +45,11 @@ class Slots:
         self.page_table[slot, : len(pages)] = to_device(pages, self.page_table.device)
 
     def join(
-        self, slots: torch.Tensor, seq_lens: torch.Tensor, roots: torch.Tensor, draft: DraftState | None
+        self,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        roots: torch.Tensor,
+        draft: tuple[torch.Tensor, ...] | None,
     ) -> None:
         """Put requests whose prompt is computed into ``slots`` int64 ``[n]``."""
         self.seq_lens[slots] = seq_lens
@@ -54,14 +59,14 @@ class Slots:
                 mine[slots] = new
 
     def gather(self, rows: torch.Tensor) -> CycleState:
-        """The state of the batch in ``rows`` int64 ``[B]``."""
-        draft = None if self.draft is None else self.draft.__class__(*(t[rows] for t in self.draft))
+        """Gather the state of the batch in ``rows`` int64 ``[B]``."""
+        draft = None if self.draft is None else type(self.draft)(*(part[rows] for part in self.draft))
         return CycleState(
             self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft
         )
 
     def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
-        """Take over what a cycle changed."""
+        """Write back the state after a cycle, and the counts of the replies."""
         self.seq_lens[rows] = state.seq_lens
         self.roots[rows] = state.roots
         if self.draft is not None and state.draft is not None:
@@ -71,8 +76,8 @@ class Slots:
             self.counts[rows] = counts
 
     def start_counts(self, slot: int, vocab_size: int, tokens: Sequence[int], root: torch.Tensor) -> None:
-        """Count a request's reply for its penalties: ``tokens`` the host knows, or the ``root [1]`` it does
-        not know yet."""
+        """Count the tokens of a request's reply for its penalties: ``tokens`` that the host knows, or, when
+        it knows none yet, the ``root [1]``."""
         if self.counts is None:
             shape = (self.dummy + 1, vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self.roots.device)

@@ -1,7 +1,7 @@
-"""Tokens to text while they arrive: what is safe to show, and where a stop text ends the reply.
+"""Incremental detokenisation with stop texts.
 
-Two things are held back. The end of a text may be the first bytes of a character (it decodes to U+FFFD), and
-it may be the beginning of a stop text. Both are released by :meth:`TextStream.finish` when nothing follows.
+Two things are held back: the end of a text that may be the first bytes of a character (it decodes to U+FFFD),
+and the beginning of a stop text. Both are released by :meth:`TextStream.finish` when nothing follows.
 
 ``tokenizers.decoders.DecodeStream`` is not used: it cannot release what it holds back at the end of a reply,
 it raises when a run of byte tokens turns out to be ill-formed, and it decodes an ever longer window while the
@@ -17,10 +17,10 @@ MAX_HELD_IDS = 32
 
 
 class Detokenizer:
-    """Incremental decoding: the pieces that :meth:`push` and :meth:`flush` return join to the decoded text.
+    """Incremental decoder: the pieces that :meth:`push` and :meth:`flush` return join to the decoded text.
 
-    A window of recent tokens is decoded every time, and what is new in it is returned. It starts with tokens
-    whose text was already returned, since decoders treat the first token in a special way (SentencePiece
+    A window of recent tokens is decoded every time, and its new text is returned. It starts with tokens whose
+    text was already returned, since decoders treat the first token in a special way (SentencePiece
     drops its leading space).
 
     Args:
@@ -37,7 +37,7 @@ class Detokenizer:
         self._shown = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decode further tokens -> the text that they settle, without an unfinished character at the end."""
+        """Decode further tokens -> their text, without an unfinished character at the end."""
         self._window += token_ids
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
@@ -50,14 +50,14 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text held back until now; an unfinished character is U+FFFD."""
+        """Release the text held back; an unfinished character is U+FFFD."""
         return self._show(self._decode(self._window))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _show(self, text: str) -> str:
-        """Return what ``text``, the decoded window, adds, and start the next window with it."""
+        """Return the addition of ``text``, the decoded window, and start the next window with it."""
         # By length, not as a prefix: byte tokens that were a character turn into U+FFFD when ill-formed ones
         # follow them (SentencePiece), and what was shown stays.
         new = text[len(self._shown) :]
@@ -70,7 +70,8 @@ class Detokenizer:
         return new
 
     def _cut(self, text: str) -> str:
-        """Show the front of a long run of ill-formed bytes, up to a place that no later byte can change."""
+        """Release the front of a long run of ill-formed bytes, up to a place that no later byte can
+        change."""
         for cut in range(len(self._window) - 8, len(self._window) - 4):
             front, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
             if front + rest == text and front.startswith(self._shown):
@@ -81,7 +82,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one reply while its tokens arrive.
+    """Text of one reply while its tokens arrive.
 
     Of several stop texts the one that is complete first ends the reply, of two that are complete at the same
     character the one that began first; so the text does not depend on how it was cut into tokens.
@@ -92,7 +93,7 @@ class TextStream:
         skip_special_tokens: leave special tokens out of the text.
 
     Attributes:
-        text: everything that is safe to show by now; it only grows.
+        text: final text so far; it only grows.
         stopped: whether a stop text was completed.
     """
 
@@ -122,7 +123,7 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """Release what is held back: no more tokens come. May be called again."""
+        """Release the text held back, after the last token. May be called again."""
         if self.stopped:
             return
         if not self._take(self._detokenizer.flush()):
@@ -130,7 +131,7 @@ class TextStream:
             self._held = ""
 
     def _take(self, new: str) -> bool:
-        """Add settled text; returns whether it completes a stop text."""
+        """Add decoded text -> True when it completes a stop text."""
         if not new:
             return False
         text = self._held + new

@@ -160,7 +160,7 @@ def test_windows_are_verified_behind_the_context(llm):
     assert one.shape == (1, 1) and eight.shape == (1, 8)
     (prompt,) = random_prompts(llm, 1, 40)
     # The root of a window is its own token, so plain decoding's next one follows from the same keys.
-    assert 0 <= int(one[0, 0]) < llm.config.vocab_size and len(prompt) == 40
+    assert 0 <= int(one[0, 0]) < llm.target.config.vocab_size and len(prompt) == 40
 
 
 @pytest.fixture

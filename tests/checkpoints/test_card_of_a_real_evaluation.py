@@ -13,7 +13,8 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.eval.runner import run_eval
+from eagle_kit.config.eval import EvalConfig
+from eagle_kit.eval.runner import name_drafts, run_eval
 from eagle_kit.eval.summary import find_row
 from eagle_kit.models.loading.loader import load_target
 
@@ -44,15 +45,12 @@ def evaluate(tmp_path: Path, drafts: list[Path]) -> dict[str, Any]:
         rows = [{"id": f"p{i}", "category": "ab"[i % 2], "turns": [f"{task} {i}"]} for i in range(4)]
         path = tmp_path / f"{task}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tasks.append(path)
+        tasks.append(str(path))
     return run_eval(
         "a-target",
-        drafts,
-        tasks,
-        ["3,1,4", "3,2,6"],
+        name_drafts(drafts),
+        EvalConfig(tasks=tasks, shapes=("3,1,4", "3,2,6"), max_tokens=13, plots=False),
         out=tmp_path / "eval",
-        max_tokens=13,
-        plots=False,
         quiet=True,
         command="eagle-kit eval --draft checkpoints/draft",
         engines=engines,

@@ -9,6 +9,8 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.eval.identity import compare_outputs
@@ -41,12 +43,14 @@ def test_a_draft_from_the_disk_is_measured_and_its_answers_are_plain(
     target, head, task = folders
     summary = run_eval(
         target,
-        [head],
-        [task],
-        ["3,1,4", "3,2,6"],
+        {"head": head},
+        EvalConfig(
+            tasks=(str(task),),
+            shapes=("3,1,4", "3,2,6"),
+            max_tokens=19,
+            engine=EngineConfig(max_batch_size=batch_size),
+        ),
         out=tmp_path,
-        max_tokens=19,
-        batch_size=batch_size,
         quiet=True,
     )
     assert summary["greedy_identical"] is True and summary["num_compared"] == 2 * 4
@@ -85,7 +89,11 @@ def test_a_draft_of_another_target_is_refused_before_anything_is_written(
     save_draft(head, tmp_path / "other", metadata={})
     with pytest.raises(UserError, match="80"):
         run_eval(
-            target, [tmp_path / "other"], [task], ["3,1,4"], out=tmp_path / "out", quiet=True, plots=False
+            target,
+            {"other": tmp_path / "other"},
+            EvalConfig(tasks=(str(task),), shapes=("3,1,4",), plots=False),
+            out=tmp_path / "out",
+            quiet=True,
         )
     assert not (tmp_path / "out").exists()
 

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from fake_llm import VOCABULARY, FakeLLM
 
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
 from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.identity import first_difference
-from eagle_kit.eval.runner import run_eval
+from eagle_kit.eval.runner import name_drafts, run_eval
 from eagle_kit.eval.summary import find_row
 
 SHAPES = ["2,1,3", "3,2,6"]
@@ -56,9 +58,16 @@ def evaluate(prompts: Path, out: Path, fakes: Fakes, **options: Any) -> dict[str
         "shapes": SHAPES,
         "max_tokens": 13,
         "plots": False,
-        "quiet": True,
     }
-    return run_eval("a-target", tasks=[prompts], out=out, engines=fakes, **{**defaults, **options})
+    given = {**defaults, **options}
+    drafts = name_drafts(given.pop("drafts"), given.pop("draft_names", None))
+    command, quiet = given.pop("command", None), given.pop("quiet", True)
+    engine = EngineConfig(
+        **{name: given.pop(name) for name in ("dtype", "device", "max_context") if name in given},
+        max_batch_size=given.pop("batch_size", 1),
+    )
+    config = EvalConfig(tasks=(str(prompts),), engine=engine, **given)
+    return run_eval("a-target", drafts, config, out=out, quiet=quiet, command=command, engines=fakes)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -243,7 +252,7 @@ def test_plain_decoding_alone_needs_no_draft(prompts: Path, tmp_path: Path) -> N
         ({"shapes": ["none"]}, "ordinary decoding"),
         ({"shapes": ["2,1,3", "2,1,3"]}, "given twice"),
         ({"shapes": []}, "No shape"),
-        ({"batch_size": 0}, "batch size"),
+        ({"batch_size": 0}, "batch_size"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"draft_names": ["a", "b"]}, "2 draft names"),
         ({"drafts": ["x/head1", "x/head1"]}, "given twice"),

@@ -9,9 +9,10 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_trained import trained_models
 
+from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import ShapeTable
-from eagle_kit.serve.graph import EagerGraph, GraphMode, GraphRunner
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import Runner
 from tests.gpu.place import DEVICE, ON_GPU, pick

@@ -12,7 +12,6 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write
 from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
-from eagle_kit.speculation.verify.proposal import BlockVerification, RejectionSampling, Relaxed, TargetOnly
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 
@@ -23,7 +22,7 @@ SAMPLING_PARAMS = {
     "penalised": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2},
     "with logprobs": {"temperature": 0.8, "seed": 4, "logprobs": 3},
 }
-MODES = ("cycle", "phases")
+MODES = ("cycle",)
 HOST_SECONDS, MOST_HOST_SECONDS = 150e-6, 2e-3
 """What a cycle may take of the host: the aim, which is reported, and what is a fault."""
 
@@ -44,12 +43,15 @@ def test_graphs_say_what_eager_cycles_say(mode, shape, sampling):
 
 
 DRAFTS = {
-    "target only, tree": ("5,4,16", {"verifier": TargetOnly()}),
-    "relaxed, tree": ("5,4,16", {"verifier": Relaxed(0.4, 0.7)}),
-    "rejection, chain": ("4,1,5", {"verifier": RejectionSampling(), "sampled_drafts": True}),
-    "block, chain": ("4,1,5", {"verifier": BlockVerification(), "sampled_drafts": True}),
+    "target only, tree": ("5,4,16", {"verifier": "target-only"}),
+    "relaxed, tree": ("5,4,16", {"accept_threshold_single": 0.4, "accept_threshold_acc": 0.7}),
+    "rejection, chain": ("4,1,5", {"verifier": "rejection", "sampled_drafts": True}),
+    "block, chain": ("4,1,5", {"verifier": "block", "sampled_drafts": True}),
     "target only, static tree": ("5,4,26", {"tree": "static"}),
-    "relaxed, static tree": ("5,4,26", {"tree": "static", "verifier": Relaxed(0.4, 0.7)}),
+    "relaxed, static tree": (
+        "5,4,26",
+        {"tree": "static", "accept_threshold_single": 0.4, "accept_threshold_acc": 0.7},
+    ),
     "rejection, static tree": ("5,4,26", {"tree": "static", "sampled_drafts": True}),
     "n-grams": ("6,4,12", {"algorithm": "NGRAM"}),
     "a whole model": ("3,1,4", {"whole": True}),

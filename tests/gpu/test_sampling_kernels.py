@@ -19,6 +19,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.speculation.verify.proposal import (
     BlockVerification,
     Deterministic,
+    DraftOutput,
     RejectionSampling,
     Relaxed,
     SampledChain,
@@ -202,10 +203,10 @@ def test_verifiers_walk_as_in_fp64(name, vocab, batch, nodes, dtype):
     tree = Tree(tokens, parents, depths, torch.ones_like(tokens))
     roots = torch.randint(0, 30000, (batch,), generator=by, device=DEVICE)
     probs = probabilities(distribution)
-    options = (proposal, verifier, sampling.seeds, roots, steps)
-    theirs = accept(probs, tree, *options, backend="reference")
-    assert_agreed("of a distribution", accept(distribution, tree, *options, backend="triton"), theirs)
-    assert_agreed("of probabilities", accept(probs, tree, *options, backend="triton"), theirs)
+    window, options = DraftOutput(tree, proposal), (verifier, sampling.seeds, roots, steps)
+    theirs = accept(probs, window, *options, backend="reference")
+    assert_agreed("of a distribution", accept(distribution, window, *options, backend="triton"), theirs)
+    assert_agreed("of probabilities", accept(probs, window, *options, backend="triton"), theirs)
     if batch > 1:
         assert theirs.num_accepted.sum() > 0
 

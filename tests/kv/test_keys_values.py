@@ -14,6 +14,7 @@ from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.rope import reference as rope
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.keys_values import PagedKV, Segment
+from eagle_kit.kv.store import PoolLayout
 from eagle_kit.serve import llm as facade
 from eagle_kit.serve.llm import LLM
 
@@ -28,11 +29,11 @@ def needs_fp8(device):
         pytest.skip("this GPU has no fp8")
 
 
-def make(first_slot=0, device="cpu", **options):
-    """Store of 4 slots per page, filled unless it is fp8, and the pages of three requests."""
+def make(first_slot=0, device="cpu", store_dtype=None, **options):
+    """A store of 4 slots a page, filled where it is not fp8, and the pages of three requests."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {"num_pages": 30, "page_size": 4, "max_batch_size": 3, "window": 8}
-    kv = PagedKV(2, 2, 16, **sizes, first_slot=first_slot, device=device, **options)
+    layout = PoolLayout(30, 4, 3, window=8, dtype=store_dtype)
+    kv = PagedKV(2, 2, 16, layout, first_slot=first_slot, device=device, **options)
     if kv.k.element_size() > 1:
         for part in (kv.k, kv.v):
             part.copy_(torch.randn(part.shape, generator=generator))

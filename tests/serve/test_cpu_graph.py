@@ -18,7 +18,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.cpu_graph import CpuGraphs, Recording
-from eagle_kit.serve.graph import CaptureError, Lengths
+from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths
 from eagle_kit.serve.llm import LLM
 from tests.serve.test_deepseek_heads import KINDS, models, plain
 from tests.serve.test_graph import SAMPLING_PARAMS, replies
@@ -101,7 +101,7 @@ READS = {
 def test_a_body_that_looks_at_numbers_is_not_recorded_and_still_right(read):
     graphs = CpuGraphs(record_after=1)
     for x in (torch.tensor([2.0, 3.0]), torch.tensor([1.0, -4.0])):
-        got = graphs.run("read", read, READS[read], x, lambda: None, NO_LENGTHS)
+        got = graphs.run(GraphCall("read", read, READS[read], x, lambda: None, NO_LENGTHS))
         assert torch.equal(got, READS[read](x))
     assert graphs.num_graphs == 0 and len(graphs._refused) == 1
     with pytest.raises(CaptureError, match="reads numbers on the host"):
@@ -121,7 +121,7 @@ def test_what_cannot_be_written_down_stays_right(name):
     with torch.inference_mode():
         for x in (torch.tensor([5.0, 7.0]), torch.tensor([1.0, 3.0])):
             wanted = REFUSED[name](x)
-            got = graphs.run("refused", name, REFUSED[name], x, lambda: None, NO_LENGTHS)
+            got = graphs.run(GraphCall("refused", name, REFUSED[name], x, lambda: None, NO_LENGTHS))
             assert torch.equal(got, wanted) and got.dtype == wanted.dtype
     assert graphs.num_graphs == 0
 
@@ -145,9 +145,9 @@ def test_a_draw_is_refused_and_what_ran_does_not_run_twice():
         runs.append(x)
         return x + torch.rand(2, generator=torch.Generator().manual_seed(3))
 
-    first = graphs.run("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS)
+    first = graphs.run(GraphCall("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS))
     assert len(runs) == 1 and graphs.num_graphs == 0
-    assert torch.equal(graphs.run("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS), first)
+    assert torch.equal(graphs.run(GraphCall("draw", 0, body, torch.ones(2), lambda: None, NO_LENGTHS)), first)
 
 
 class Choosing:
@@ -167,7 +167,7 @@ def test_each_choice_has_its_recording():
     def run(*rows):
         rows = torch.tensor(rows)
         lengths = Lengths(choosing.slots, rows)
-        got = graphs.run("choose", 0, choosing.body, rows, lambda: rows, lengths)
+        got = graphs.run(GraphCall("choose", 0, choosing.body, rows, lambda: rows, lengths))
         assert torch.equal(got, choosing.body(rows))
         return graphs.num_graphs
 
@@ -202,8 +202,8 @@ def test_recordings_are_few(monkeypatch):
     for turn in range(3):
         for size in range(1, 9):
             x = torch.ones(size)
-            graphs.run("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)
-            graphs.run("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)
+            graphs.run(GraphCall("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS))
+            graphs.run(GraphCall("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS))
             assert graphs.num_graphs == min(3, 8 * turn + size) and len(graphs._runs) <= 5
 
 

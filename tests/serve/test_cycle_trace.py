@@ -5,19 +5,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
+from tiny_engine import resolved
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
-from eagle_kit.serve.cycle import CycleSettings, cycle, verify_cycle
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.cycle import CycleModels, CycleSettings, cycle, verify_cycle
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import EAGLE1_SHAPE
 from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
-from eagle_kit.speculation.propose.drafter import DraftOutput
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
-from eagle_kit.speculation.verify.proposal import Deterministic, RejectionSampling, Relaxed
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 BATCH = 3
 SAMPLING_PARAMS = {
@@ -40,10 +40,10 @@ def test_the_cycle_needs_no_host(shape, sampling, backend):
     ("shape", "options"),
     [
         ("4,1,5", {"sampled_drafts": True}),
-        ("4,1,5", {"sampled_drafts": True, "verifier": RejectionSampling()}),
+        ("4,1,5", {"sampled_drafts": True, "verifier": "rejection"}),
         (str(EAGLE1_SHAPE), {"tree": "static"}),
         (str(EAGLE1_SHAPE), {"tree": "static", "sampled_drafts": True}),
-        ("5,4,16", {"verifier": Relaxed(0.5, 0.9)}),
+        ("5,4,16", {"accept_threshold_single": 0.5, "accept_threshold_acc": 0.9}),
     ],
     ids=["block", "rejection", "static", "static sampled", "relaxed"],
 )
@@ -62,11 +62,16 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
     allowed = torch.rand(BATCH, shape.tokens, target.config.vocab_size) < 0.5
     with _traced(backend):
         state = engine.runner.slots.gather(torch.arange(BATCH))._replace(draft=None)
-        draft = DraftOutput(tree, Deterministic())
+        window = DraftOutput(tree, Deterministic())
         out = verify_cycle(
-            target, engine.runner.kv, None, state, draft, settings, _sampling_batch(sampling, target), allowed
+            CycleModels(target, engine.runner.kv),
+            state,
+            window,
+            settings,
+            _sampling_batch(sampling, target),
+            allowed,
         )
-    assert out.tokens.shape == (BATCH, shape.steps + 1)
+    assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
 
 
 def _trace(backend: str, sampling: str, shape: str, **options) -> None:
@@ -74,15 +79,15 @@ def _trace(backend: str, sampling: str, shape: str, **options) -> None:
     runner = engine.runner
     with _traced(backend):
         state = runner.slots.gather(torch.arange(BATCH))
-        out = cycle(target, runner.kv, runner.drafter, state, settings, _sampling_batch(sampling, target))
-    assert out.tokens.shape == (BATCH, shape.steps + 1)
-    assert out.logprobs.ids.shape == (BATCH, shape.steps + 1, 3)
+        out = cycle(runner.models, state, settings, _sampling_batch(sampling, target))
+    assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
+    assert out.emitted.logprobs.ids.shape == (BATCH, shape.steps + 1, 3)
     assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
 
 
 def _engine(shape: str, **options):
     target, shape = tiny_target(), SpecShape.parse(shape)
-    options = EngineOptions(max_running=BATCH, max_context=128, kv_tokens=600, **options)
+    options = resolved(BATCH, 128, kv_tokens=600, **options)
     engine = Engine(target, Eagle3DraftModel(tiny_head(target), target), options)
     engine.use_shape(shape)
     return (

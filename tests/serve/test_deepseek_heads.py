@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import randomise, tiny_head
 from tiny_engine import PROMPTS as FIVE
-from tiny_engine import serve
+from tiny_engine import resolved, serve
 from tiny_mixtures import YARN, run
 from tiny_mtp import save_target
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,7 @@ from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.cycle import CycleSettings, cycle
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
@@ -55,7 +55,7 @@ class Models:
         self, kind, shape, batch=1, page_size=16, max_tokens=10, prompts=PROMPTS, record=None, **options
     ):
         draft = None if kind is None else self.draft(kind)
-        sizes = EngineOptions(batch, 256, **{"kv_tokens": batch * 450, "page_size": page_size, **options})
+        sizes = resolved(batch, 256, **{"kv_tokens": batch * 450, "page_size": page_size, **options})
         engine = Engine(self.target, draft, sizes)
         engine.use_shape(SpecShape.parse(shape))
         if record is not None:
@@ -220,7 +220,7 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind)
     for module in (*target.modules(), *draft.head.modules()):
         module.__dict__.pop("_packed", None)
     for batch in (1, 4):
-        engine = Engine(target, draft, EngineOptions(batch, 128, kv_tokens=batch * 300, page_size=16))
+        engine = Engine(target, draft, resolved(batch, 128, kv_tokens=batch * 300, page_size=16))
         engine.use_shape(SpecShape(3, 1, 4))
         requests = [Request(i, list(p), SamplingParams(max_tokens=33)) for i, p in enumerate(PROMPTS)]
         serve(engine, requests)
@@ -230,12 +230,12 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cycle_needs_no_host(models, kind):
     shape = SpecShape(3, 1, 4)
-    engine = Engine(models.target, models.draft(kind), EngineOptions(3, 128, kv_tokens=900, page_size=16))
+    engine = Engine(models.target, models.draft(kind), resolved(3, 128, kv_tokens=900, page_size=16))
     engine.use_shape(shape)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         state = engine.runner.slots.gather(torch.arange(3))
-        out = cycle(models.target, engine.runner.kv, engine.runner.drafter, state, CycleSettings(shape, 192))
-    assert out.tokens.shape == (3, 4)
+        out = cycle(engine.runner.models, state, CycleSettings(shape, 192))
+    assert out.emitted.tokens.shape == (3, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,7 +252,7 @@ def test_a_cycle_replayed_from_buffers_says_the_same(models, plain, kind):
 def test_the_pool_holds_latents_of_target_and_draft(models, kind):
     draft = models.draft(kind)
     layers = 4 + (3 if "x 3" in kind else 1)
-    plan = plan_memory(models.target, draft, max_running=2, wanted_tokens=100, kv_tokens=None)
+    plan = plan_memory(models.target, draft, resolved(2, 100))
     assert plan.bytes_per_token == 4 * layers * (36 + 8)
 
 
@@ -288,7 +288,7 @@ def test_a_token_map_limits_what_a_module_proposes(models, plain):
     hot = torch.tensor([4, 2, 9, 0, 7])
     draft = models.draft("mtp")
     limited = type(draft)(draft.head, models.target, hot)
-    engine = Engine(models.target, limited, EngineOptions(2, 256, kv_tokens=900, page_size=16))
+    engine = Engine(models.target, limited, resolved(2, 256, kv_tokens=900, page_size=16))
     engine.use_shape(SpecShape(3, 4, 8))
     requests = [Request(i, list(p), SamplingParams(max_tokens=10)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)

@@ -4,7 +4,7 @@ back."""
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_engine import PROMPTS, decode, make_engine, serve
+from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -12,11 +12,10 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.drafter import DraftOutput
-from eagle_kit.speculation.propose.ngram import NgramOptions
+from eagle_kit.speculation.verify.proposal import DraftOutput
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
@@ -102,7 +101,7 @@ def test_the_longest_chain_fits_the_pool(models):
 
 def test_what_a_rejected_token_left_behind_is_never_read(models):
     engine = make_engine(models, max_context=64)
-    for kv in (engine.runner.kv, engine.runner._drafter.kv):
+    for kv in (engine.runner.kv, engine.runner.drafter.kv):
         kv.k[:, :, kv.trash_row] = kv.v[:, :, kv.trash_row] = float("nan")
     engine.use_shape(SpecShape(4, 1, 5))
     request = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
@@ -118,7 +117,7 @@ def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
     first = []
     for n in (1, 2, 5, 16):
         bits = chain_bits(n, torch.device("cpu"))[None]
-        table = torch.arange(engine.runner.max_pages)[None]
+        table = torch.arange(engine.config.max_pages)[None]
         attend = engine.runner.kv.window_attend(table, torch.tensor([0]), bits, n, 64)
         first.append(llm.target.logits(llm.target(torch.arange(n) + 3, torch.arange(n), attend).hidden)[0])
     assert all(torch.equal(logits, first[0]) for logits in first[1:])
@@ -131,12 +130,13 @@ class KnowsTheAnswer:
         self.real, self.answers, self.prompt_lens, self.wrong_at = proposer, answers, prompt_lens, wrong_at
         self.capture, self.empty_state = proposer.capture, proposer.empty_state
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
-        self.prefill, self.extend = proposer.prefill, proposer.extend
+        self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
+        self.check_shape = proposer.check_shape
 
-    def propose(self, state, roots, seq_lens, page_table, shape, num_columns, sampling):
-        tree, proposal = self.real.propose(state, roots, seq_lens, page_table, shape, num_columns)
+    def propose(self, state, shape, num_columns, sampling):
+        tree, proposal = self.real.propose(state, shape, num_columns)
         tokens, parents = tree.tokens.clone(), tree.parents.clone()
-        for b, length in enumerate(seq_lens.tolist()):
+        for b, length in enumerate(state.seq_lens.tolist()):
             done = length - self.prompt_lens[b] + 1
             node = 0
             for depth in range(shape.steps):
@@ -155,7 +155,7 @@ def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
     plain = decode(models, max_tokens=31)
     engine = make_engine(models, batch=5, max_context=128, page_size=3)
     engine.use_shape(SpecShape(5, 4, 11))
-    engine.runner._drafter = KnowsTheAnswer(
+    engine.runner.drafter = KnowsTheAnswer(
         engine.runner.drafter, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at
     )
     requests = [Request(i, list(p), SamplingParams(max_tokens=31)) for i, p in enumerate(PROMPTS)]
@@ -284,8 +284,8 @@ def test_the_shape_may_follow_the_batch(models, shapes, options):
 def test_ngrams_may_follow_the_batch(models):
     target, _ = models
     expected = decode(models, None, batch=4)
-    options = EngineOptions(max_running=4, max_context=256, kv_tokens=2000)
-    engine = Engine(target, None, options, ngram=NgramOptions())
+    options = resolved(4, 256, kv_tokens=2000, algorithm="NGRAM")
+    engine = Engine(target, None, options)
     engine.use_shape(ShapeTable.parse("5,4,16 3:none"))
     requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)

@@ -12,7 +12,6 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.verify.proposal import RejectionSampling, Relaxed
 
 SAMPLING_PARAMS = {
     "warm": {"temperature": 0.8},
@@ -145,8 +144,8 @@ def plain_counts(trained):
         {"shape": "3,1,4", "seed": 1},
         {"shape": "3,3,8", "seed": 2},
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
-        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": RejectionSampling()},
-        {"shape": "3,3,8", "seed": 5, "verifier": Relaxed(1.0, 1.0)},
+        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
+        {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
     ],
 )
 def test_twenty_thousand_continuations_have_the_distribution_of_plain_sampling(
@@ -163,7 +162,9 @@ def test_twenty_thousand_continuations_have_the_distribution_of_plain_sampling(
 
 
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
-    counts = _pair_counts(trained, 20_000, shape="3,3,8", seed=6, verifier=Relaxed(0.1, 0.3))
+    counts = _pair_counts(
+        trained, 20_000, shape="3,3,8", seed=6, accept_threshold_single=0.1, accept_threshold_acc=0.3
+    )
     both = counts + plain_counts
     seen = both > 20
     freedom = int(seen.sum()) - 1
@@ -184,8 +185,8 @@ def test_sampled_drafts_leave_greedy_requests_alone(models):
 
 def test_a_verifier_that_does_not_fit_the_drafts_is_refused(models):
     with pytest.raises(UserError, match="does not fit"):
-        make_engine(models, sampled_drafts=True, verifier=Relaxed(0.5, 0.5))
+        make_engine(models, sampled_drafts=True, verifier="relaxed")
     with pytest.raises(UserError, match="does not fit"):
-        make_engine(models, verifier=RejectionSampling())
+        make_engine(models, verifier="rejection")
     with pytest.raises(UserError, match="is a tree"):
         make_engine(models, sampled_drafts=True).use_shape(SpecShape(5, 4, 16))

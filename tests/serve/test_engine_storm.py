@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import tiny_target
+from tiny_engine import resolved
 
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.cycle import Emitted
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Results
-from eagle_kit.speculation.propose.ngram import NgramOptions
 
 STOP = 5
 
@@ -25,9 +26,10 @@ class RandomRunner:
 
     def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool) -> None:
         self.rng, self.page_size = random.Random(seed), page_size
-        self.shapes, self.drafter, self._drafter, self.pending = ShapeTable.parse(shape), None, None, ()
+        self.shapes, self.drafter, self.pending = ShapeTable.parse(shape), None, ()
         if shape.steps and not ngram:
-            self.drafter = object()  # asked only whether it is there
+            self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None)
+        self.models = SimpleNamespace(drafter=self.drafter)
 
     def use_shape(self, shapes):
         self.shapes = shapes
@@ -46,7 +48,9 @@ class RandomRunner:
             return None
         counts = torch.tensor([0 if request.token_ids else 1 for request in ended])
         tokens = torch.tensor([[self._token()] for _ in ended])
-        return Results(ended, [request.epoch for request in ended], HostCopy((tokens, counts, None)), False)
+        return Results(
+            ended, [request.epoch for request in ended], HostCopy(Emitted(tokens, counts, None)), None
+        )
 
     def decode(self, requests, longest, ngram=None):
         shape = self.shapes.at(len(requests))
@@ -61,12 +65,14 @@ class RandomRunner:
         assert len({request.slot for request in requests}) == len(requests)
         for request in requests:
             assert request.num_tokens - 1 <= longest
-            unseen = sum(results.copy.wait()[0].shape[1] for results in self.pending if request in results[0])
+            unseen = sum(
+                results.copy.wait().tokens.shape[1] for results in self.pending if request in results.requests
+            )
             assert len(request.allocation) * self.page_size >= request.num_tokens - 1 + unseen + width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy((tokens, counts, None)), True, num_drafts)
+        return Results(requests, epochs, HostCopy(Emitted(tokens, counts, None)), num_drafts)
 
 
 class RandomMatch:
@@ -107,12 +113,11 @@ def _prompt(rng: random.Random) -> list[int]:
 )
 def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, share_of_grammars):
     rng = random.Random(page_size)
-    options = EngineOptions(
-        max_running=8, max_context=60, kv_tokens=128, page_size=page_size, prefill_tokens=24, lag=lag
-    )
-    ngram = NgramOptions(capacity=500) if with_ngram else None
+    options = {"algorithm": "NGRAM", "ngram": {"capacity": 500}} if with_ngram else {}
+    sizes = {"kv_tokens": 128, "page_size": page_size, "prefill_tokens": 24, "lag": lag}
+    config = resolved(8, 60, **sizes, **options)
     target = tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,))
-    engine = Engine(target, None, options, ngram=ngram)
+    engine = Engine(target, None, config)
     shape = SpecShape.parse(shape)
     engine.runner = RandomRunner(page_size, page_size, shape, with_ngram)
     engine.runner.pending = engine._pending

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
+from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.runner import CycleInputs, CycleSettings
-from eagle_kit.speculation.verify.proposal import BlockVerification
+from eagle_kit.serve.runner import CycleInputs
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -30,7 +30,7 @@ def test_sampled_drafts_and_plain_decoding_go_with_one_another():
 
 def test_a_verifier_of_sampled_drafts_needs_sampled_drafts():
     with pytest.raises(UserError, match="BlockVerification does not fit"):
-        LLM(tiny_target(), verifier=BlockVerification()).engine()
+        LLM(tiny_target(), verifier="block").engine()
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -53,7 +53,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(lag):
 
 def test_what_is_refused_is_refused_before_any_work():
     llm = make(shape="3,1,4")
-    top = llm.config.vocab_size
+    top = llm.target.config.vocab_size
     with pytest.raises(UserError, match="logit_bias names"):
         llm.generate([[1, 2], [3]], SamplingParams(max_tokens=4, logit_bias={top: 1.0}))
     assert not llm.engine().has_work and llm.engine().totals.num_finished == {}
@@ -121,12 +121,12 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
     while request.is_prefilling or not request.token_ids:
         engine.step()
     runner = engine.runner
-    inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling([request], 0))
+    inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling.of_cycle([request], 0, False))
     shape = runner.shapes.at(1)
     settings = CycleSettings(shape, 128, None, runner.verifier(shape))
-    runner._cycle(inputs, settings)
+    runner.run_cycle(inputs, settings)
     with torch.inference_mode(), _HostTensors() as host:
-        runner._cycle(inputs, settings)
+        runner.run_cycle(inputs, settings)
     # The reference of attention looks at lengths on a CPU: once a window, never in a kernel.
     windows = sum(level.depth > 0 for level in getattr(runner.drafter, "_levels", ())) or shape.steps - 1
     assert host.found <= windows + 2

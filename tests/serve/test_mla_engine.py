@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import randomise, tiny_head
-from tiny_engine import PROMPTS, decode, make_engine, serve
+from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from tiny_mixtures import LITE_YARN, YARN, randomised, v2, v3
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -119,8 +119,8 @@ def test_what_a_rejected_token_left_behind_is_never_read(models):
 def test_a_whole_model_with_latents_of_its_own_drafts(models, plain):
     target = models[0]
     engine = make_engine((target, None), batch=3)
-    engine = type(engine)(target, StandaloneDraftModel(target), engine.options)
-    assert isinstance(engine.runner._drafter.kv, PagedLatents)
+    engine = type(engine)(target, StandaloneDraftModel(target), engine.config)
+    assert isinstance(engine.runner.drafter.kv, PagedLatents)
     engine.use_shape(SpecShape(4, 1, 5))
     requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
@@ -137,9 +137,8 @@ def test_the_cycle_needs_no_host(models, shape):
     engine.use_shape(shape)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         state = engine.runner.slots.gather(torch.arange(3))
-        kv, drafter = engine.runner.kv, engine.runner.drafter
-        out = cycle(models[0], kv, drafter, state, CycleSettings(shape, 192))
-    assert out.tokens.shape == (3, shape.steps + 1)
+        out = cycle(engine.runner.models, state, CycleSettings(shape, 192))
+    assert out.emitted.tokens.shape == (3, shape.steps + 1)
 
 
 def test_a_cycle_replayed_from_buffers_says_the_same(models, plain):
@@ -155,12 +154,12 @@ def test_a_cycle_replayed_from_buffers_says_the_same(models, plain):
 def test_the_pool_holds_latents_and_the_drafts_keys(models):
     target, head = models
     draft = Eagle3DraftModel(head, target)
-    plan = plan_memory(target, draft, max_running=2, wanted_tokens=100, kv_tokens=None)
+    plan = plan_memory(target, draft, resolved(2, 100))
     latents, keys = 4 * (36 + 8), 2 * head.config.num_kv_heads * head.config.head_dim
     assert plan.bytes_per_token == 4 * (latents + keys)
     engine = make_engine(models)
     assert engine.runner.kv.bytes_per_token == 4 * latents
-    assert engine.runner._drafter.kv.bytes_per_token == 4 * keys
+    assert engine.runner.drafter.kv.bytes_per_token == 4 * keys
 
 
 def test_deepseek_v3_keeps_576_values_a_layer():
@@ -200,7 +199,7 @@ def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
     first = []
     for n in (1, 2, 5, 16):
         bits = chain_bits(n, torch.device("cpu"))[None]
-        table = torch.arange(engine.runner.max_pages)[None]
+        table = torch.arange(engine.config.max_pages)[None]
         attend = engine.runner.kv.window_attend(table, torch.tensor([0]), bits, n, 64)
         first.append(llm.target.logits(llm.target(torch.arange(n) + 3, torch.arange(n), attend).hidden)[0])
     assert all(torch.equal(logits, first[0]) for logits in first[1:])

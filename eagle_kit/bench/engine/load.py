@@ -20,13 +20,13 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import CycleSettings, CycleState, verify
+from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import GraphRunner
+from eagle_kit.serve.graph import CycleGraphs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import DraftOutput
-from eagle_kit.speculation.verify.proposal import Deterministic
+from eagle_kit.speculation.state import CycleState
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 ROOM = 768
 """Tokens behind a context: 96 cycles of the deepest shape."""
@@ -50,7 +50,7 @@ def loaded(target: LlamaModel, draft: DraftModel | None, batch: int, context: in
 def random_prompts(llm: LLM, batch: int, context: int, seed: int = 0) -> list[list[int]]:
     """Token ids of ``batch`` different prompts of ``context`` tokens."""
     rng = random.Random(seed)
-    return [rng.choices(range(5, llm.config.vocab_size), k=context) for _ in range(batch)]
+    return [rng.choices(range(5, llm.target.config.vocab_size), k=context) for _ in range(batch)]
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def decoding(llm: LLM, prompts: Sequence[list[int]], shape: SpecShape | None = N
 class _Clocked:
     """A graph runner whose runs are timed."""
 
-    def __init__(self, graphs: GraphRunner) -> None:
+    def __init__(self, graphs: CycleGraphs) -> None:
         self.graphs, self.seconds = graphs, 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +144,7 @@ def _random_tree(llm: LLM, nodes: int) -> Tree:
     depths = torch.zeros_like(parents)
     for j in range(1, nodes):
         depths[:, j] = depths.gather(1, parents[:, j : j + 1])[:, 0] + 1
-    tokens = torch.randint(llm.config.vocab_size, (1, nodes), device=device)
+    tokens = torch.randint(llm.target.config.vocab_size, (1, nodes), device=device)
     return Tree(tokens, parents, depths, ancestor_bits(parents, nodes))
 
 
@@ -152,11 +152,12 @@ def _random_tree(llm: LLM, nodes: int) -> Tree:
 def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
     """Verify one tree -> the tokens that a cycle would emit."""
     runner, nodes, device = llm.engine(NO_SPECULATION).runner, tree.tokens.shape[1], tree.tokens.device
-    pages = torch.arange(runner.max_pages, device=device)[None]
+    pages = torch.arange(runner.config.max_pages, device=device)[None]
     one = torch.ones(1, dtype=torch.int64, device=device)
     state = CycleState(pages, context * one, tree.tokens[:, 0], one.bool(), None)
     shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
     settings = CycleSettings(shape, -(-(context + nodes) // COLUMNS) * COLUMNS)
     with runner.linear_forms.measuring():
         draft = DraftOutput(tree, Deterministic())
-        return verify(llm.target, runner.kv, None, state, draft, settings).accepted.tokens
+        models = CycleModels(llm.target, runner.kv)
+        return verify(models, state, draft, settings).accepted.tokens

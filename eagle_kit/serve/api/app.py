@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit import __version__
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.middleware import RequestContext
@@ -12,7 +13,6 @@ from eagle_kit.serve.api.routes_generate import add_generation_routes
 from eagle_kit.serve.api.routes_operate import add_operation_routes
 from eagle_kit.serve.api.routes_tokens import add_token_routes
 from eagle_kit.serve.api.service import Service
-from eagle_kit.serve.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,7 +24,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def check_packages() -> None:
-    """Raises UserError that names the first package the server lacks."""
+    """Raise UserError that names the first missing package."""
     from importlib.util import find_spec
 
     for name in NEEDED:
@@ -34,22 +34,21 @@ def check_packages() -> None:
             )
 
 
-def create_app(llm: "LLM", engine: "Engine", settings: ServerSettings) -> "FastAPI":
-    """An application that serves one model.
+def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
+    """Make an application that serves one model.
 
-    The engine's thread runs from the application's start to its end; ``app.state.service`` is what the routes
-    use.
+    The engine's thread runs from the application's start to its end; the routes use ``app.state.service``.
 
     Args:
         llm: tokenizer and templates.
         engine: made by ``llm.engine(shape)``; from now on the application's alone.
-        settings: names and limits.
+        config: name and limits.
     """
     check_packages()
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
 
-    service = Service(llm, engine, settings)
+    service = Service(llm, engine, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,12 +64,12 @@ def create_app(llm: "LLM", engine: "Engine", settings: ServerSettings) -> "FastA
     add_operation_routes(app, service)
     # Everything is raised up to the outermost layer, which writes errors in one place.
     app.add_exception_handler(HTTPException, _raise_in_our_shape)
-    app.add_middleware(RequestContext, api_key=settings.api_key)
+    app.add_middleware(RequestContext, api_key=config.api_key)
     return app
 
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:
-    """Unknown paths and methods, which the framework finds."""
+    """Convert errors of the framework: unknown paths and methods."""
     raise ApiError(
         error.status_code, f"{request.method} {request.url.path}: {error.detail}.", headers=error.headers
     )

@@ -1,8 +1,8 @@
-"""The engine for an event loop: one thread steps it, coroutines add requests and read what they emit.
+"""Engine of an event loop: one thread steps it, coroutines add requests and read their tokens.
 
 Everything of the engine happens in its thread. The loop hands it requests and aborts through an inbox, and
-gets news back in one call per step. What a request has emitted and nobody has read yet is merged into one
-:class:`Delta`, so a slow reader costs memory for one reply and no more.
+gets news back in one call per step. Unread tokens of a request are merged into one :class:`Delta`, so a slow
+reader costs memory for one reply and no more.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from eagle_kit.serve.request import Request
 
 MAX_COMPILE_S = 10.0
-"""What takes longer to compile is refused. Estimates (`schema_rules`) refuse most of it before."""
+"""Longest time of compiling a grammar. Estimates (`schema_rules`) refuse most of the longer ones before."""
 MAX_COMPILING = 4
-"""Threads that compile, those included that nobody waits for any more: they cannot be stopped."""
+"""Most threads that compile, abandoned ones included: they cannot be stopped."""
 Health = Literal["ok", "draining", "unhealthy"]
 
 
 class _Arrival(NamedTuple):
-    """A request on its way into the engine, and who waits to hear that it was taken."""
+    """Request on its way into the engine, and the future of its admission."""
 
     reply: ReplyStream
     taken: "asyncio.Future[None]"
 
 
 class _Progress:
-    """How much of a live request its reader was given; the engine's thread owns it."""
+    """Progress of a live request's reader; owned by the engine's thread."""
 
     def __init__(self, reply: ReplyStream, now: float) -> None:
         self.reply = reply
@@ -45,13 +45,13 @@ class _Progress:
 
 
 class AsyncEngine:
-    """Runs an engine in a thread of its own.
+    """Engine in a thread of its own.
 
     Make it, :meth:`start` it in the event loop that uses it, :meth:`shutdown` it in the same loop.
 
     Args:
-        engine: nobody else may touch it between start and the end of shutdown, but read its counters and
-            prepare requests.
+        engine: exclusive between start and the end of shutdown, but for its counters and the preparation of
+            requests.
         capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
             raise :class:`Overloaded`.
         observer: told of latencies.
@@ -82,14 +82,14 @@ class AsyncEngine:
 
     @property
     def health(self) -> Health:
-        """``"ok"``, ``"draining"`` while it shuts down, ``"unhealthy"`` when its thread has failed."""
+        """State: ``"ok"``, ``"draining"`` during shutdown, ``"unhealthy"`` when the thread has failed."""
         if self.failure is not None:
             return "unhealthy"
         return "draining" if self.draining.is_set() else "ok"
 
     @property
     def num_live(self) -> int:
-        """Requests that were taken and have not finished, those on their way included."""
+        """Admitted requests that have not finished, those on their way included."""
         return len(self._live)
 
     def start(self) -> None:
@@ -142,11 +142,12 @@ class AsyncEngine:
             reply.close()
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
-        """Take nothing more, let what runs finish for ``grace_s`` seconds, abort the rest, end the thread.
+        """Admit nothing more, let running requests finish for ``grace_s`` seconds, abort the rest, end the
+        thread.
 
-        Readers of aborted requests get what there is, with the finish reason ``"abort"``. Requests that were
-        still waiting are refused at once, those without a token at the end: their readers get
-        :class:`Overloaded`.
+        Readers of aborted requests get the tokens so far, with the finish reason ``"abort"``. Waiting
+        requests are
+        rejected at once, those without a token at the end: their readers get :class:`Overloaded`.
         """
         self.draining.set()
         self._refuse(lambda request: request.admitted_at == 0.0)
@@ -164,7 +165,7 @@ class AsyncEngine:
             self._thread.join()
 
     def check_room(self, count: int) -> None:
-        """Raises what :meth:`add` would raise now for ``count`` requests, whatever they are."""
+        """Raise the errors of :meth:`add` for ``count`` requests."""
         if self.failure is not None:
             raise EngineFailed("The engine has failed; the server must be restarted.")
         if self.draining.is_set():
@@ -179,8 +180,8 @@ class AsyncEngine:
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:
-        """Compile a grammar, one at a time, in a thread that is left behind when it takes too long, when its
-        client goes, and at shutdown; the process ends without it."""
+        """Compile a grammar, one at a time, in a daemon thread that is abandoned when it takes too long, when
+        its client leaves, and at shutdown."""
         async with self._compiling:
             self.check_room(0)
             if self._num_compiling >= MAX_COMPILING:
@@ -206,7 +207,7 @@ class AsyncEngine:
             raise error
 
     def _compile(self, request: "Request", done: "asyncio.Future[BaseException | None]") -> None:
-        """In a thread of its own."""
+        """Compile a request's grammar, in a thread of its own."""
         error: BaseException | None = None
         try:
             self.engine.prepare(request)
@@ -228,7 +229,7 @@ class AsyncEngine:
             self._num_reserved -= count
 
     def _refuse(self, is_idle: "Callable[[Request], bool]") -> None:
-        """End those live replies that, with all their company, are ``is_idle``: try again elsewhere."""
+        """Reject HTTP requests all of whose choices are idle (503)."""
         idle = [reply for reply in self._live if all(is_idle(each.request) for each in reply.company)]
         for reply in idle:
             self._abort(reply)
@@ -291,7 +292,7 @@ class AsyncEngine:
             self._call(self._ended.set)
 
     def _turn(self) -> bool:
-        """Take the inbox and step once; returns False when it is time to end."""
+        """Process the inbox and step once; returns False at the end of the thread."""
         with self._wake:
             while not (self._inbox or self._closed or self.engine.has_work):
                 self._wake.wait()
@@ -333,7 +334,7 @@ class AsyncEngine:
         self._publish([reply.request])
 
     def _publish(self, requests: "Sequence[Request]") -> None:
-        """Send what is new of these requests, in one call to the loop."""
+        """Send the news of these requests, in one call to the loop."""
         news: list[tuple[ReplyStream, Delta | Exception]] = []
         now = time.perf_counter()
         for request in requests:

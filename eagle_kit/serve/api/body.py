@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded, JSON, and exactly what a model allows."""
+"""Request bodies: bounded in size, JSON, validated strictly."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,8 +22,8 @@ bounded before: a megabyte of empty lists would stop the event loop for seconds 
 
 
 def body_of(model: type[ModelT], max_bytes: int, draining: asyncio.Event) -> Callable[..., Awaitable[ModelT]]:
-    """A FastAPI dependency that reads a body and validates it as ``model``. A body that is still on its way
-    when the server is ``draining`` is not waited for."""
+    """Make a FastAPI dependency that reads a body and validates it as ``model``. A body that is still on its
+    way when the server is ``draining`` is not waited for."""
     from fastapi import Request
 
     async def read(request: Request) -> ModelT:
@@ -36,7 +36,8 @@ def body_of(model: type[ModelT], max_bytes: int, draining: asyncio.Event) -> Cal
 
 
 def parse(model: type[ModelT], body: bytes) -> ModelT:
-    """JSON in strict mode: no conversions, lone surrogates or numbers out of range. Raises ApiError 400."""
+    """Parse JSON in strict mode: no conversions, lone surrogates or numbers out of range. Raises ApiError
+    400."""
     for sign, most in MAX_PARTS.items():
         if (count := body.count(sign)) > most:
             cause = f"The body has {count} times the sign {sign.decode()}, {most} are allowed."

@@ -1,4 +1,4 @@
-"""Routes whose bodies we read ourselves, in the OpenAPI description all the same."""
+"""OpenAPI description of routes that read their bodies themselves."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,15 @@ MEANINGS = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Documentation of error responses; all known ones without arguments."""
+    """Document error responses; without arguments all known ones."""
     return {
         status: {"model": ErrorResponse, "description": MEANINGS[status]} for status in statuses or MEANINGS
     }
 
 
 def body_schema(app: "FastAPI", model: type[BaseModel]) -> dict[str, Any]:
-    """``openapi_extra`` of a route with a body of ``model``, whose definitions join the app's components."""
+    """Make ``openapi_extra`` of a route with a body of ``model``, and add its definitions to the app's
+    components."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = {**schema.pop("$defs", {}), model.__name__: schema}
     _components(app).update(definitions)

@@ -29,7 +29,7 @@ TAG = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]|[A-Z]\w*")
 
 
 class ApiError(Exception):
-    """An error response.
+    """Error response.
 
     Args:
         status: HTTP status, 400 to 599.
@@ -53,13 +53,13 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON to send."""
+        """JSON body of the response."""
         kind = TYPES.get(self.status, INVALID if self.status < 500 else "internal_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception as the response it deserves; what is not known here is a defect, 500."""
+    """Convert an exception to an error response; an unknown one is a defect, 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -74,7 +74,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The one of pydantic's complaints that went deepest, which is the branch the sender meant."""
+    """Convert the deepest of pydantic's errors, which is in the branch that the sender meant."""
     if (count := error.error_count()) > MAX_MISTAKES:  # to list them would take long, and much memory
         return ApiError(400, f"The body has {count} mistakes. Compare it with /docs.", code="many_mistakes")
     details = error.errors(include_url=False, include_input=False, include_context=False)

@@ -1,4 +1,4 @@
-"""What one client may ask for: replies at a time, and requests per minute."""
+"""Limits per client: replies at a time, and requests per minute."""
 
 import time
 from collections import Counter
@@ -9,12 +9,11 @@ from eagle_kit.serve.api.errors import ApiError
 
 @dataclass
 class ClientLimits:
-    """Counts per client address, on the event loop only.
-
-    Requests per minute are a bucket per client that holds a minute's worth and refills evenly.
+    """Limits per client address, used on the event loop only. Requests per minute are a token bucket per
+    client.
 
     Attributes:
-        max_parallel: replies one client may have in the works, or None.
+        max_parallel: replies that one client may have in progress, or None.
         per_minute: requests of one client per minute, or None.
     """
 
@@ -28,7 +27,7 @@ class ClientLimits:
         if self.max_parallel is not None and self._parallel[client] + num_replies > self.max_parallel:
             raise ApiError(
                 429,
-                f"The client has {self._parallel[client]} replies in the works and asks for {num_replies} "
+                f"The client has {self._parallel[client]} replies in progress and asks for {num_replies} "
                 f"more; {self.max_parallel} are allowed.",
                 code="too_many_parallel_requests",
                 headers={"Retry-After": "1"},
@@ -38,7 +37,7 @@ class ClientLimits:
         self._parallel[client] += num_replies
 
     def leave(self, client: str, num_replies: int) -> None:
-        """The request is over."""
+        """End a request of ``num_replies`` replies."""
         self._parallel[client] -= num_replies
         if self._parallel[client] <= 0:
             del self._parallel[client]

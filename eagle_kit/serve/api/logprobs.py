@@ -14,12 +14,12 @@ from eagle_kit.serve.text_stream import REPLACEMENT, Detokenizer
 T = TypeVar("T")
 FEW_TOKENS = 32
 LOWEST = -9999.0
-"""What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
+"""OpenAI's value for a token of probability zero; JSON has no infinity."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenNames:
-    """Tokens as texts and bytes, each found once; they are few, and every top token of a reply asks."""
+    """Cache of tokens as texts and bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -35,7 +35,7 @@ class TokenNames:
         return found
 
     def written(self, token: int) -> str:
-        """Its text; a part of a character is written as ``bytes:\\xe2``, as OpenAI did."""
+        """Text of a token; a part of a character is written as ``bytes:\\xe2``, as OpenAI did."""
         text, content = self.of(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if REPLACEMENT in text else text
 
@@ -51,15 +51,15 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where the tokens of one reply begin in its text: behind what was settled before them, so that the
-    second part of a character begins where the first does."""
+    """Offsets of the tokens of one reply in its text. The second part of a character has the offset of the
+    first."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._offset = 0
 
     def push(self, tokens: Sequence[int]) -> list[int]:
-        """The offsets of further tokens, in characters."""
+        """Compute the offsets of further tokens, in characters."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -77,7 +77,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The shape of `/v1/chat/completions`."""
+    """Convert to the shape of `/v1/chat/completions`."""
 
     def top(token: int, logprob: float) -> dict[str, Any]:
         text, content = names.of(token)
@@ -96,8 +96,8 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[To
 def completion_logprobs(
     names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """The shape of `/v1/completions`; ``offsets`` has read the reply's tokens before these. The chosen token
-    is always among the top ones."""
+    """Convert to the shape of `/v1/completions`; ``offsets`` has read the reply's tokens before these. The
+    chosen token is always among the top ones."""
     return CompletionLogprobs(
         tokens=[names.written(token) for token in tokens],
         token_logprobs=[max(entry.logprob, LOWEST) for entry in entries],
@@ -113,7 +113,7 @@ def completion_logprobs(
 
 
 async def off_loop_if_long(build: Callable[..., T], names: TokenNames, delta: Delta, *more: Any) -> T:
-    """``build(names, tokens, entries, *more)``, beside the event loop where it takes long."""
+    """Call ``build(names, tokens, entries, *more)``, beside the event loop for many tokens."""
     arguments = (names, delta.token_ids, delta.logprobs, *more)
     if len(delta.token_ids) > FEW_TOKENS:
         return await asyncio.to_thread(build, *arguments)

@@ -46,7 +46,7 @@ class Metrics:
         )
 
     def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
-        """A request emitted tokens."""
+        """Observe the latency of tokens."""
         if first:
             self._first.observe(seconds)
         else:
@@ -54,70 +54,56 @@ class Metrics:
                 self._between.observe(seconds / num_tokens)
 
     def finished(self, request: "Request") -> None:
-        """A request has ended; one that never emitted anything has no latency."""
+        """Observe the latency of a request; one without tokens has none."""
         if request.last_token_at > 0:
             self._whole.observe(request.last_token_at - request.arrived_at)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """Render the exposition format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
 
 
 class _EngineCollector:
-    """Makes samples of an engine's own counters at every scrape, so that nothing is counted twice."""
+    """Collector of an engine's own counters, read at every scrape."""
 
     def __init__(self, engine: "Engine", model_name: str) -> None:
         self._engine, self._model = engine, model_name
 
     def collect(self) -> Iterable[Any]:
-        """All families; called by the registry."""
+        """Iterate over all families; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        def family(kind: Any, name: str, text: str, samples: Iterable[tuple[Any, float]], *label: str) -> Any:
+            made = kind(PREFIX + name, text, labels=["model_name", *label])
+            for value, count in samples:
+                made.add_metric([self._model, str(value)] if label else [self._model], count)
+            return made
+
         engine, totals = self._engine, self._engine.totals
-
-        def counter(name: str, text: str, value: float) -> Any:
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            return family
-
-        def gauge(name: str, text: str, value: float) -> Any:
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            return family
-
-        yield gauge("num_requests_running", "Requests in the batch.", engine.num_running)
-        yield gauge("num_requests_waiting", "Requests in the queue.", engine.num_waiting)
-        yield gauge("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage)
-        yield counter(
-            "num_preemptions", "Requests sent back to the queue for want of pages.", totals.num_preemptions
-        )
-        yield counter("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens)
-        yield counter(
-            "prompt_tokens_cached",
-            "Prompt tokens that the prefix cache held.",
-            totals.num_cached_prompt_tokens,
-        )
-        yield counter("generation_tokens", "Tokens of replies.", totals.num_generated_tokens)
-        yield counter("engine_steps", "Scheduling steps.", totals.num_steps)
-        success = CounterMetricFamily(
-            PREFIX + "request_success", "Requests by finish reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in sorted(dict(totals.num_finished).items()):
-            success.add_metric([self._model, reason], count)
-        yield success
-        spec = totals.spec
+        spec, accepted = totals.spec, list(totals.spec.num_accepted_at)
         num_drafts = spec.num_verifies if totals.num_draft_tokens else 0  # windows of one draft nothing
-        accepted = list(spec.num_accepted_at)
-        yield counter("spec_decode_num_drafts", "Verifies of a draft.", num_drafts)
-        yield counter("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens)
-        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted))
-        per_position = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts of which the token at this depth was accepted.",
-            labels=["model_name", "position"],
+        gauges = (
+            ("num_requests_running", "Requests in the batch.", engine.num_running),
+            ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
+            ("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage),
         )
-        for depth, count in enumerate(accepted):
-            per_position.add_metric([self._model, str(depth)], count)
-        yield per_position
+        counters = (
+            ("num_preemptions", "Requests preempted for want of pages.", totals.num_preemptions),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens in the prefix cache.", totals.num_cached_prompt_tokens),
+            ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
+            ("engine_steps", "Scheduling steps.", totals.num_steps),
+            ("spec_decode_num_drafts", "Verifies of a draft.", num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted)),
+        )
+        for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in table:
+                yield family(kind, name, text, [("", value)])
+        finished = sorted(dict(totals.num_finished).items())
+        text = "Requests by finish reason."
+        yield family(CounterMetricFamily, "request_success", text, finished, "finished_reason")
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth."
+        yield family(CounterMetricFamily, name, text, enumerate(accepted), "position")

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the API key, uncaught errors, and cleaning up whatever happens."""
+"""Middleware of every request: request id, API key, uncaught errors, cleanup."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""A request's parameters to what the engine takes."""
+"""Conversion of request parameters to :class:`SamplingParams`."""
 
 import json
 from typing import Any
@@ -7,6 +7,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 
+NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
 
@@ -14,24 +18,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 def sampling_params(
     body: Sampling, num_prompt_tokens: int, max_context: int, vocab_size: int
 ) -> list[SamplingParams]:
-    """Parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
+    """Make the parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
 
     Absent parameters have OpenAI's defaults: temperature 1, everything else neutral.
 
     Raises:
         UserError: more tokens than the context holds, or token ids outside the vocabulary.
     """
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_k = body.top_k or 0
+    given = {name: float(value) for name in NUMBERS if (value := getattr(body, name)) is not None}
     common: dict[str, Any] = {
         "max_tokens": _max_tokens(body, num_prompt_tokens, max_context),
-        "temperature": temperature,
-        "top_k": 0 if top_k == -1 else top_k,
-        "top_p": _or(body.top_p, 1.0),
-        "min_p": _or(body.min_p, 0.0),
-        "repetition_penalty": _or(body.repetition_penalty, 1.0),
-        "frequency_penalty": _or(body.frequency_penalty, 0.0),
-        "presence_penalty": _or(body.presence_penalty, 0.0),
+        "temperature": 1.0,
+        **given,
+        "top_k": max(body.top_k or 0, 0),
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
         "logprobs": _logprobs(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
@@ -45,12 +44,8 @@ def sampling_params(
     ]
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
-
-
 def _wrapped(seed: int) -> int:
-    """Into 64 bits, so that the largest seed has successors."""
+    """Wrap into 64 bits, so that the largest seed has successors."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

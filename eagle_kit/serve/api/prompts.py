@@ -1,5 +1,5 @@
-"""Messages and texts to token ids. A text that cannot fit is refused before it is tokenised, which takes a
-second per megabyte in the one thread that tokenises for everybody."""
+"""Tokenisation of messages and texts. A text that cannot fit is rejected before, since tokenising takes a
+second per megabyte in a thread shared by all requests."""
 
 import json
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def max_chars(llm: "LLM") -> int:
-    """Characters that the context holds if every token is the longest one: no longer text can fit."""
+    """Most characters that fit the context, with the longest token throughout."""
     return llm.max_context * max(map(len, llm.tokenizer.get_vocab()))
 
 
 def chat_prompt(
     llm: "LLM", messages: Sequence[Message], tools: Sequence[Tool] | None, most: int
 ) -> list[int]:
-    """Messages through the model's chat template, with the generation prompt.
+    """Tokenise messages by the model's chat template, with the generation prompt.
 
     Raises:
         UserError: there is no template, it refuses these messages, it has no place for tools, or there are
@@ -42,13 +42,13 @@ def chat_prompt(
 
 
 def text_prompt(llm: "LLM", text: str, most: int, add_special_tokens: bool = True) -> list[int]:
-    """A text as it is, without a chat template. Raises UserError for more than ``most`` characters."""
+    """Tokenise a text without a chat template. Raises UserError for more than ``most`` characters."""
     check_length(llm, len(text), most)
     return llm.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
 
 def check_length(llm: "LLM", num_chars: int, most: int) -> None:
-    """Raises UserError for more than ``most`` characters."""
+    """Raise UserError for more than ``most`` characters."""
     if num_chars > most:
         raise UserError(
             f"The prompt has {num_chars} characters, but a context of {llm.max_context} tokens holds at most "
@@ -63,7 +63,8 @@ def _num_chars(message: Message) -> int:
 
 
 def as_template_message(message: Message) -> dict[str, Any]:
-    """What chat templates expect: text as one string, a developer is the system, arguments are objects."""
+    """Convert a message for chat templates: text as one string, a developer is the system, arguments are
+    objects."""
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     content = message.content
     turn["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
@@ -99,7 +100,7 @@ def _render(llm: "LLM", turns: list[dict[str, Any]], tools: list[dict[str, Any]]
 
 
 def _guarded(render: Any) -> Any:
-    """Run a template, which is a program of the model's authors that may fail in any way on foreign turns."""
+    """Run a chat template, a foreign program that may fail in any way. Raises UserError."""
     try:
         return render()
     except UserError:

@@ -1,4 +1,4 @@
-"""What is sent to the server: every parameter it knows, strictly typed; all others are refused.
+"""Request bodies: every known parameter, strictly typed; all others are rejected.
 
 An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
 that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
@@ -18,7 +18,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
-"""A list that is not looked at behind its first wrong item, since a body can hold a million of them."""
+"""List whose validation stops at the first wrong item, since a body can hold a million of them."""
 
 
 class Strict(BaseModel):
@@ -109,7 +109,7 @@ class SchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the reply must be; with a schema it always is, whatever `strict` says."""
+    """Format of the reply; a schema is always enforced, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
@@ -130,7 +130,7 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What both completion endpoints take."""
+    """Parameters of both completion endpoints."""
 
     model: str | None = None
     stream: bool | None = None

@@ -1,4 +1,4 @@
-"""What the server sends: OpenAI's shapes, and ``speculation`` as an extension of ours."""
+"""Response bodies: OpenAI's shapes, and ``speculation`` as an extension of ours."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from eagle_kit.core.stats import SpecStats
 
 
 class CachedTokens(BaseModel):
-    """How many of the prompt's tokens the prefix cache held."""
+    """Tokens of the prompt that the prefix cache held."""
 
     cached_tokens: int = 0
 
@@ -33,7 +33,7 @@ class Speculation(BaseModel):
 
     @classmethod
     def of(cls, stats: SpecStats) -> "Speculation":
-        """From an engine's counts."""
+        """Convert an engine's counts."""
         return cls(
             accept_length=round(stats.accept_length, 4),
             num_verifies=stats.num_verifies,
@@ -91,7 +91,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What a chunk adds; what it lacks is left out, as OpenAI does it."""
+    """Addition of a chunk; absent fields are left out, as OpenAI does it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -106,7 +106,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """What a chunk adds to one reply."""
+    """Addition of a chunk to one reply."""
 
     index: int
     delta: ChatDelta
@@ -115,7 +115,7 @@ class ChatChunkChoice(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One of `n` texts of one of the prompts, or what a chunk adds to it."""
+    """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
     text: str
@@ -124,49 +124,43 @@ class CompletionChoice(BaseModel):
 
 
 class Response(BaseModel):
-    """What all responses begin with."""
+    """Common fields of responses and of their events. ``speculation`` is sent when asked for; the last event
+    may have it and the usage instead of choices."""
 
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str
+    choices: list[Any]
+    usage: Usage | None = None
+    speculation: Speculation | None = None
 
 
 class ChatResponse(Response):
-    """`POST /v1/chat/completions`; `speculation` when asked for."""
+    """`POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]
-    usage: Usage
-    speculation: Speculation | None = None
 
 
 class CompletionResponse(Response):
-    """`POST /v1/completions`; `speculation` when asked for."""
+    """`POST /v1/completions`."""
 
     choices: list[CompletionChoice]
-    usage: Usage
-    speculation: Speculation | None = None
 
 
 class ChatChunk(Response):
-    """One event of a chat stream; the last one may have usage and speculation instead of choices."""
+    """Event of a chat stream."""
 
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    speculation: Speculation | None = None
 
 
-class CompletionChunk(Response):
-    """One event of a completion stream; the last one may have usage and speculation instead of choices."""
-
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    speculation: Speculation | None = None
+class CompletionChunk(CompletionResponse):
+    """Event of a completion stream."""
 
 
-class Model(BaseModel):
-    """A model that is served."""
+class ModelCard(BaseModel):
+    """Model that is served."""
 
     id: str
     object: Literal["model"] = "model"
@@ -179,7 +173,7 @@ class ModelList(BaseModel):
     """`GET /v1/models`."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Tokens(BaseModel):
@@ -209,7 +203,7 @@ class HealthReport(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and in which parameter."""
+    """Error, and the parameter that it is about."""
 
     message: str
     type: str
@@ -218,6 +212,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every response of 400 and above."""
+    """Body of every response of 400 and above."""
 
     error: ErrorDetail

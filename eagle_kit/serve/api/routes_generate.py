@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.serve.api import chat, completions
+from eagle_kit.serve.api.answer import Answer
 from eagle_kit.serve.api.body import body_of
+from eagle_kit.serve.api.chat import ChatAnswer
+from eagle_kit.serve.api.completions import CompletionAnswer
 from eagle_kit.serve.api.documented import body_schema, error_responses
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from eagle_kit.serve.api.responses import ChatResponse, CompletionResponse
@@ -22,18 +24,18 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends, Request, Response
     from fastapi.responses import StreamingResponse
 
-    limit, draining = service.settings.max_body_bytes, service.engine.draining
+    limit, draining = service.config.max_body_bytes, service.engine.draining
 
-    async def answer(module: Any, http: Request, body: Any) -> Response:
-        generation = await module.start(service, http, body)
+    async def respond(kind: type[Answer[Any]], http: Request, body: Any) -> Response:
+        answer = await kind.start(service, http, body)
         if body.stream:
             return StreamingResponse(
-                guarded(module.chunks(service, body, generation)),
+                guarded(answer.events()),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
         try:
-            text = await module.whole(service, http, body, generation)
+            text = await answer.whole(http)
         except ClientGone:
             return Response(status_code=GONE)
         return Response(text, media_type="application/json")
@@ -57,7 +59,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
         body: ChatRequest = Depends(body_of(ChatRequest, limit, draining)),  # noqa: B008
     ) -> Response:
         """Answer messages; see docs/serving.md for what differs from OpenAI."""
-        return await answer(chat, http, body)
+        return await respond(ChatAnswer, http, body)
 
     @app.post(
         "/v1/completions",
@@ -70,4 +72,4 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
         body: CompletionRequest = Depends(body_of(CompletionRequest, limit, draining)),  # noqa: B008
     ) -> Response:
         """Continue texts or token ids."""
-        return await answer(completions, http, body)
+        return await respond(CompletionAnswer, http, body)

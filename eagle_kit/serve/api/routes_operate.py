@@ -1,4 +1,4 @@
-"""Routes for those who run the server: models, health, metrics, abort."""
+"""Routes for operators: models, health, metrics, abort."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.serve.api.body import body_of
 from eagle_kit.serve.api.documented import body_schema, error_responses
 from eagle_kit.serve.api.protocol import AbortRequest
-from eagle_kit.serve.api.responses import Aborted, HealthReport, Model, ModelList
+from eagle_kit.serve.api.responses import Aborted, HealthReport, ModelCard, ModelList
 from eagle_kit.serve.api.service import Service
 from eagle_kit.serve.reply import EngineFailed, Overloaded
 
@@ -20,9 +20,9 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
     """`/v1/models`, `/health`, `/health_generate`, `/metrics`, `/abort`."""
     from fastapi import Depends, Request, Response
 
-    limit, draining = service.settings.max_body_bytes, service.engine.draining
-    model = Model(
-        id=service.settings.model_name, created=service.started_at, max_model_len=service.llm.max_context
+    limit, draining = service.config.max_body_bytes, service.engine.draining
+    model = ModelCard(
+        id=service.config.model_name, created=service.started_at, max_model_len=service.llm.max_context
     )
     ill: dict[int | str, dict[str, Any]] = {
         503: {"model": HealthReport, "description": "It cannot serve now."}
@@ -34,21 +34,21 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         return ModelList(data=[model])
 
     @app.get("/v1/models/{name:path}", responses=error_responses(401, 404))
-    async def retrieve_model(name: str) -> Model:
+    async def retrieve_model(name: str) -> ModelCard:
         """The model by its name."""
         service.check_model(name)
         return model
 
     @app.get("/health", responses=ill)
     async def health(response: Response) -> HealthReport:
-        """Whether the engine runs and takes requests; needs no key."""
+        """Health of the engine; needs no key."""
         status = service.engine.health
         response.status_code = 200 if status == "ok" else 503
         return HealthReport(status=status)
 
     @app.get("/health_generate", responses={**ill, **error_responses(401)})
     async def health_generate(response: Response) -> HealthReport:
-        """The same, by generating one token, or seeing that one is generated for somebody."""
+        """Health, tested by one generated token, of a request of its own or of any other."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await service.probe()

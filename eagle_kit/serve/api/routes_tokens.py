@@ -19,7 +19,7 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends
 
     llm, most = service.llm, service.max_chars
-    limit, draining = service.settings.max_body_bytes, service.engine.draining
+    limit, draining = service.config.max_body_bytes, service.engine.draining
     errors = error_responses(400, 401, 404, 408, 413, 415)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
@@ -41,7 +41,7 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     ) -> Text:
         """The text of token ids, special tokens included unless they are to be skipped."""
         service.check_model(body.model)
-        size = llm.config.vocab_size
+        size = llm.target.config.vocab_size
         if any(token >= size for token in body.tokens):
             raise UserError(f"tokens has an id outside 0..{size - 1}.", "Use the model's tokens.")
         skip = bool(body.skip_special_tokens)

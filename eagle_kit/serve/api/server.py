@@ -1,4 +1,4 @@
-"""uvicorn around the application: a bound socket, and a shutdown that lets replies finish."""
+"""uvicorn server of the application: a bound socket, and a shutdown that lets replies finish."""
 
 import asyncio
 import signal
@@ -22,10 +22,10 @@ SLACK_S = 5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that a port in use is found before a model is loaded.
+    """Bind a socket that does not listen yet, so that a port in use is found before a model is loaded.
 
     Raises:
-        UserError: the address cannot be had.
+        UserError: the address cannot be used.
     """
     if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
         raise UserError(f"The port {port} cannot be used.", "Choose a --port from 0 to 65535.")
@@ -44,15 +44,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> Any:
-    """A uvicorn server for ``app``; ``run(sockets=[bind(...)])`` it, in any thread.
+    """Make a uvicorn server for ``app``; ``run(sockets=[bind(...)])`` it, in any thread.
 
-    When it is told to exit it stops accepting, gives running replies the grace period of the settings, aborts
-    the rest, sends what there is, and returns.
+    When it is told to exit it stops accepting, gives running replies the grace period of the options, aborts
+    the rest, sends the replies so far, and returns.
     """
     import uvicorn
 
     service = app.state.service
-    grace_s = service.settings.grace_period_s
+    grace_s = service.config.grace_period_s
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -81,14 +81,14 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
                 with suppress(TimeoutError):
                     await asyncio.wait_for(service.engine.shutdown(), FORCED_S)
 
-    config = uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=int(grace_s) + SLACK_S,
         lifespan="on",
     )
-    return Server(config)
+    return Server(uvicorn_config)
 
 
 def run_forever(app: "FastAPI", sock: socket.socket) -> int:
@@ -97,7 +97,7 @@ def run_forever(app: "FastAPI", sock: socket.socket) -> int:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def ready() -> None:
-        print(f"Serving {app.state.service.settings.model_name} on {url}", file=sys.stderr, flush=True)
+        print(f"Serving {app.state.service.config.model_name} on {url}", file=sys.stderr, flush=True)
 
     server = make_server(app, ready)
     # When it has shut down, uvicorn raises the signal that stopped it once more, for the handlers before it.

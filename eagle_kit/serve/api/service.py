@@ -1,4 +1,4 @@
-"""From a validated request to replies in the making: one object that all routes share."""
+"""Service shared by all routes: from a validated request to replies in progress."""
 
 import asyncio
 import time
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_kit import __version__
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.async_engine import AsyncEngine
@@ -19,7 +20,6 @@ from eagle_kit.serve.api.params import sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
-from eagle_kit.serve.api.settings import ServerSettings
 from eagle_kit.serve.reply import Delta, ReplyStream
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ TOP_PRIORITY = 2**31
 """Above all that a request may ask for."""
 PROBE_EVERY_S = 0.02
 FINISH_REASONS = {"context": "length"}
-"""Ours -> OpenAI's, where they differ. `abort` is an extension: the server stopped, or /abort was called."""
+"""OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
+was called."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Replies to one HTTP request: prompt i's reply j is number ``i * n + j``.
+    """Replies of one HTTP request: prompt i's reply j is number ``i * n + j``.
 
     Attributes:
         id: of the response.
@@ -53,11 +54,12 @@ class Generation:
     created: int
 
     async def collect(self) -> list[Delta]:
-        """Every reply, whole."""
+        """Wait for all replies."""
         return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
 
     def usage(self, num_sent: int | None = None) -> Usage:
-        """Tokens until now, or with the reply's first ``num_sent``; the engine may be ahead of a stream."""
+        """Count tokens until now, or with the replies' first ``num_sent``; the engine may be ahead of a
+        stream."""
         prompt = sum(map(len, self.prompts))
         completion = sum(len(reply.request.token_ids) for reply in self.replies)
         completion = completion if num_sent is None else num_sent
@@ -79,21 +81,21 @@ class Generation:
 
 
 class Service:
-    """What the routes work with.
+    """Model, engine and limits of a server.
 
     Args:
         llm: tokenizer, templates and requests.
-        engine: decodes; nobody else may use it.
-        settings: see there.
+        engine: used by nothing else.
+        config: name and limits.
     """
 
-    def __init__(self, llm: "LLM", engine: "Engine", settings: ServerSettings) -> None:
-        self.llm, self.settings = llm, settings
-        self.metrics = Metrics(engine, settings.model_name)
+    def __init__(self, llm: "LLM", engine: "Engine", config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
+        self.metrics = Metrics(engine, config.model_name)
         self.engine = AsyncEngine(
-            engine, capacity=llm.max_batch_size + settings.max_queued, observer=self.metrics
+            engine, capacity=llm.max_batch_size + config.max_queued, observer=self.metrics
         )
-        self.limits = ClientLimits(settings.max_parallel_per_client, settings.max_requests_per_minute)
+        self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
         self.started_at = int(time.time())
@@ -102,21 +104,21 @@ class Service:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
 
     async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what may take long, such as tokenising, beside the event loop."""
+        """Run a function that may take long, such as tokenising, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not the one served; None is whichever is."""
-        if name is not None and name != self.settings.model_name:
+        """Raise ApiError 404 for a model other than the one served; None is that one."""
+        if name is not None and name != self.config.model_name:
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} is not served here; use {self.settings.model_name!r}.",
+                f"The model {name[:200]!r} is not served here; use {self.config.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )
 
     def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
-        """First gate, before any work: the model, the client's limits, room in the queue."""
+        """Check the model, the room in the queue and the client's limits, before any work."""
         self.check_model(body.model)
         count = num_prompts * body.num_choices
         self.engine.check_room(count)
@@ -143,8 +145,8 @@ class Service:
         return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
 
     async def probe(self) -> None:
-        """Return when the engine has emitted a token, for a request of its own that goes before all others,
-        or for anybody. Raises what :meth:`AsyncEngine.add` does."""
+        """Wait until the engine has emitted a token, of a request with the highest priority or of any other.
+        Raises the errors of :meth:`AsyncEngine.add`."""
         totals = self.engine.engine.totals
         before = totals.num_generated_tokens
         params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -171,7 +173,7 @@ class Service:
         return len(replies)
 
     def close(self) -> None:
-        """Give the worker thread back."""
+        """End the worker thread."""
         self._worker.shutdown(wait=False)
 
     def _requests(self, body: Sampling, prompts: Sequence[list[int]]) -> "list[Request]":
@@ -179,7 +181,7 @@ class Service:
         return [
             llm.make_request(prompt, params, body.priority or 0)
             for prompt in prompts
-            for params in sampling_params(body, len(prompt), llm.max_context, llm.config.vocab_size)
+            for params in sampling_params(body, len(prompt), llm.max_context, llm.target.config.vocab_size)
         ]
 
     def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:

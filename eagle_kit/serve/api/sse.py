@@ -15,17 +15,17 @@ DONE = "data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection."""
 
 
 def event(data: BaseModel | dict[str, Any], **dump: Any) -> str:
-    """One event."""
+    """Format one event."""
     text = json.dumps(data) if isinstance(data, dict) else data.model_dump_json(**dump)
     return f"data: {text}\n\n"
 
 
 async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """``events`` and the end mark; an error becomes an event, since the status has long been sent."""
+    """Iterate over ``events`` and the end mark; an error becomes an event, since the status has been sent."""
     try:
         async for item in events:
             yield item
@@ -35,7 +35,7 @@ async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 async def merge(replies: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """(index, delta) of several replies as they come, until all have finished."""
+    """Iterate over (index, delta) of several replies as they arrive, until all have finished."""
     if len(replies) == 1:
         async for delta in replies[0]:
             yield 0, delta
@@ -59,7 +59,8 @@ async def merge(replies: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Delt
 
 
 async def unless_gone(request: Any, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, or :class:`ClientGone` as soon as the client has closed the connection."""
+    """Return the result of ``work``. Raises :class:`ClientGone` as soon as the client has closed the
+    connection."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

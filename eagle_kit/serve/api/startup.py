@@ -1,4 +1,4 @@
-"""Before a server takes requests: what is served, whether the parts fit, and a short test of itself."""
+"""Start of a server: the served model, and a short self-test."""
 
 import json
 import time
@@ -32,7 +32,8 @@ NUM_TOKENS = 32
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a command line names: ``target`` as ``resolve_target`` takes it, and perhaps a draft's folder."""
+    """ServedModel of a command line: ``target`` as ``resolve_target`` takes it, and perhaps a draft's
+    folder."""
 
     target: str
     draft: Path | None
@@ -68,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def warnings_as_lines(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand what is warned of inside, such as a draft that may not fit, to ``say``, one line each."""
+    """Pass warnings raised inside, such as of a draft that may not fit, to ``say``, one line each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -97,7 +98,7 @@ class SelfTest:
 
     @property
     def is_low(self) -> bool:
-        """Whether so few tokens per verify have a cause other than a weak head."""
+        """Whether tokens per verify are so few that a weak head does not explain them."""
         return 0 < self.accept_length < LOW_ACCEPT_LENGTH["tree" if self.is_tree else "chain"]
 
 
@@ -131,7 +132,7 @@ def self_test(llm: "LLM", shape: "SpecShape") -> SelfTest:
 
 
 def _prompts(llm: "LLM") -> list[Any]:
-    """Questions as chats, or as texts for a model without a template; cut to a short context."""
+    """Tokenise questions as chats, or as texts for a model without a template; cut to a short context."""
     if getattr(llm.tokenizer, "chat_template", None):
         ids = [llm.tokenize(prompt) for prompt in PROMPTS]
     else:
@@ -140,7 +141,7 @@ def _prompts(llm: "LLM") -> list[Any]:
 
 
 def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str]]) -> list[str]:
-    """The self-test in lines.
+    """Format the self-test as lines.
 
     Args:
         exact: whether replies must be the plain ones to the token (fp32).
@@ -172,7 +173,8 @@ def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
 
 
 def causes_of_low_acceptance(draft: Path, target: str, dtype: str) -> list[str]:
-    """What makes a sound head fail, the most likely first, with what a check of the two folders found."""
+    """List causes of low acceptance of a sound head, the most likely first, with findings of a check of the
+    folders."""
     from eagle_kit.checkpoints.validate import validate_draft
 
     findings = {finding.subject: finding for finding in validate_draft(draft, target)}

@@ -1,11 +1,11 @@
-"""Drafting with a model: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and the
-draft-extend that feeds them. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
+"""Autoregressive drafting: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and
+draft-extend. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
 
 Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, Vd draft vocabulary.
 
 A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
-states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch and are
-forgotten with the cycle.
+states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch, for one
+cycle.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_head import MAX_TOPK, draft_topk
@@ -23,73 +24,58 @@ from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.latents import open_store
-from eagle_kit.kv.store import Segment
+from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.verify.proposal import Deterministic, Proposal, Relaxed, TargetOnly
+from eagle_kit.speculation.state import CycleState
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, Relaxed, TargetOnly
 
 
 class DraftState(NamedTuple):
-    """What draft-extend leaves for the next proposal: the candidates of depth 1 as target ids ``tokens``
-    int64 ``[B, K]``, their log-probabilities ``scores`` fp32 ``[B, K]``, and the ``features [B, F]`` they
-    came from."""
+    """Result of draft-extend: the candidates of depth 1 as target ids ``tokens`` int64 ``[B, K]``, their
+    log-probabilities ``scores`` fp32 ``[B, K]``, and the ``features [B, F]`` that they were made from."""
 
     tokens: torch.Tensor
     scores: torch.Tensor
     features: torch.Tensor
 
 
-class DraftOutput(NamedTuple):
-    """A window to verify, and the distribution its tokens come from."""
-
-    tree: Tree
-    proposal: Proposal
-
-
 class Drafter:
-    """A draft model with its key-value store. Mutates only the store.
+    """DraftOutput model with its key-value store. Mutates only the store.
 
     Args:
         vocab_size: V of the target.
-        num_pages, page_size: of the pool that the target's store shares with this one.
-        kv_dtype: of the store; None takes the model's.
+        layout: of the pool, shared with the target's store.
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        *,
-        vocab_size: int,
-        num_pages: int,
-        page_size: int,
-        max_batch_size: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
+    lookback = 0
+    """Prompt tokens before those that the stores lack that must be computed again."""
+    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
+    """Verifiers that are sound for these proposals, the default first."""
+
+    def __init__(self, model: DraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.kv = open_store(
-            model.cache,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_batch_size=max_batch_size,
-            window=MAX_WINDOW,
-            first_slot=model.first_slot,
-            dtype=model.dtype,
-            store_dtype=kv_dtype,
-            device=model.device,
+            model.cache, layout, first_slot=model.first_slot, dtype=model.dtype, device=model.device
         )
 
-    lookback = 0
-    """How many prompt tokens before those that the stores lack must be computed again."""
-    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
-    """Kinds of verification that fit the distribution of these drafts, the default first."""
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """Raise UserError when ``model`` cannot be drafted with in ``shape``."""
+        if shape.topk > model.draft_vocab_size:
+            raise UserError(
+                f"The shape {shape} asks for more candidates than the draft's {model.draft_vocab_size} "
+                "tokens.",
+                "Lower topk.",
+            )
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Target layers whose inputs the draft reads."""
+        """Ids of the target layers whose inputs the draft reads."""
         return self.model.capture
 
-    def empty_state(self, count: int, topk: int) -> DraftState:
-        """A state of ``count`` requests that have not been prefilled."""
+    def empty_state(self, count: int, topk: int) -> tuple[torch.Tensor, ...]:
+        """Make the draft state of ``count`` requests that have not been prefilled."""
         device = self.model.device
         return DraftState(
             torch.zeros(count, topk, dtype=torch.int64, device=device),
@@ -99,84 +85,74 @@ class Drafter:
 
     def propose(
         self,
-        state: DraftState,
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
+        state: CycleState,
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Grow a draft behind ``roots [B]``, the token at position ``seq_lens [B]``; keep its best nodes.
+        """Grow a draft behind the roots and keep its best nodes.
 
         Args:
-            sampling: the sampling parameters of the requests; this drafter proposes the same whatever they
-                are.
+            num_columns: bound on the columns of a window, the pool's included.
+            sampling: of the requests; this drafter proposes the same for all.
         """
-        state = state._replace(tokens=state.tokens[:, : shape.topk], scores=state.scores[:, : shape.topk])
         grow = self._grow_chain if shape.topk == 1 else self._grow_tree
-        return DraftOutput(grow(state, roots, seq_lens, page_table, shape, num_columns), Deterministic())
+        return DraftOutput(grow(state, shape, num_columns), Deterministic())
 
-    def _grow_tree(
-        self,
-        state: DraftState,
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
-        shape: SpecShape,
-        num_columns: int,
-    ) -> Tree:
-        b, topk = roots.shape[0], shape.topk
-        beam, candidates = start_beam(state.tokens, state.scores, shape)
-        features = state.features
+    def _grow_tree(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
+        draft, seq_lens = state.draft, state.seq_lens
+        assert isinstance(draft, DraftState)
+        b, topk = len(seq_lens), shape.topk
+        beam, candidates = start_beam(draft.tokens[:, :topk], draft.scores[:, :topk], shape)
+        features = draft.features
         for step in range(1, shape.steps):
-            attend = self.kv.window_attend(page_table, seq_lens + 1, beam.ancestors, step * topk, num_columns)
+            attend = self.kv.window_attend(
+                state.page_table, seq_lens + 1, beam.ancestors, step * topk, num_columns
+            )
             slots = (seq_lens + step)[:, None].expand(b, topk).reshape(-1)
             out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
             beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
             features = self._fed_back(out)
-        return tree_build(roots, *candidates, shape)
+        return tree_build(state.roots, *candidates, shape)
 
-    def _grow_chain(
-        self,
-        state: DraftState,
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
-        shape: SpecShape,
-        num_columns: int,
-    ) -> Tree:
-        """A tree without anything to rank: the best token of every step."""
-        tokens, features, drafted = state.tokens, state.features, [state.tokens]
+    def _grow_chain(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
+        """Take the best token of every step; a chain ranks nothing."""
+        draft, seq_lens = state.draft, state.seq_lens
+        assert isinstance(draft, DraftState)
+        tokens, features = draft.tokens[:, :1], draft.features
+        drafted = [tokens]
         for step in range(1, shape.steps):
-            bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
-            attend = self.kv.window_attend(page_table, seq_lens + 1, bits, step, num_columns)
+            bits = chain_bits(step, tokens.device)[step - 1 :].expand(tokens.shape[0], 1)
+            attend = self.kv.window_attend(state.page_table, seq_lens + 1, bits, step, num_columns)
             out = self.model.step(features, tokens[:, 0], seq_lens + step, attend)
             features = self._fed_back(out)
             tokens, _ = self._candidates(out, 1)
             drafted.append(tokens)
-        return chain_build(roots, torch.cat(drafted, 1))
+        return chain_build(state.roots, torch.cat(drafted, 1))
 
     def draft_extend(
         self,
+        state: CycleState,
         out: TargetOutput,
         accepted: Accepted,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
         num_committed: torch.Tensor,
-        state: DraftState,
         topk: int,
         num_columns: int,
-    ) -> DraftState:
-        """Enter the emitted tokens into the store, from the target states that predicted them.
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over the emitted tokens and the target states that predicted them, and store its
+        entries.
 
         Args:
+            state: at the start of the cycle.
             out: the target's output over the window, ``[B * N]`` rows.
             accepted: the path and the emitted tokens ``[B, S + 1]``.
-            seq_lens: ``[B]``, the root's position.
-            num_committed: ``[B]``, how many of the emitted tokens are entered: all, or 0 for padding.
-            state: the one that was proposed from.
+            num_committed: int64 ``[B]``, emitted tokens that are stored: all, or 0 for padding.
+            topk: candidates of depth 1 to return.
+
+        Returns:
+            The draft state of the next cycle.
         """
+        page_table, seq_lens = state.page_table, state.seq_lens
         b, length = accepted.tokens.shape
         first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
         rows = (first + accepted.path).view(-1)
@@ -199,15 +175,15 @@ class Drafter:
         segments: Sequence[Segment],
         last: torch.Tensor,
         topk: int,
-    ) -> DraftState:
-        """Enter prompt rows of one or several requests.
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over prompt rows of one or several requests, and store its entries.
 
         Args:
-            out: the target's output at the rows, ``[T]`` of them.
+            out: the target's output at the T rows.
             ids: int64 ``[T]``, their tokens.
             next_ids: int64 ``[T]``, the token after each.
-            segments: which rows of which request, as the target computed them.
-            last: int64 ``[n]``, rows whose candidates are wanted.
+            segments: requests of the rows, as the target computed them.
+            last: int64 ``[n]``, rows to return the draft state of.
         """
         features = self.model.features(out.hidden, out.aux)
         rows, tokens, slots, mine = [], [], [], []
@@ -227,18 +203,18 @@ class Drafter:
         states = self.model.step(features[torch.cat(rows)], torch.cat(tokens), torch.cat(slots), attend)
         return self._state(states[_row_of(mine, segments, last)], topk)
 
-    def _state(self, out: torch.Tensor, topk: int) -> DraftState:
+    def _state(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, ...]:
         tokens, scores = self._candidates(out, topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
     def _fed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """States of a step -> the features of the next; a whole model has none."""
+        """Features of the next step, from the states of this one; a whole model has none."""
         return out[:, : self.model.feature_size]
 
     def _candidates(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, H]`` -> the best tokens as target ids and their log-probabilities, ``[T, K]`` each.
+        """Best tokens of states ``[T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
 
-        A chain ranks nothing, so with K = 1 the probabilities are left at 0.
+        A chain ranks nothing, so with K = 1 the log-probabilities are left at 0.
         """
         if uses_triton(out) and topk <= MAX_TOPK:
             states, weight, token_map = self.model.readout(out)
@@ -253,7 +229,7 @@ class Drafter:
 
 
 def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tensor) -> torch.Tensor:
-    """Row numbers among the target's rows -> among the draft's, which may have one more per request."""
+    """Map rows ``last`` of the target to rows of the draft, which may have one more per request."""
     extra, shift, bounds = 0, [], []
     at = 0
     for own, segment in zip(mine, theirs, strict=True):

@@ -1,14 +1,14 @@
-"""Drafting with several MTP modules, one for each step (multi-layer EAGLE): chains, made during draft-extend.
+"""Drafting with several MTP modules, one per step (multi-layer EAGLE): chains, made during draft-extend.
 
 Legend: B requests, S steps of the shape, D modules, M window rows, H hidden, L tokens in the target's pool.
 
-Module d, counted from 0, keeps at slot p what it makes of the token there and of module d - 1's state at slot
-p - 1 (module 0 of the target's state at position p - 1), so it begins at slot 1 + d and has a store of its
-own. Its state at a slot gives the token of the next. When a request has emitted tokens of slots L + 1 .. L +
-n, module 0 enters them and drafts slot L + n + 1; module 1 enters them, and then that draft in the scratch,
-and drafts the next; and so on. The window of module d is therefore a chain of S + 1 + d rows, of which the
-first n are committed, the next d are drafts, and the rest is not looked at. The chain to propose is then
-ready.
+The entry of module d, counted from 0, at slot p is made of the token there and of module d - 1's state at
+slot p - 1 (for module 0 of the target's state at position p - 1), so it begins at slot 1 + d and has a store
+of its own. Its state at a slot predicts the token of the next. When a request has emitted the tokens of slots
+L + 1 .. L + n, module 0 runs over them and drafts slot L + n + 1; module 1 runs over them, and then over that
+draft in the scratch, and drafts the next; and so on. The window of module d is therefore a chain of S + 1 + d
+rows, of which the first n are committed, the next d are drafts, and the rest is ignored. The chain to propose
+is then ready.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,24 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.latents import open_store
-from eagle_kit.kv.store import PagedStore, Segment
+from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput
-from eagle_kit.speculation.verify.proposal import Deterministic
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.state import CycleState
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 
 class ModulesState(NamedTuple):
-    """What draft-extend leaves: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the
-    root's slot, ``carries [B, D, H]``."""
+    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the root's
+    slot, ``carries [B, D, H]``."""
 
     tokens: torch.Tensor
     carries: torch.Tensor
@@ -43,35 +45,33 @@ class ModulesDrafter(Drafter):
 
     model: HeadDraftModel
 
-    def __init__(
-        self,
-        model: HeadDraftModel,
-        *,
-        vocab_size: int,
-        num_pages: int,
-        page_size: int,
-        max_batch_size: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.lookback = model.num_modules - 1
         self.stores: list[PagedStore] = [
             open_store(
                 replace(model.cache, num_layers=1),
-                num_pages=num_pages,
-                page_size=page_size,
-                max_batch_size=max_batch_size,
-                window=MAX_WINDOW,
+                layout,
                 first_slot=model.first_slot + module,
                 dtype=model.dtype,
-                store_dtype=kv_dtype,
                 device=model.device,
             )
             for module in range(model.num_modules)
         ]
         self.kv = self.stores[0]
 
-    def empty_state(self, count: int, topk: int) -> ModulesState:  # type: ignore[override]
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        count = model.num_modules
+        if shape.steps and (shape.topk > 1 or shape.steps > count):
+            raise UserError(
+                f"The shape {shape} was given for a draft of {count} modules, one a step of a chain.",
+                f"Use a chain of at most {count} steps, such as {SpecShape(count, 1, count + 1)}.",
+            )
+
+    def empty_state(self, count: int, topk: int) -> ModulesState:
         """See :class:`Drafter`."""
         modules, size, device = self.model.num_modules, self.model.feature_size, self.model.device
         return ModulesState(
@@ -81,37 +81,35 @@ class ModulesDrafter(Drafter):
 
     def propose(
         self,
-        state: ModulesState,  # type: ignore[override]
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
+        state: CycleState,
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """The chain that draft-extend has made; ``shape`` must be one of at most D steps."""
+        """Return the chain that draft-extend has made; ``shape`` must have at most D steps."""
+        assert isinstance(state.draft, ModulesState)
         assert shape.topk == 1 and shape.steps <= self.model.num_modules
-        return DraftOutput(chain_build(roots, state.tokens[:, : shape.steps]), Deterministic())
+        return DraftOutput(chain_build(state.roots, state.draft.tokens[:, : shape.steps]), Deterministic())
 
-    def draft_extend(  # type: ignore[override]
+    def draft_extend(
         self,
+        state: CycleState,
         out: TargetOutput,
         accepted: Accepted,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
         num_committed: torch.Tensor,
-        state: ModulesState,
         topk: int,
         num_columns: int,
-    ) -> ModulesState:  # type: ignore[override]
+    ) -> ModulesState:
         """See :class:`Drafter`."""
+        assert isinstance(state.draft, ModulesState)
+        page_table, seq_lens = state.page_table, state.seq_lens
         b, length = accepted.tokens.shape
         first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
         rows = (first + accepted.path).view(-1)
         features = self.model.features(out.hidden[rows], out.aux[rows]).view(b, length, -1)
         emitted = accepted.num_accepted + 1
         made = self._draft(
-            features, accepted.tokens, emitted, state.carries, seq_lens, page_table, num_columns
+            features, accepted.tokens, emitted, state.draft.carries, seq_lens, page_table, num_columns
         )
         nodes = torch.arange(length, device=seq_lens.device).expand(b, length)
         for store in self.stores:
@@ -132,7 +130,7 @@ class ModulesDrafter(Drafter):
 
         Args:
             features: ``[B, M, F]`` of the emitted tokens' rows; M may be 0.
-            emitted: int64 ``[B, M]``, of which the first ``counts [B]`` count.
+            emitted: int64 ``[B, M]``, of which the first ``counts [B]`` are valid.
         """
         b, length = emitted.shape
         modules, request = self.model.num_modules, torch.arange(b, device=emitted.device)
@@ -160,8 +158,8 @@ class ModulesDrafter(Drafter):
         page_table: torch.Tensor,
         num_columns: int,
     ) -> torch.Tensor:
-        """A module over the slots behind ``seq_lens``: ``hidden [B, m, H]``, ``tokens [B, m]`` -> ``[B, m,
-        H]``. Slots in front of the module's first one are seen by nobody but themselves."""
+        """Run a module over the slots behind ``seq_lens``: ``hidden [B, m, H]``, ``tokens [B, m]`` -> ``[B,
+        m, H]``. Slots in front of the module's first one are seen by themselves only."""
         b, size = tokens.shape
         store, offset = self.stores[module], torch.arange(size, device=tokens.device)
         missing = (store.first_slot - 1 - seq_lens).clamp(0, size)[:, None]
@@ -171,7 +169,7 @@ class ModulesDrafter(Drafter):
         out = self.model.step(hidden.flatten(0, 1), tokens.reshape(-1), slots, attend, module)
         return out.view(b, size, -1)
 
-    def prefill(  # type: ignore[override]
+    def prefill(
         self,
         out: TargetOutput,
         ids: torch.Tensor,
@@ -208,7 +206,7 @@ class ModulesDrafter(Drafter):
     def _prompt(
         self, module: int, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment]
     ) -> tuple[torch.Tensor, list[int]]:
-        """Enter prompt rows of a module -> its states at them, and how many each segment has."""
+        """Run a module over prompt rows and store its entries -> its states, and the rows of each segment."""
         mine = [
             Segment(table, first, stop + 1, max(first, write_from))
             for table, start, stop, write_from in segments

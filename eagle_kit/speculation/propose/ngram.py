@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens when they occurred before, in any request.
+"""N-gram drafting without a model: continuations of earlier occurrences of the last tokens, in any request.
 
 All prompts and replies are one log of tokens. Each token knows its neighbours in its own request, and, for
 every indexed length m, the occurrence before it of the m tokens that end there (hash chains, as in LZ77). A
@@ -14,65 +14,19 @@ Legend: B requests, N window nodes, W longest match, m indexed lengths.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.config.engine import NgramConfig
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 
 CHAIN_STEPS = 32
-"""Occurrences of one chain that a lookup looks at, newest first."""
+"""Occurrences of one chain that a lookup compares, newest first."""
 INDEXED = (1, 2, 4, 8)
 """Lengths with a chain. A match of another length is found through the next shorter one."""
-
-
-@dataclass(frozen=True)
-class NgramOptions:
-    """How matches are found and merged; names and defaults as in SGLang's NGRAM.
-
-    Attributes:
-        min_match_window_size, max_match_window_size: tokens that must and may agree.
-        min_bfs_breadth, max_bfs_breadth: children of a node for the longest and for the shortest match: a
-            short match says little, so more of its continuations are tried.
-        match_type: ``"BFS"`` fills the tree level by level, longer and then newer matches first; ``"PROB"``
-            takes the most probable node next, by how often the matches went that way.
-        branch_length: most tokens of a continuation.
-        capacity: tokens of the log.
-    """
-
-    min_match_window_size: int = 1
-    max_match_window_size: int = 12
-    min_bfs_breadth: int = 1
-    max_bfs_breadth: int = 10
-    match_type: Literal["BFS", "PROB"] = "BFS"
-    branch_length: int = 18
-    capacity: int = 10_000_000
-
-    @property
-    def max_bytes(self) -> int:
-        """Memory of a full log: measured 217 bytes a token (columns of 4 and 8 bytes, and the keys)."""
-        return 220 * self.capacity
-
-    def __post_init__(self) -> None:
-        for low, high in (
-            ("min_match_window_size", "max_match_window_size"),
-            ("min_bfs_breadth", "max_bfs_breadth"),
-        ):
-            if not 1 <= getattr(self, low) <= getattr(self, high):
-                raise UserError(
-                    f"{low} is {getattr(self, low)} and {high} is {getattr(self, high)}.",
-                    f"Give whole numbers with 1 <= {low} <= {high}.",
-                )
-        if self.match_type not in ("BFS", "PROB"):
-            raise UserError(f"The match type {self.match_type!r} is not known.", "Use BFS or PROB.")
-        if self.branch_length < 1 or self.capacity < self.max_match_window_size:
-            raise UserError(
-                f"branch_length is {self.branch_length} and capacity {self.capacity}.",
-                "Give a branch of at least one token, and a capacity above the match window.",
-            )
 
 
 class NgramDraft(NamedTuple):
@@ -97,12 +51,13 @@ class _Node:
 
 
 class NgramIndex:
-    """The log and its chains. Positions count up forever; ``position % capacity`` is their place."""
+    """Log of tokens and its hash chains. Positions count up forever; ``position % capacity`` is their
+    place."""
 
-    def __init__(self, options: NgramOptions | None = None) -> None:
-        self.options = options or NgramOptions()
+    def __init__(self, config: NgramConfig | None = None) -> None:
+        self.config = config or NgramConfig()
         self._token, self._before, self._after = array("i"), array("q"), array("q")
-        shortest, longest = self.options.min_match_window_size, self.options.max_match_window_size
+        shortest, longest = self.config.min_match_window_size, self.config.max_match_window_size
         self._lengths = tuple(m for m in INDEXED if m <= longest)
         # A shorter match than allowed is not looked for; the chain below it may be the one that finds it.
         floor = max(m for m in INDEXED if m <= shortest)
@@ -113,8 +68,8 @@ class NgramIndex:
         self._last: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Tokens that can be found."""
-        return min(self._end, self.options.capacity)
+        """Number of tokens that can be found."""
+        return min(self._end, self.config.capacity)
 
     def insert(self, request: int, tokens: Sequence[int]) -> None:
         """Append ``tokens`` to what ``request`` has in the log."""
@@ -127,14 +82,14 @@ class NgramIndex:
             self._last[request] = last
 
     def forget(self, request: int) -> None:
-        """End a request's stream. What it wrote stays until its room is needed."""
+        """End a request's stream. Its tokens stay until their room is needed."""
         self._last.pop(request, None)
 
     def propose(self, contexts: Sequence[Sequence[int]], num_tokens: int, depth: int) -> NgramDraft:
-        """Draft behind every context, whose last token is the root.
+        """Draft a tree behind every context, whose last token is the root.
 
         Args:
-            contexts: the last tokens of each request; more than W are not looked at.
+            contexts: the last tokens of each request; more than W are ignored.
             num_tokens: N, nodes of a window.
             depth: most tokens of a path below the root.
         """
@@ -142,16 +97,16 @@ class NgramIndex:
         tokens, depths = np.zeros((2, b, num_tokens), dtype=np.int64)
         parents = np.tile(np.arange(num_tokens), (b, 1))
         for i, context in enumerate(contexts):
-            window = list(context[-self.options.max_match_window_size :])
+            window = list(context[-self.config.max_match_window_size :])
             tokens[i, 0] = window[-1]
             matches = self._matches(window)
             if matches:
-                trie = self._merge(matches, min(depth, self.options.branch_length))
+                trie = self._merge(matches, min(depth, self.config.branch_length))
                 self._fill(trie, self._breadth(matches[0][0]), tokens[i], parents[i], depths[i])
         return NgramDraft(tokens, parents, depths)
 
     def _append(self, token: int, last: int, recent: list[int]) -> int:
-        capacity, position = self.options.capacity, self._end
+        capacity, position = self.config.capacity, self._end
         self._end += 1
         place = position % capacity
         grows = place == len(self._token)
@@ -176,11 +131,11 @@ class NgramIndex:
 
     @property
     def _first(self) -> int:
-        """The oldest position that is still there."""
-        return max(0, self._end - self.options.capacity)
+        """Oldest position that is still in the log."""
+        return max(0, self._end - self.config.capacity)
 
     def _drop_lost_keys(self) -> None:
-        """Once a turn of the ring, forget keys whose newest occurrence is gone: memory stays bounded."""
+        """Drop keys whose newest occurrence is gone, once per turn of the ring: memory stays bounded."""
         first = self._first
         for newest in self._newest:
             for key in [key for key, position in newest.items() if position < first]:
@@ -192,7 +147,7 @@ class NgramIndex:
 
     def _backwards(self, position: int, count: int) -> list[int]:
         out: list[int] = []
-        first, capacity = self._first, self.options.capacity
+        first, capacity = self._first, self.config.capacity
         while position >= first and len(out) < count:
             out.append(self._token[position % capacity])
             position = self._before[position % capacity]
@@ -201,7 +156,7 @@ class NgramIndex:
     def _matches(self, window: list[int]) -> list[tuple[int, int]]:
         """(length, position of the last matched token), the longest first, then the newest."""
         found: dict[int, int] = {}
-        first, capacity = self._first, self.options.capacity
+        first, capacity = self._first, self.config.capacity
         backwards = window[::-1]
         for m in self._lookups:
             if m > len(window):
@@ -219,17 +174,17 @@ class NgramIndex:
                         if mine != theirs:
                             break
                         length += 1
-                    if length >= max(m, self.options.min_match_window_size):
+                    if length >= max(m, self.config.min_match_window_size):
                         found[position] = length
                 position = self._older[at][position % capacity]
-            if len(found) >= self.options.max_bfs_breadth:
+            if len(found) >= self.config.max_bfs_breadth:
                 break
         return sorted(((length, at) for at, length in found.items()), reverse=True)
 
     def _merge(self, matches: list[tuple[int, int]], depth: int) -> _Node:
-        """Every continuation in one trie, children in the order of their best match."""
+        """Merge every continuation into one trie, children in the order of their best match."""
         root = _Node(-1, len(matches))
-        first, capacity = self._first, self.options.capacity
+        first, capacity = self._first, self.config.capacity
         for _, position in matches:
             node = root
             for _ in range(depth):
@@ -242,11 +197,11 @@ class NgramIndex:
         return root
 
     def _breadth(self, length: int) -> int:
-        options = self.options
-        span = options.max_match_window_size - options.min_match_window_size + 1
-        share = (options.max_match_window_size - length) / span
-        extra = (options.max_bfs_breadth - options.min_bfs_breadth) * share
-        return options.min_bfs_breadth + round(extra)
+        config = self.config
+        span = config.max_match_window_size - config.min_match_window_size + 1
+        share = (config.max_match_window_size - length) / span
+        extra = (config.max_bfs_breadth - config.min_bfs_breadth) * share
+        return config.min_bfs_breadth + round(extra)
 
     def _fill(
         self, trie: _Node, breadth: int, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray
@@ -255,7 +210,7 @@ class NgramIndex:
         frontier: list[tuple[float, int, int, _Node]] = [
             (1.0, 0, order, child) for order, child in enumerate(list(trie.children.values())[:breadth])
         ]
-        by_probability = self.options.match_type == "PROB"
+        by_probability = self.config.match_type == "PROB"
         if by_probability:
             frontier = [(child.count / trie.count, 0, order, child) for _, _, order, child in frontier]
         size, order = 1, len(frontier)
@@ -272,7 +227,7 @@ class NgramIndex:
 
 
 def to_tree(draft: NgramDraft, device: torch.device) -> Tree:
-    """The window as tensors; an unused node sees only itself."""
+    """Convert windows to tensors; an unused node attends only to itself."""
     tokens, parents, depths = (torch.from_numpy(part).to(device) for part in draft)
     deepest = int(draft.depths.max()) if draft.depths.size else 0
     return Tree(tokens, parents, depths, ancestor_bits(parents, deepest))

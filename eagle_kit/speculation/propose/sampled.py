@@ -1,7 +1,7 @@
-"""Sampled drafts: a chain of tokens from the draft's own distribution q, which goes along to the verifier.
+"""Sampled drafts: a chain of tokens from the draft's own distribution q, which the verifier needs.
 
-A deterministic top-1 chain keeps its first token with probability p(argmax q), a drawn one with
-sum min(p, q): the warmer the request, the more the second is worth.
+The first token of a deterministic top-1 chain is accepted with probability p(argmax q), that of a sampled one
+with sum min(p, q): the higher the temperature, the more the second is worth.
 
 Legend: B requests, S steps, V / Vd target / draft vocabulary.
 """
@@ -10,34 +10,49 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kernels.window_attention import chain_bits
-from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput, DraftState
+from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.proposal import (
     BlockVerification,
     Deterministic,
+    DraftOutput,
     RejectionSampling,
     SampledChain,
 )
 
 
 class SampledDraftState(NamedTuple):
-    """What draft-extend leaves: ``logits [B, Vd]`` of depth 1 and the ``features [B, F]`` they came from."""
+    """Result of draft-extend: ``logits [B, Vd]`` of depth 1 and the ``features [B, F]`` they were made
+    from."""
 
     logits: torch.Tensor
     features: torch.Tensor
 
 
 class SampledDrafter(Drafter):
-    """Chains sampled from the draft at each request's temperature and filters. Requests that do not sample
-    get the most likely tokens, which is what their distribution draws."""
+    """Chains sampled from the draft at each request's temperature and filters; greedy requests get the most
+    likely tokens."""
 
     verifiers: tuple[type, ...] = (BlockVerification, RejectionSampling)
 
-    def empty_state(self, count: int, topk: int) -> SampledDraftState:  # type: ignore[override]
-        """A state of ``count`` requests that have not been prefilled."""
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        if shape.topk > 1:
+            raise UserError(
+                f"The shape {shape} is a tree, and drafts are to be sampled.",
+                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
+            )
+
+    def empty_state(self, count: int, topk: int) -> SampledDraftState:
+        """See :class:`Drafter`."""
         model = self.model
         logits = torch.zeros(count, model.draft_vocab_size, device=model.device)
         features = torch.zeros(count, model.feature_size, dtype=model.dtype, device=model.device)
@@ -45,17 +60,15 @@ class SampledDrafter(Drafter):
 
     def propose(
         self,
-        state: DraftState | SampledDraftState,
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
+        state: CycleState,
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Draw a chain behind ``roots [B]``; greedy for all of them without ``sampling``."""
-        assert isinstance(state, SampledDraftState) and shape.topk == 1
-        logits, features = state
+        """Sample a chain behind the roots; greedy for all of them without ``sampling``."""
+        assert isinstance(state.draft, SampledDraftState) and shape.topk == 1
+        logits, features = state.draft
+        roots, seq_lens = state.roots, state.seq_lens
         uniforms = None
         if sampling is not None:
             uniforms = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_UNIFORMS)
@@ -64,7 +77,7 @@ class SampledDrafter(Drafter):
         for step in range(shape.steps):
             if step:
                 bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
-                attend = self.kv.window_attend(page_table, seq_lens + 1, bits, step, num_columns)
+                attend = self.kv.window_attend(state.page_table, seq_lens + 1, bits, step, num_columns)
                 out = self.model.step(features, drafted[-1], seq_lens + step, attend)
                 logits, features = self.model.logits(out).float(), self._fed_back(out)
             if sampling is None or uniforms is None:
@@ -78,7 +91,7 @@ class SampledDrafter(Drafter):
         )
 
     def _distribution(self, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """The draft's distribution over the target's vocabulary, fp32 ``[B, V]``, by the request's own
+        """DraftOutput distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own
         filters.
 
         Penalties and bias are left to the target: q may be any distribution, and theirs change along the
@@ -89,5 +102,5 @@ class SampledDrafter(Drafter):
         everything[:, ids] = logits
         return target_probs(everything[:, None], sampling)[:, 0]
 
-    def _state(self, out: torch.Tensor, topk: int) -> SampledDraftState:  # type: ignore[override]
+    def _state(self, out: torch.Tensor, topk: int) -> SampledDraftState:
         return SampledDraftState(self.model.logits(out).float(), self._fed_back(out))

@@ -1,6 +1,6 @@
-"""Drafts of a topology that is fixed beforehand, EAGLE-1's tree (arXiv 2401.15077): node r of a parent is its
-r-th candidate. As the topology does not depend on the drafted values, siblings may also be sampled from the
-draft's own distribution, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
+"""Static trees: drafts of a fixed topology, EAGLE-1's tree (arXiv 2401.15077), where node r of a parent is
+its r-th candidate. As the topology does not depend on the drafted values, siblings may also be sampled from
+the draft's own distribution, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
 
 Legend: B requests, N window nodes, S depth, M nodes that are forwarded, V / Vd target / draft vocabulary.
 """
@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_distinct, window_uniforms
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.speculation.propose.drafter import Drafter, DraftOutput
+from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
+from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.proposal import (
     Deterministic,
+    DraftOutput,
     RejectionSampling,
     Relaxed,
     SampledTree,
@@ -29,7 +32,7 @@ EAGLE1_CHOICES = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 10
 
 
 class Topology(NamedTuple):
-    """Nodes of a window in breadth-first order, the root first, and what follows from it.
+    """Nodes of a window in breadth-first order, the root first.
 
     ``parents``, ``ranks`` (which candidate of its parent a node is), ``depths``: one number a node, 0 for the
     root. ``inner``: for each depth from 0, the nodes there that have children.
@@ -42,7 +45,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def parse(cls, choices: str) -> "Topology":
-        """Read nodes like ``"0 1 00 01"``: every node after its parent's first rank is given."""
+        """Read nodes like ``"0 1 00 01"``; parents must be among them."""
         paths = sorted({tuple(int(rank, 36) for rank in word) for word in choices.split()}, key=_order)
         nodes: dict[tuple[int, ...], int] = {(): 0}
         for path in paths:
@@ -74,7 +77,8 @@ def _order(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 class _Children(NamedTuple):
-    """The node at place ``at`` of its level, its children and their ranks, as indices int64 on the device."""
+    """Children of the ``node`` at place ``at`` of its level, and their ranks, as indices int64 on the
+    device."""
 
     at: int
     node: int
@@ -85,7 +89,7 @@ class _Children(NamedTuple):
 
 class _Level(NamedTuple):
     """One depth: its inner ``nodes`` and the places of their parents in the level ``above`` int64 ``[M]``,
-    ``bits`` int64 ``[1, M]`` over the ``num_keys`` nodes forwarded so far, and who has which children."""
+    ``bits`` int64 ``[1, M]`` over the ``num_keys`` nodes forwarded so far, and the children of each node."""
 
     depth: int
     nodes: torch.Tensor
@@ -96,12 +100,13 @@ class _Level(NamedTuple):
 
 
 class StaticDrafter(SampledDrafter):
-    """Fills a fixed topology: with the most likely candidates, or, ``samples`` set, with sampled ones for
-    requests that sample. All indices are on the device from the start, so that a graph can hold it."""
+    """Drafter of a fixed topology, filled with the most likely candidates. All indices are on the device from
+    the start, so that a graph can hold them."""
 
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     topology = Topology.parse(EAGLE1_CHOICES)
     samples = False
+    """Whether siblings are sampled for requests that sample."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,6 +116,16 @@ class StaticDrafter(SampledDrafter):
         self._depths = torch.tensor([topology.depths], device=device)
         self._bits = ancestor_bits(parents, max(topology.depths))
         self._levels = [self._level(depth) for depth in range(len(topology.inner))]
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super(SampledDrafter, cls).check_shape(model, shape)
+        if shape.steps and shape != cls.topology.shape:
+            raise UserError(
+                f"The shape {shape} was asked of a static tree.",
+                f"Use its own, {cls.topology.shape}, or a dynamic tree.",
+            )
 
     def _level(self, depth: int) -> _Level:
         topology, device = self.topology, self.model.device
@@ -138,15 +153,14 @@ class StaticDrafter(SampledDrafter):
 
     def propose(
         self,
-        state: SampledDraftState,  # type: ignore[override]
-        roots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
+        state: CycleState,
         shape: SpecShape,
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Fill the topology behind ``roots [B]``; ``shape`` must be the topology's."""
+        """Fill the topology behind the roots; ``shape`` must be the topology's."""
+        assert isinstance(state.draft, SampledDraftState)
+        roots, seq_lens = state.roots, state.seq_lens
         b, count = roots.shape[0], len(self.topology.parents)
         sampled = sampling if self.samples else None
         tokens = roots[:, None].expand(b, count).clone()
@@ -154,10 +168,10 @@ class StaticDrafter(SampledDrafter):
         if sampled is not None:
             distributions = torch.zeros(b, count, self.vocab_size, device=roots.device)
             uniforms = window_uniforms(sampled.seeds, seq_lens, count, DRAFT_UNIFORMS)
-        logits, features = state.logits[:, None], state.features[:, None]
+        logits, features = state.draft.logits[:, None], state.draft.features[:, None]
         for level in self._levels:
             if level.depth:
-                logits, features = self._forward(tokens, features, level, seq_lens, page_table, num_columns)
+                logits, features = self._forward(state, tokens, features, level, num_columns)
             for at, node, below, ranks, num_candidates in level.families:
                 if distributions is not None and uniforms is not None and sampled is not None:
                     distributions[:, node] = self._distribution(logits[:, at], sampled)
@@ -171,33 +185,25 @@ class StaticDrafter(SampledDrafter):
 
     def _forward(
         self,
+        state: CycleState,
         tokens: torch.Tensor,
         features: torch.Tensor,
         level: _Level,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
         num_columns: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the nodes of one level that have children -> their logits ``[B, M, Vd]`` and features."""
         b, m = tokens.shape[0], len(level.nodes)
         attend = self.kv.window_attend(
-            page_table, seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
+            state.page_table, state.seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
         )
         mine = features.index_select(1, level.above).flatten(0, 1)
-        slots = (seq_lens + level.depth)[:, None].expand(b, m).reshape(-1)
+        slots = (state.seq_lens + level.depth)[:, None].expand(b, m).reshape(-1)
         out = self.model.step(mine, tokens.index_select(1, level.nodes).reshape(-1), slots, attend)
         return self.model.logits(out).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
 
 
 class SampledStaticDrafter(StaticDrafter):
-    """A fixed topology whose siblings are sampled."""
+    """Drafter of a fixed topology whose siblings are sampled."""
 
     verifiers: tuple[type, ...] = (RejectionSampling,)
     samples = True
-
-
-def drafter_class(tree: str, *, sampled: bool) -> type[Drafter]:
-    """The drafter for ``"dynamic"`` or ``"static"`` trees, of most likely or of sampled tokens."""
-    if tree == "static":
-        return SampledStaticDrafter if sampled else StaticDrafter
-    return SampledDrafter if sampled else Drafter

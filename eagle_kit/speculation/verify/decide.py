@@ -1,8 +1,8 @@
-"""The target's next token after every node of a window.
+"""Sampling and verification: the target's next token after every node of a window.
 
 A node's token is sampled with the uniform random number of its position, so all nodes of one depth share a
-uniform random number; only one of them is on the path. A deterministic draft is then followed as far as it
-agrees: whatever was drafted, the text is the one that plain decoding draws with the same seed.
+number; only one of them is on the path. A deterministic draft is then followed as far as it agrees: whatever
+was drafted, the text is the one that plain decoding draws with the same seed.
 
 Legend: B requests, N window nodes, V vocabulary.
 """
@@ -20,7 +20,7 @@ from eagle_kit.kernels.sampling import (
     target_distribution,
 )
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.verify.proposal import Deterministic, Proposal, Verifier, accept
+from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, Verifier, accept
 
 
 def choose(
@@ -30,13 +30,13 @@ def choose(
     sampling: SamplingBatch | None,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``logits [B, N, V]`` -> the chosen tokens int64 ``[B, N]``.
+    """Sample a token after every node: ``logits [B, N, V]`` -> int64 ``[B, N]``.
 
     Args:
         tree: the window; a token's penalties depend on the path to its node.
         seq_lens: int64 ``[B]``, position of the root.
         sampling: None takes the most likely token everywhere.
-        allowed: bool ``[B, N, V]``, what a grammar allows; every node must allow something.
+        allowed: bool ``[B, N, V]``, the tokens that a grammar allows; at least one per node.
     """
     if sampling is None:
         return _masked(logits, allowed).argmax(-1)
@@ -47,26 +47,26 @@ def choose(
 
 def decide(
     logits: torch.Tensor,
-    tree: Tree,
-    proposal: Proposal,
+    window: DraftOutput,
     verifier: Verifier,
     seq_lens: torch.Tensor,
     sampling: SamplingBatch | None,
     allowed: torch.Tensor | None,
     steps: int,
 ) -> Accepted:
-    """Which drafts are kept, and the token that follows them: see :func:`choose` and ``kernels.accept``."""
+    """Accept drafts and sample the bonus token; arguments as of :func:`choose` and ``kernels.accept``."""
+    tree, proposal = window
     if sampling is None:
-        assert isinstance(proposal, Deterministic), "a draft of greedy requests has nothing to draw"
+        assert isinstance(proposal, Deterministic), "a draft of greedy requests is deterministic"
         return accept_most_likely(_masked(logits, allowed), tree.tokens, tree.parents, steps)
     distribution = distribution_of(logits, tree, sampling, allowed)
-    return accept(distribution, tree, proposal, verifier, sampling.seeds, seq_lens, steps)
+    return accept(distribution, window, verifier, sampling.seeds, seq_lens, steps)
 
 
 def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
-    """The distribution after every node: penalties and bias, the grammar, then the filters."""
+    """Sampling distribution after every node: penalties, bias, grammar, temperature, filters."""
     if any(part is not None for part in (sampling.repetition, sampling.counts, sampling.bias)):
         logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
     return target_distribution(_masked(logits, allowed), sampling)

@@ -1,16 +1,18 @@
-"""Deterministic and sampled drafts, and the verifiers that are sound for each.
+"""Types of proposals, deterministic and sampled, and the verifiers that are sound for each.
 
-A deterministic draft is a function of the text: its tokens were not sampled, so it has no distribution q, and
-dividing by a softmax instead would emit another distribution than the target's. A sampled draft was sampled
-from q, which it carries. The types keep them apart: ``accept`` refuses a verifier that does not fit.
+A deterministic draft is a function of the text: its tokens were not sampled, so it has no q, and dividing by
+a softmax in its place would emit another distribution than the target's. A sampled draft was sampled from q
+and carries q. The types keep them apart: :func:`accept` refuses a verifier that does not fit.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.kernels.accept.block import accept_block
 from eagle_kit.kernels.accept.reference import Accepted
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
@@ -29,21 +31,22 @@ from eagle_kit.kernels.tree_build import Tree
 
 @dataclass(frozen=True)
 class Deterministic:
-    """Window of any topology that depends on the text only: top-k drafts, n-grams."""
+    """Proposal of any topology that depends on the text only: top-k drafts, n-grams."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledChain:
-    """Chain of sampled drafts; ``q [B, S, V]`` is the draft's distribution for the child of each node."""
+    """Chain of sampled tokens; ``q [B, S, V]`` is the distribution that the child of each node was sampled
+    from."""
 
     q: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTree:
-    """Tree of fixed topology whose siblings were sampled without replacement (``sample_distinct``) and lie in
-    the window in that order; ``q [B, Q, V]`` is the draft's distribution for the children of each of the
-    first Q nodes, later nodes have none."""
+    """Tree of a fixed topology, whose siblings were sampled without replacement and lie in the window in that
+    order (``sample_distinct`` draws them); ``q [B, Q, V]`` is the distribution that the children of each of
+    the first Q nodes were sampled from, nodes from Q on have none."""
 
     q: torch.Tensor
 
@@ -51,9 +54,16 @@ class SampledTree:
 Proposal = Deterministic | SampledChain | SampledTree
 
 
+class DraftOutput(NamedTuple):
+    """A window to verify, and how its tokens were made."""
+
+    tree: Tree
+    proposal: Proposal
+
+
 @dataclass(frozen=True)
 class TargetOnly:
-    """Accept deterministic drafts that equal the target's own samples; lossless."""
+    """Accept deterministic drafts while the target samples the same token; lossless."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,7 @@ class RejectionSampling:
 
 @dataclass(frozen=True)
 class BlockVerification:
-    """Verify a sampled chain as one block (arXiv 2403.10444); lossless, never accepts fewer tokens than
-    rejection sampling."""
+    """Weigh prefixes of a sampled chain (arXiv 2403.10444); lossless, accepts no fewer than rejection."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +87,22 @@ class Relaxed:
 Verifier = TargetOnly | RejectionSampling | BlockVerification | Relaxed
 
 
-def default_verifier(proposal: Proposal) -> Verifier:
-    """Lossless verifier for a kind of draft; block verification for chains, where it accepts most."""
-    if isinstance(proposal, Deterministic):
-        return TargetOnly()
-    return BlockVerification() if isinstance(proposal, SampledChain) else RejectionSampling()
+def make_verifier(config: EngineConfig) -> Verifier | None:
+    """Make the verifier that an engine was asked for; None leaves the choice to the drafter."""
+    name = config.verifier or ("relaxed" if config.is_relaxed else None)
+    if name == "relaxed":
+        return Relaxed(config.accept_threshold_single, config.accept_threshold_acc)
+    return {
+        "target-only": TargetOnly(),
+        "rejection": RejectionSampling(),
+        "block": BlockVerification(),
+        None: None,
+    }[name]
 
 
 def accept(
     probs: torch.Tensor | FilteredLogits,
-    tree: Tree,
-    proposal: Proposal,
+    window: DraftOutput,
     verifier: Verifier,
     seeds: torch.Tensor,
     root_positions: torch.Tensor,
@@ -98,26 +112,26 @@ def accept(
 ) -> Accepted:
     """Verify a window with uniform random numbers that depend only on each request's seed and position.
 
-    Target-only verification uses the uniform of each sampled token's position, so that text does not depend
-    on the draft. The others use uniforms of the cycle (of its root's position, which grows from cycle to
-    cycle), so that no number used for a rejected draft is used again.
+    Those of target-only verification belong to the position of the decided token, so that text does not
+    depend on the draft. All others belong to the cycle (the position of its root, which grows from cycle to
+    cycle), so that no number drawn for a rejected draft is used again.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        tree: the window.
-        proposal, verifier: kind of draft, and the verifier to apply.
         seeds, root_positions: int64 ``[B]``.
         steps: S, depth of the window.
 
     Raises:
-        TypeError: when the verifier is not sound for the kind of draft.
+        TypeError: the verifier is not sound for the type of the proposal.
     """
+    tree, proposal = window
     n = tree.tokens.shape[1]
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
         places = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
         uniforms = position_uniforms(seeds, places, TARGET_UNIFORMS, backend=backend)
-        window = tree.tokens, tree.parents, tree.depths
-        return accept_target_only(probs, *window, uniforms, steps, backend=backend)
+        return accept_target_only(
+            probs, tree.tokens, tree.parents, tree.depths, uniforms, steps, backend=backend
+        )
     uniforms = window_uniforms(seeds, root_positions, n + 1, VERIFY_UNIFORMS, backend=backend)
     nodes, bonus = uniforms[:, :n], uniforms[:, n]
     match proposal, verifier:
@@ -142,8 +156,15 @@ def accept(
 
 
 def check_distinct_siblings(tokens: torch.Tensor, parents: torch.Tensor) -> None:
-    """Raise ``ValueError`` when two children of a window node have the same token. Reads tensors on the host:
-    for tests and debugging. ``tokens``, ``parents`` int64 ``[B, N]``; -1 is an unused node."""
+    """Check that no node of a window has two children of one token; for tests, since it reads tensors on the
+    host.
+
+    Args:
+        tokens, parents: int64 ``[B, N]``; -1 is an unused node.
+
+    Raises:
+        ValueError: two siblings are the same token.
+    """
     for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         first: dict[tuple[int, int], int] = {}
         for node in range(1, len(row)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -91,7 +92,8 @@ class Judge:
         self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
         self.replies: list[list[int]] | None = None
         longest = max((len(prompt) for prompt in self.prompts), default=1)
-        self._max_context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
+        context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
+        self._engine_config = EngineConfig(max_batch_size=config.batch_size, max_context=context)
 
     def judge(self, head: DraftHead) -> Judgement:
         """Decode with ``head`` as it is now, in every shape; the head is not changed."""
@@ -100,7 +102,7 @@ class Judge:
         simulated = {name: SpecStats() for name, shape in shapes.items() if shape.topk == 1}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
-        llm = LLM(self.target, head, max_batch_size=self.config.batch_size, max_context=self._max_context)
+        llm = LLM(self.target, head, self._engine_config)
         assert llm.head is not None
         if self.replies is None:
             self.replies = self._decode_plainly(llm)

@@ -5,6 +5,7 @@ import torch
 
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, chain_bits, window_attention
 from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PoolLayout
 
 
 def dense(q, k, v, visible):
@@ -30,10 +31,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
         2,
         2,
         8,
-        num_pages=pages_each * batch,
-        page_size=page_size,
-        max_batch_size=3,
-        window=64,
+        PoolLayout(pages_each * batch, page_size, 3),
         first_slot=first_slot,
     )
     kv.k.normal_(generator=generator)
@@ -78,7 +76,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
 @torch.no_grad()
 def test_a_chain_window_equals_single_tokens_bit_for_bit():
     generator = torch.Generator().manual_seed(0)
-    kv = PagedKV(1, 3, 64, num_pages=8, page_size=16, max_batch_size=1, window=64)
+    kv = PagedKV(1, 3, 64, PoolLayout(8, 16, 1, window=64))
     kv.k.normal_(generator=generator)
     kv.v.normal_(generator=generator)
     table, start = torch.arange(8)[None], 57
@@ -95,7 +93,7 @@ def test_a_chain_window_equals_single_tokens_bit_for_bit():
 
 
 def test_commit_copies_the_accepted_nodes_and_nothing_else():
-    kv = PagedKV(2, 1, 4, num_pages=4, page_size=4, max_batch_size=2, window=8)
+    kv = PagedKV(2, 1, 4, PoolLayout(4, 4, 2, window=8))
     kv.k.copy_(torch.arange(kv.k.numel()).view_as(kv.k))
     before = kv.k.clone()
     table = torch.tensor([[2, 0], [1, 3]])
@@ -111,7 +109,7 @@ def test_commit_copies_the_accepted_nodes_and_nothing_else():
 def test_requests_of_like_length_go_together_and_company_changes_no_bit():
     generator = torch.Generator().manual_seed(3)
     lens = torch.tensor([700, 3, 130, 3, 129, 500])
-    kv = PagedKV(1, 2, 16, num_pages=300, page_size=16, max_batch_size=6, window=64)
+    kv = PagedKV(1, 2, 16, PoolLayout(300, 16, 6, window=64))
     kv.k.normal_(generator=generator)
     kv.v.normal_(generator=generator)
     table = torch.randperm(300, generator=generator)[: 6 * 48].view(6, 48)

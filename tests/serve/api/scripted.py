@@ -131,7 +131,7 @@ class ScriptedLLM:
 
     def __init__(self, tokenizer: Any, *, max_batch_size: int = 4, max_context: int = 400) -> None:
         self.tokenizer, self.max_batch_size, self.max_context = tokenizer, max_batch_size, max_context
-        self.config = SimpleNamespace(vocab_size=300)
+        self.target = SimpleNamespace(config=SimpleNamespace(vocab_size=300))
         self._numbers = itertools.count()
 
     def tokenize(self, prompt: Any) -> list[int]:

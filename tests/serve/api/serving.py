@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import openai
 
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.serve.api.app import create_app
 from eagle_kit.serve.api.server import bind, make_server
-from eagle_kit.serve.api.settings import ServerSettings
 
 
 @contextmanager
 def serving(llm: Any, engine: Any, **settings: Any) -> Iterator[SimpleNamespace]:
     """A running server with its ``url``, ``service`` and ``stop()``."""
-    app = create_app(llm, engine, ServerSettings(**{"model_name": "tiny", "grace_period_s": 0.0, **settings}))
+    app = create_app(llm, engine, ServerConfig(**{"model_name": "tiny", "grace_period_s": 0.0, **settings}))
     sock = bind("127.0.0.1", 0)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

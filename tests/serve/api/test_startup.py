@@ -9,13 +9,13 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.cli import main
-from eagle_kit.cli.serve import check_algorithm, configure, parse_size, shape_of
+from eagle_kit.cli.serve import check_algorithm, configure, shape_of
+from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import RequestOutput
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.server import bind
-from eagle_kit.serve.api.settings import ServerSettings
 from eagle_kit.serve.api.startup import (
     SelfTest,
     ServedModel,
@@ -97,14 +97,6 @@ def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
         check_algorithm(arguments("--speculative-token-map", "map"), ServedModel("small", None))
 
 
-def test_sizes_have_units():
-    sizes = {"4G": 4 * 10**9, "512Mi": 2**29, "2.5gb": 25 * 10**8, "1000": 1000, None: None}
-    assert {text: parse_size(text) for text in sizes} == sizes
-    for text in ("", "G", "4T", "-1", "0", "4 GGB"):
-        with pytest.raises(UserError, match="cannot be read"):
-            parse_size(text)
-
-
 def test_a_port_in_use_is_a_users_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -122,7 +114,7 @@ def test_a_port_in_use_is_a_users_error():
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError):
-        ServerSettings(**{"model_name": "m", **wrong})
+        ServerConfig(**{"model_name": "m", **wrong})
 
 
 def test_user_warnings_become_lines():

@@ -195,7 +195,7 @@ def _start_untried(self, grammar):
     "grammar", [Grammar("regex", "((((a*)*)*)*)*b"), Grammar("json_schema", '{"not": {"type": "string"}}')]
 )
 def test_a_grammar_of_the_wrong_kind_is_refused_before_it_is_compiled(llm, grammar, monkeypatch):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     monkeypatch.setattr(compiler, "_compiler", None)
     with pytest.raises(UserError, match="repeats a repetition|not is not supported"):
         compiler.start(grammar)
@@ -203,13 +203,13 @@ def test_a_grammar_of_the_wrong_kind_is_refused_before_it_is_compiled(llm, gramm
 
 @pytest.mark.parametrize("grammar", [Grammar("json_object"), Grammar("json_schema", json.dumps(SCHEMA))])
 def test_whitespace_in_json_has_an_end(llm, grammar):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     assert compiler.start(grammar)._matcher.accept_string("{ \n")
     assert not compiler.start(grammar)._matcher.accept_string("{ \n ")
 
 
 def test_the_memory_of_compiled_grammars_is_bounded(llm, monkeypatch):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     texts = [f"[ab]{{3}}{i}" for i in range(20)]
     monkeypatch.setattr(grammar_module, "CACHE_BYTES", 10_000)
     for text in texts:
@@ -236,7 +236,7 @@ def accepts(compiler, schema, text):
     ],
 )
 def test_strings_of_json_follow_their_patterns(llm, schema, good, bad):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     for each in (
         {"type": "array", "items": {"type": "string", **schema}, "minItems": 1},
         {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"type": "string", **schema}}}},
@@ -246,19 +246,19 @@ def test_strings_of_json_follow_their_patterns(llm, schema, good, bad):
 
 
 def test_names_of_json_follow_their_patterns(llm):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     schema = {"type": "object", "patternProperties": {"^x": {"type": "integer"}}}
     assert accepts(compiler, schema, '{"xy": 1}') and not accepts(compiler, schema, '{"yx": 1}')
 
 
 def test_a_dot_of_a_regex_is_no_line_end(llm):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     assert compiler.start(Grammar("regex", ".*"))._matcher.accept_string('a"')
     assert not compiler.start(Grammar("regex", ".*"))._matcher.accept_string("a\n")
 
 
 @pytest.mark.parametrize("kind", ["regex", "json_schema"])
 def test_large_counts_compile(llm, kind):
-    compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, [2])
     schema = {"type": "string", "pattern": "^[a-z]{1,300}$"}
     compiler.start(Grammar(kind, "[a-z]{1,300}" if kind == "regex" else json.dumps(schema)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import randomise, tiny_target
-from tiny_engine import PROMPTS, serve
+from tiny_engine import PROMPTS, resolved, serve
 
 from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.token_map import load_token_map
@@ -15,7 +15,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import Eagle1DraftModel, StandaloneDraftModel
 
@@ -42,7 +42,7 @@ def eagle1(target, **changes) -> Eagle1Head:
 
 
 def decode(target, draft, shape, batch=1, **options) -> list[Request]:
-    engine = Engine(target, draft, EngineOptions(batch, 256, kv_tokens=batch * 400, page_size=4, **options))
+    engine = Engine(target, draft, resolved(batch, 256, kv_tokens=batch * 400, page_size=4, **options))
     engine.use_shape(SpecShape.parse(shape))
     requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
@@ -78,7 +78,7 @@ def restated_layer(head: Eagle1Head, hidden, embeds) -> torch.Tensor:
 def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
     """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
     head, proposals = eagle1(target), []
-    engine = Engine(target, Eagle1DraftModel(head, target), EngineOptions(1, 128, kv_tokens=300, page_size=4))
+    engine = Engine(target, Eagle1DraftModel(head, target), resolved(1, 128, kv_tokens=300, page_size=4))
     engine.use_shape(SpecShape(4, 1, 5))
     drafter = engine.runner.drafter
     propose = drafter.propose

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_engine import PROMPTS, serve
+from tiny_engine import PROMPTS, resolved, serve
 
+from eagle_kit.config.engine import NgramConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.engine import Engine, EngineOptions
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.ngram import CHAIN_STEPS, NgramIndex, NgramOptions, to_tree
+from eagle_kit.speculation.propose.ngram import CHAIN_STEPS, NgramIndex, to_tree
 
 
 def longest_match(streams: list[list[int]], context: list[int], most: int) -> int:
@@ -46,7 +47,7 @@ def paths(draft, row=0) -> list[list[int]]:
 def test_windows_are_trees_of_what_followed_the_longest_match(match_type):
     rng = random.Random(7)
     for case in range(300):
-        index = NgramIndex(NgramOptions(match_type=match_type, max_match_window_size=6))
+        index = NgramIndex(NgramConfig(match_type=match_type, max_match_window_size=6))
         streams = [[] for _ in range(3)]
         for _ in range(rng.randrange(20)):
             which = rng.randrange(3)
@@ -86,7 +87,7 @@ def test_a_loop_continues_and_newer_text_wins():
 
 
 def test_probability_prefers_what_happened_more_often():
-    index = NgramIndex(NgramOptions(match_type="PROB"))
+    index = NgramIndex(NgramConfig(match_type="PROB"))
     index.insert(0, [4, 1, 4, 1, 4, 1, 4, 2])
     assert index.propose([[7, 4]], 2, 1).tokens.tolist() == [[4, 1]]
     assert NgramIndex().propose([[7, 4]], 2, 1).parents.tolist() == [[0, 1]]
@@ -104,7 +105,7 @@ def test_inserts_in_pieces_equal_one_insert():
 
 
 def test_the_oldest_text_gives_way_and_memory_stays_bounded():
-    index = NgramIndex(NgramOptions(capacity=100))
+    index = NgramIndex(NgramConfig(capacity=100))
     index.insert(0, [1000, 1001, 1002])
     assert paths(index.propose([[1000, 1001]], 2, 1)) == [[1002]]
     rng = random.Random(0)
@@ -130,7 +131,7 @@ def test_no_requests_and_a_window_of_one():
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(UserError):
-        NgramOptions(**options)
+        NgramConfig(**options)
 
 
 @pytest.mark.parametrize("shape", ["4,1,5", "5,4,16", "8,4,12"])
@@ -138,9 +139,9 @@ def test_options_out_of_range_are_refused(options):
 def test_ngram_drafts_change_no_token_and_many_are_kept(shape, params):
     target = tiny_target(vocab_size=11)
 
-    def decode(shape, batch, ngram, **options):
-        sizes = EngineOptions(batch, 256, kv_tokens=batch * 400, page_size=4, **options)
-        engine = Engine(target, None, sizes, ngram=ngram)
+    def decode(shape, batch, **options):
+        sizes = resolved(batch, 256, kv_tokens=batch * 400, page_size=4, **options)
+        engine = Engine(target, None, sizes)
         engine.use_shape(SpecShape.parse(shape))
         requests = [
             Request(i, list(p), SamplingParams(max_tokens=60, **params)) for i, p in enumerate(PROMPTS)
@@ -148,9 +149,9 @@ def test_ngram_drafts_change_no_token_and_many_are_kept(shape, params):
         serve(engine, requests)
         return requests
 
-    plain = decode(None, 1, None)
+    plain = decode(None, 1)
     for lag in (0, 1):
-        drafted = decode(shape, 3, NgramOptions(), lag=lag)
+        drafted = decode(shape, 3, algorithm="NGRAM", lag=lag)
         assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     emitted = sum(r.stats.num_emitted_tokens for r in drafted)
     assert emitted / sum(r.stats.num_verifies for r in drafted) > 1.2

@@ -16,13 +16,13 @@ from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.speculation.verify.proposal import (
     BlockVerification,
     Deterministic,
+    DraftOutput,
     RejectionSampling,
     Relaxed,
     SampledChain,
     SampledTree,
     TargetOnly,
     accept,
-    default_verifier,
 )
 
 V, S = 5, 3
@@ -78,7 +78,7 @@ def decode(propose, verifier, seeds: torch.Tensor, num_tokens: int) -> tuple[tor
     accepted_per_cycle = []
     while int(positions.min()) < num_tokens:
         tree, proposal = propose(roots, seeds, positions)
-        result = accept(P[tree.tokens], tree, proposal, verifier, seeds, positions, S)
+        result = accept(P[tree.tokens], DraftOutput(tree, proposal), verifier, seeds, positions, S)
         place = torch.arange(S + 1)
         new = place <= result.num_accepted[:, None]
         at = torch.where(new, positions[:, None] + 1 + place, text.shape[1] - 1).clamp(max=text.shape[1] - 1)
@@ -143,14 +143,4 @@ def test_a_verifier_that_does_not_fit_the_draft_is_refused():
         (chain, Relaxed(1.0, 1.0)),
     ):
         with pytest.raises(TypeError, match="is not sound for"):
-            accept(P[shape.tokens], shape, proposal, verifier, seeds, seeds, S)
-
-
-def test_the_default_verifier_fits_the_draft():
-    seeds = torch.arange(3)
-    for propose in (drawn_chain, drawn_tree, top_two):
-        shape, proposal = propose(seeds, seeds, seeds)
-        verifier = default_verifier(proposal)
-        accepted = accept(P[shape.tokens], shape, proposal, verifier, seeds, seeds, S)
-        assert accepted.tokens.shape == (3, S + 1)
-        assert not isinstance(verifier, Relaxed)
+            accept(P[shape.tokens], DraftOutput(shape, proposal), verifier, seeds, seeds, S)

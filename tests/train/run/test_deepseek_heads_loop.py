@@ -157,15 +157,17 @@ def test_a_llama_target_is_refused(make_run, capsys, kind, cause):
 
 def test_the_match_table_of_several_modules_is_what_serving_drafts(tmp_path):
     """Row by row: the tokens that the engine proposes behind every row of a text."""
+    from tiny_engine import resolved
+
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.serve.drafts import load_draft_model
-    from eagle_kit.serve.engine import Engine, EngineOptions
+    from eagle_kit.serve.engine import Engine
     from eagle_kit.serve.request import Request
 
     save_target(tmp_path / "t", modules=3, vocab_size=11)
     target = load_target(tmp_path / "t")
     draft = load_draft_model(tmp_path / "t", target, algorithm="NEXTN")
-    engine = Engine(target, draft, EngineOptions(1, 64, kv_tokens=200, page_size=4))
+    engine = Engine(target, draft, resolved(1, 64, kv_tokens=200, page_size=4))
     engine.use_shape(SpecShape(3, 1, 4))
     seen = []
     propose = engine.runner.drafter.propose

@@ -1,0 +1,216 @@
+"""Options of the decoding engine: one schema for ``LLM(...)``, the server, the command line, evaluation and
+the judge of a training run. Torch-free.
+
+An option is documented here and nowhere else: flags take their help from the fields (``cli/arguments.py``),
+and ``LLM`` takes the fields as keywords.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from eagle_kit.config.options import Options
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
+
+GraphMode = Literal["cycle", "off"]
+DEFAULT_MAX_CONTEXT = 8192
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(text: Any) -> Any:
+    """``"4G"``, ``"512Mi"``, ``"2.5GB"`` as bytes; numbers and None as they are. Raises UserError."""
+    if not isinstance(text, str):
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"The size {text!r} cannot be read.", "Write it like 4G, 512Mi or 1000000000.")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def _shape_table(given: Any) -> ShapeTable | None:
+    return None if given is None else ShapeTable.parse(given)
+
+
+class NgramConfig(Options):
+    """Matching of n-grams, for the algorithm ``NGRAM``; names and defaults as in SGLang.
+
+    Attributes:
+        min_match_window_size: least tokens that must agree.
+        max_match_window_size: most tokens that are compared.
+        min_bfs_breadth: children of a node for the longest match.
+        max_bfs_breadth: children of a node for the shortest match, which says little, so that more
+            continuations are tried.
+        match_type: BFS fills the tree level by level, longer and then newer matches first; PROB takes the
+            most probable node next, by the counts of the matches.
+        branch_length: most tokens of a continuation.
+        capacity: tokens of the log.
+    """
+
+    min_match_window_size: int = Field(default=1, ge=1)
+    max_match_window_size: int = Field(default=12, ge=1)
+    min_bfs_breadth: int = Field(default=1, ge=1)
+    max_bfs_breadth: int = Field(default=10, ge=1)
+    match_type: Literal["BFS", "PROB"] = "BFS"
+    branch_length: int = Field(default=18, ge=1)
+    capacity: int = Field(default=10_000_000, ge=1)
+
+    @property
+    def max_bytes(self) -> int:
+        """Memory of a full log: measured 217 bytes per token (columns of 4 and 8 bytes, and the keys)."""
+        return 220 * self.capacity
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> "NgramConfig":
+        for low, high in (
+            ("min_match_window_size", "max_match_window_size"),
+            ("min_bfs_breadth", "max_bfs_breadth"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise UserError(
+                    f"{low} is {getattr(self, low)} and {high} is {getattr(self, high)}.",
+                    f"Give whole numbers with {low} <= {high}.",
+                )
+        if self.capacity < self.max_match_window_size:
+            raise UserError(
+                f"capacity is {self.capacity}.", "Give a capacity of at least the match window's tokens."
+            )
+        return self
+
+
+class EngineConfig(Options):
+    """Options of an engine; None is chosen by the model and the device (:meth:`resolve`).
+
+    Attributes:
+        algorithm: kind of the draft: auto reads it from the draft; EAGLE3, EAGLE and STANDALONE insist; NEXTN
+            is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
+            earlier text, without a draft; NONE drafts nothing.
+        token_map: file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
+            2502.14856).
+        shape: speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none;
+            several by batch size: '5,4,16 8:4,1,5 32:none'. Default: by the draft and the target.
+        max_batch_size: most requests decoded together.
+        max_context: most tokens of prompt and reply; default the target's context, at most 8192.
+        page_size: tokens per page of the key-value pool.
+        prefix_cache: share and keep the pages of common prefixes.
+        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
+        kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
+        kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
+            tokens.
+        kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
+            another dtype, not equal.
+        lag: steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU.
+        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on a
+            GPU.
+        dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
+        device: device: auto, cpu or cuda.
+        tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
+            fixed tree, whose shape is 5,4,26.
+        sampled_drafts: sample drafts from the draft's own distribution where requests sample (chains and
+            static trees).
+        verifier: verification of the drafts of requests that sample; default the lossless one, or relaxed
+            with thresholds.
+        accept_threshold_single: LOSSY below 1: accept a draft token of at least this probability.
+        accept_threshold_acc: LOSSY below 1: divide the probability of a draft token by this before it is
+            accepted by chance.
+        seed: seed of requests that bring none.
+        graph_mode: capture of whole cycles: as CUDA graphs on a GPU, as lists of operations that need no
+            Python on a CPU (cycle, the default), or not at all (off).
+        ngram: matching of n-grams.
+    """
+
+    algorithm: str = "auto"
+    token_map: Path | None = None
+    shape: Annotated[ShapeTable | None, BeforeValidator(_shape_table)] = None
+    max_batch_size: int = Field(default=8, ge=1)
+    max_context: int | None = Field(default=None, ge=2)
+    page_size: int = Field(default=16, ge=1)
+    prefix_cache: bool = True
+    prefill_tokens: int | None = Field(default=None, ge=1)
+    kv_tokens: int | None = Field(default=None, ge=1)
+    kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    lag: int | None = Field(default=None, ge=0)
+    batch_sizes: tuple[int, ...] | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    tree: Literal["dynamic", "static"] = "dynamic"
+    sampled_drafts: bool = False
+    verifier: Literal["target-only", "relaxed", "rejection", "block"] | None = None
+    accept_threshold_single: float = Field(default=1.0, ge=0.0, le=1.0)
+    accept_threshold_acc: float = Field(default=1.0, ge=0.0, le=1.0)
+    seed: int = 0
+    graph_mode: GraphMode | None = None
+    ngram: NgramConfig = NgramConfig()
+
+    @model_validator(mode="after")
+    def _options_go_together(self) -> "EngineConfig":
+        if self.kv_tokens is not None and self.kv_memory is not None:
+            raise UserError("The pool has a size in tokens and one in bytes.", "Give one or the other.")
+        if self.is_relaxed and self.sampled_drafts:
+            raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
+        return self
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether a threshold makes acceptance lossy."""
+        return (self.accept_threshold_single, self.accept_threshold_acc) != (1.0, 1.0)
+
+    def resolve(
+        self, *, on_gpu: bool, max_positions: int = DEFAULT_MAX_CONTEXT, can_record: bool = True
+    ) -> "ResolvedConfig":
+        """Fill in what depends on the device and the target.
+
+        Args:
+            max_positions: longest context of the target.
+            can_record: whether cycles can be recorded where there is no GPU.
+        """
+        sizes = self.batch_sizes
+        if sizes is None:
+            powers = [2**i for i in range(self.max_batch_size.bit_length())]
+            sizes = tuple(powers if on_gpu else range(1, self.max_batch_size + 1))
+        smaller = {size for size in sizes if size < self.max_batch_size}
+        chosen = {
+            "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
+            "prefill_tokens": self.prefill_tokens or (8192 if on_gpu else 512),
+            "lag": int(on_gpu) if self.lag is None else self.lag,
+            "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
+            "graph_mode": self.graph_mode or ("cycle" if on_gpu or can_record else "off"),
+            "shape": self.shape or ShapeTable.parse(NO_SPECULATION),
+        }
+        return ResolvedConfig(**{**dict(self), **chosen})
+
+
+class ResolvedConfig(EngineConfig):
+    """Options of an engine on one device, with nothing left to choose but the pool's size, which the memory
+    plan fills in."""
+
+    shape: Annotated[ShapeTable, BeforeValidator(_shape_table)]
+    max_context: int
+    prefill_tokens: int
+    lag: int
+    batch_sizes: tuple[int, ...]
+    graph_mode: GraphMode
+
+    def room(self, steps: int) -> int:
+        """Tokens behind its known ones that a request may need pages for: those of cycles on their way and of
+        the next one, and a draft's entry of the root. ``steps`` is the depth of the draft."""
+        return (self.lag + 1) * (steps + 1) + 2
+
+    def num_pages_of(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        assert self.kv_tokens is not None, "the memory plan gives the pool its size"
+        return self.num_pages_of(self.kv_tokens)
+
+    @property
+    def max_pages(self) -> int:
+        """Most pages of one request. The deepest shape decides, so that page tables outlast a change of
+        it."""
+        return self.num_pages_of(self.max_context + self.room(MAX_WINDOW - 1))

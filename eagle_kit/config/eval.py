@@ -1,0 +1,48 @@
+"""Options of an evaluation: tasks, shapes and the engine that decodes them. Torch-free."""
+
+from pydantic import Field, field_validator
+
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.options import Options
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+
+DEFAULT_SHAPES = ("4,1,5", "5,4,16")
+
+
+class EvalConfig(Options):
+    """Comparison of drafts with plain decoding. Decoding is greedy.
+
+    Attributes:
+        tasks: names of tasks, or JSONL files.
+        shapes: speculation shapes steps,topk,tokens, tried with every draft.
+        max_tokens: most tokens per reply.
+        limit: prompts of each task, drawn evenly over its categories; default all.
+        seed: seed of the draw of prompts.
+        plots: draw the plots; needs matplotlib.
+        engine: options of the engines; its shape and algorithm are not looked at.
+    """
+
+    tasks: tuple[str, ...] = ("human_eval", "ours")
+    shapes: tuple[str, ...] = DEFAULT_SHAPES
+    max_tokens: int = Field(default=128, ge=1)
+    limit: int | None = None
+    seed: int = 0
+    plots: bool = True
+    engine: EngineConfig = EngineConfig(max_batch_size=1)
+
+    @field_validator("shapes")
+    @classmethod
+    def _shapes_in_one_spelling(cls, shapes: tuple[str, ...]) -> tuple[str, ...]:
+        parsed = [SpecShape.parse(shape) for shape in shapes]
+        if not parsed:
+            raise UserError(
+                "No shape was given.", f"Give steps,topk,tokens such as {' '.join(DEFAULT_SHAPES)}."
+            )
+        if NO_SPECULATION in parsed:
+            raise UserError(
+                "The shape none is ordinary decoding, which always runs.", "Leave it out of the shapes."
+            )
+        if len(set(parsed)) < len(parsed):
+            raise UserError("A shape was given twice.", "Give every shape once.")
+        return tuple(str(shape) for shape in parsed)

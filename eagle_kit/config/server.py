@@ -1,0 +1,43 @@
+"""Options of the HTTP server. Torch-free."""
+
+from pydantic import Field, field_validator
+
+from eagle_kit.config.options import Options
+from eagle_kit.core.errors import UserError
+
+
+class ServerConfig(Options):
+    """Name and limits of one server.
+
+    Attributes:
+        model_name: name that /v1/models lists and requests may give; default the last part of the model's
+            path.
+        api_key: key that clients must send as bearer token; None admits everybody.
+        max_queued: requests that may wait besides those that run; more get 503.
+        max_parallel_per_client: replies that one client may have in progress; more get 429.
+        max_requests_per_minute: requests of one client per minute; more get 429.
+        max_body_bytes: size of the largest request body; larger ones get 413.
+        grace_period_s: seconds that running replies get to finish when the server is stopped.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_queued: int = Field(default=256, ge=0)
+    max_parallel_per_client: int | None = Field(default=None, ge=1)
+    max_requests_per_minute: int | None = Field(default=None, ge=1)
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
+    grace_period_s: float = Field(default=30.0, ge=0.0)
+
+    @field_validator("model_name")
+    @classmethod
+    def _name_is_given(cls, name: str) -> str:
+        if not name:
+            raise UserError("The served model's name is empty.", "Give some text.")
+        return name
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_fits_a_header(cls, key: str | None) -> str | None:
+        if key is not None and (not key or not key.isascii()):
+            raise UserError("The API key is empty or not ASCII.", "Give letters, digits and signs, or none.")
+        return key

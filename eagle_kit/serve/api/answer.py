@@ -1,0 +1,100 @@
+"""Response to one generation request, whole or as server-sent events; chats and completions fill in the
+choices."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from eagle_kit.serve.api.protocol import Sampling
+from eagle_kit.serve.api.responses import Response, Speculation
+from eagle_kit.serve.api.service import FINGERPRINT, FINISH_REASONS, Generation, Service
+from eagle_kit.serve.api.sse import event, merge, unless_gone
+from eagle_kit.serve.reply import Delta
+
+BodyT = TypeVar("BodyT", bound=Sampling)
+
+
+class Answer(ABC, Generic[BodyT]):
+    """Response of one endpoint to a request.
+
+    Args:
+        generation: the replies that the engine makes.
+    """
+
+    response: ClassVar[type[Response]]
+    """Schema of the whole response."""
+    event: ClassVar[type[Response]]
+    """Schema of an event."""
+    kinds: ClassVar[tuple[str, str]]
+    """The field ``object`` of the response and of an event."""
+
+    def __init__(self, service: Service, body: BodyT, generation: Generation) -> None:
+        self.service, self.body, self.generation = service, body, generation
+
+    @classmethod
+    @abstractmethod
+    async def start(cls, service: Service, http: Any, body: BodyT) -> "Answer[BodyT]":
+        """Tokenise the prompts and hand them to the engine. Raises errors that become error responses."""
+
+    @abstractmethod
+    async def choice(self, index: int, delta: Delta) -> BaseModel:
+        """Make the choice of a finished reply."""
+
+    @abstractmethod
+    def opening(self) -> Iterable[BaseModel]:
+        """Make the choices of the events before the first token."""
+
+    @abstractmethod
+    async def additions(self, index: int, delta: Delta) -> list[BaseModel]:
+        """Make the choices of the events of a delta."""
+
+    async def whole(self, http: Any) -> str:
+        """Return the response as JSON, when every choice is finished. Raises ClientGone."""
+        deltas = await unless_gone(http, self.generation.collect())
+        choices = [await self.choice(index, delta) for index, delta in enumerate(deltas)]
+        response = self.response(**self._head(0), choices=choices, usage=self.generation.usage())
+        left_out = None if self.body.return_speculation else {"speculation"}
+        return response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
+
+    async def events(self) -> AsyncIterator[str]:
+        """Iterate over the response as events."""
+        options, head = self.body.stream_options, self._head(1)
+        with_usage = bool(options and options.include_usage)
+        continuous = bool(options and options.continuous_usage_stats)
+        left_out = {"speculation"} if with_usage or continuous else {"speculation", "usage"}
+        num_sent = 0
+
+        def chunk(choice: BaseModel) -> str:
+            usage = self.generation.usage(num_sent) if continuous else None
+            return event(self.event(**head, choices=[choice], usage=usage), exclude=left_out)
+
+        for choice in self.opening():
+            yield chunk(choice)
+        async for index, delta in merge(self.generation.replies):
+            num_sent += len(delta.token_ids)
+            for choice in await self.additions(index, delta):
+                yield chunk(choice)
+        if with_usage or self.body.return_speculation:
+            last = self.event(**head, choices=[], usage=self.generation.usage() if with_usage else None)
+            yield event(last.model_copy(update=self._speculation()), exclude_none=True)
+
+    def _head(self, kind: int) -> dict[str, Any]:
+        return {
+            "id": self.generation.id,
+            "object": self.kinds[kind],
+            "created": self.generation.created,
+            "model": self.service.config.model_name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _speculation(self) -> dict[str, Speculation]:
+        if not self.body.return_speculation:
+            return {}
+        return {"speculation": Speculation.of(self.generation.stats())}
+
+
+def finish_reason(delta: Delta) -> str | None:
+    """OpenAI's name of the finish reason."""
+    return FINISH_REASONS.get(delta.finish_reason or "", delta.finish_reason)

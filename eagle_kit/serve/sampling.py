@@ -1,0 +1,90 @@
+"""Sampling parameters of a batch as device tensors, made anew only when the batch changes.
+
+Legend: B requests, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch
+from eagle_kit.serve.request import Request
+
+
+class SamplingTables:
+    """Sampling parameters of the requests of a runner.
+
+    Args:
+        vocab_size: V of the target.
+        device: of the tensors.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self._key: tuple[tuple[int, int], ...] = ()
+        self._batch: SamplingBatch | None = None
+
+    def of_cycle(
+        self, requests: Sequence[Request], padding: int, has_fixed_shapes: bool
+    ) -> SamplingBatch | None:
+        """Parameters of a batch without the counts of its replies; None when all requests are plainly greedy.
+
+        Args:
+            padding: dummy requests behind them.
+            has_fixed_shapes: set all filters when one is set, so that few kinds of batches are captured.
+        """
+        key = (*((request.number, request.epoch) for request in requests), (-1, padding))
+        if self._key != key:
+            made = self.of_requests(requests, padding)
+            if made is not None:
+                made = made._replace(counts=None)
+                made = self._with_all_filters(made) if has_fixed_shapes else made
+            self._key, self._batch = key, made
+        return self._batch
+
+    def of_requests(self, requests: Sequence[Request], padding: int = 0) -> SamplingBatch | None:
+        """Parameters of requests with empty replies; None when all are plainly greedy."""
+        if all(_is_plain(request.params) for request in requests):
+            return None
+        params = [request.params for request in requests] + [SamplingParams()] * padding
+        prompts = [request.prompt_ids for request in requests] + [[]] * padding
+        seeds = [request.seed for request in requests] + [0] * padding
+        return make_sampling_batch(params, prompts, seeds, self.vocab_size, self.device)
+
+    def of_params(self, params: SamplingParams, size: int) -> SamplingBatch:
+        """Parameters of ``size`` equal requests, with all filters when there is one."""
+        return self._with_all_filters(
+            make_sampling_batch([params] * size, [[]] * size, [0] * size, self.vocab_size, self.device)
+        )
+
+    def forget(self) -> None:
+        """Make the tables of the next batch anew."""
+        self._key = ()
+
+    def _with_all_filters(self, sampling: SamplingBatch) -> SamplingBatch:
+        if all(part is None for part in (sampling.top_k, sampling.top_p, sampling.min_p)):
+            return sampling
+        ones = torch.ones_like(sampling.temperature)
+        neutral = {
+            "top_k": torch.full_like(sampling.seeds, self.vocab_size),
+            "top_p": ones,
+            "min_p": torch.zeros_like(ones),
+        }
+        missing = {name: value for name, value in neutral.items() if getattr(sampling, name) is None}
+        return sampling._replace(**missing)
+
+
+def counts_tokens(sampling: SamplingBatch) -> bool:
+    """Whether a request's distribution depends on the tokens of its reply."""
+    return any(part is not None for part in (sampling.repetition, sampling.frequency, sampling.presence))
+
+
+def is_rare(sampling: SamplingBatch) -> bool:
+    """Whether logits are adjusted before they are filtered, which takes tables of the vocabulary. Such
+    batches are not captured: there would be a graph for every combination of adjustments."""
+    return counts_tokens(sampling) or sampling.bias is not None
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.is_greedy and not params.has_penalties and not params.logit_bias

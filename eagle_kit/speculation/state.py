@@ -1,0 +1,24 @@
+"""State of a batch between two cycles."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class CycleState(NamedTuple):
+    """Per-request state at the start of a cycle.
+
+    Attributes:
+        page_table: int64 ``[B, P]``.
+        seq_lens: int64 ``[B]``, tokens in the pool.
+        roots: int64 ``[B]``, the last emitted token, at position ``seq_lens``; the target's pool has no entry
+            of it yet.
+        active: bool ``[B]``, False for padding, whose state does not change.
+        draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    roots: torch.Tensor
+    active: torch.Tensor
+    draft: tuple[torch.Tensor, ...] | None
