@@ -4,7 +4,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 
@@ -13,7 +13,7 @@ def make_engine(models, batch=1, page_size=16, max_context=256, kv_tokens=None, 
     target, head = models
     sizes = {"max_running": batch, "max_context": max_context, "page_size": page_size}
     tokens = kv_tokens or batch * (max_context + 200)
-    draft = None if head is None else Eagle3DraftModel(head, target)
+    draft = None if head is None else HeadDraftModel(head, target)
     return Engine(target, draft, EngineOptions(**sizes, kv_tokens=tokens, **options))
 
 

@@ -139,10 +139,9 @@ class ShapeTable:
         return max(shape.tokens for shape in self.shapes)
 
 
-def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:
+def auto_shape(model_type: str, *, drafts_are_dear: bool = False) -> SpecShape:
     """The shape when nobody chose one: a short chain where every drafted or verified token is dear (whole
     models as drafts; mixtures as targets, whose windows wake more experts with every token), a tree for all
     others. ``model_type`` is the one of the target's ``config.json``."""
     is_mixture = model_type.startswith("deepseek") or model_type.endswith("_moe") or model_type == "mixtral"
-    is_dear = algorithm == "STANDALONE" or is_mixture
-    return SpecShape(3, 1, 4) if is_dear else SpecShape(5, 4, 8)
+    return SpecShape(3, 1, 4) if drafts_are_dear or is_mixture else SpecShape(5, 4, 8)

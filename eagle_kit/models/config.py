@@ -34,17 +34,22 @@ ROPE_TYPES = {
 """RoPE scalings and the numbers that each needs."""
 
 
-class _Attention:
-    """What follows from the sizes of a config's attention, grouped-query or latent."""
+class DecoderSizes:
+    """Sizes of a decoder layer, and what follows from those of its attention, grouped-query or latent."""
 
+    hidden_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    intermediate_size: int
+    rope_theta: float
     rope_scaling: dict[str, Any] | None
-    mla: MLAConfig | None
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
+        """Factor of the scores. DeepSeek's YaRN grows them by the square of its ``mscale_all_dim``
         magnitude."""
         scale = self.head_dim**-0.5
         if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
@@ -57,7 +62,7 @@ class _Attention:
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     def cache_of(self, num_layers: int) -> CacheSpec:
-        """What as many layers keep of a token."""
+        """Entry of a token in the cache of ``num_layers`` layers."""
         if self.mla is None:
             return KVSpec(num_layers, self.num_kv_heads, self.head_dim)
         latent, rope = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
@@ -65,7 +70,7 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class TargetConfig(_Attention):
+class TargetConfig(DecoderSizes):
     """A decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek, Qwen-MoE and
     Mixtral. Sizes are counts of elements.
 
@@ -151,25 +156,92 @@ class TargetConfig(_Attention):
 
     @property
     def cache(self) -> CacheSpec:
-        """What the model keeps of a token."""
+        """Entry of a token in the model's cache."""
         return self.cache_of(self.num_layers)
 
 
+class HeadArchitecture:
+    """Architecture of a draft head, whatever its kind.
+
+    Attributes:
+        hidden_size: of the head, H.
+        target_hidden_size: of the target's states.
+        draft_vocab_size: tokens that the head can propose, Vd.
+        max_position_embeddings: positions it was trained for; 0 when unknown.
+        aux_layer_ids: captured states, as *inputs* of these target layers (``hidden_states[i]`` of Hugging
+            Face); empty for heads that read the target's final states.
+        num_modules: 1, or one for every step of a draft.
+        target: name of the target, for people and checks.
+        template_hash: hash of the chat template the head was trained with; empty when unknown.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    aux_layer_ids: tuple[int, ...]
+    num_modules: int = 1
+    target: str
+    template_hash: str
+
+    @property
+    def layer(self) -> DecoderSizes:
+        """Sizes of its decoder layer."""
+        assert isinstance(self, DecoderSizes)
+        return self
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the scores."""
+        return self.layer.attention_scale
+
+    @property
+    def owns_output(self) -> bool:
+        """True for an output layer of its own, False for the target's."""
+        return True
+
+    @property
+    def cache(self) -> CacheSpec:
+        """Entry of a token in the cache of all modules."""
+        return self.layer.cache_of(self.num_modules)
+
+
+class TiedArchitecture(HeadArchitecture):
+    """Architecture of a head of the target's width that reads its final states and proposes any of its
+    tokens."""
+
+    @property
+    def target_hidden_size(self) -> int:  # type: ignore[override]
+        """H, the head's own."""
+        return self.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:  # type: ignore[override]
+        """V, the target's vocabulary."""
+        return self.vocab_size
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """None."""
+        return ()
+
+    @property
+    def owns_output(self) -> bool:
+        """False: the output layer is the target's."""
+        return False
+
+
 @dataclass(frozen=True)
-class DraftConfig(_Attention):
+class DraftConfig(DecoderSizes, HeadArchitecture):
     """An EAGLE-3 head.
 
     Attributes:
         head_dim: of a query or key.
         mla: latent attention in the head's layer; None for a Llama layer.
-        aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
-            Hugging Face).
-        draft_vocab_size: rows of ``lm_head``, Vd.
         fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
         norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
-        target: name of the target, for people and checks.
-        template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
     hidden_size: int
@@ -228,11 +300,6 @@ class DraftConfig(_Attention):
             mla=model.mla if latent else None,
         )
         return replace(base, **overrides)
-
-    @property
-    def cache(self) -> CacheSpec:
-        """What the head keeps of a token."""
-        return self.cache_of(1)
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

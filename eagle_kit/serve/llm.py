@@ -16,6 +16,7 @@ from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve import cpu_graph
@@ -26,7 +27,7 @@ from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.ngram import NgramOptions
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 from eagle_kit.speculation.verify.proposal import Verifier
@@ -34,7 +35,6 @@ from eagle_kit.speculation.verify.proposal import Verifier
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
-ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NGRAM", "NONE")
 DEFAULT_MAX_CONTEXT = 8192
 
 
@@ -173,21 +173,20 @@ class LLM:
     ) -> None:
         """Use another draft from now on. Raises UserError when it does not fit the target."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
-        if algorithm not in ALGORITHMS:
-            raise UserError(
-                f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(ALGORITHMS)}."
-            )
+        known = ("auto", *algorithms(), "NGRAM", "NONE")
+        if algorithm not in known:
+            raise UserError(f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(known)}.")
         if algorithm in ("NGRAM", "NONE") and draft is not None:
             raise UserError(
                 f"The algorithm {algorithm} takes no draft, and {draft} was given.",
                 "Leave the draft out, or the algorithm.",
             )
-        if algorithm in ("EAGLE3", "EAGLE", "STANDALONE") and draft is None:
-            raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
-        if algorithm == "NEXTN" and draft is None:
+        if draft is None and algorithm in algorithms():
+            if kind_in_target(algorithm) is None:
+                raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
             if self._target_name is None:
                 raise UserError(
-                    "NEXTN without a draft takes the modules in the target's folder, and none is known.",
+                    f"{algorithm} without a draft takes the modules in the target's folder, and none is known.",
                     "Give the target as a folder, or a draft.",
                 )
             draft = self._target_name
@@ -198,8 +197,7 @@ class LLM:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
             )
-            if isinstance(self.draft, HeadDraftModel):
-                self.head = self.draft.head
+            self.head = self.draft.head
             self._check_modules()
         if self._wanted_shapes is not None:
             self.default_shapes = self._wanted_shapes
@@ -207,8 +205,8 @@ class LLM:
             drafts = NO_SPECULATION
             if self.draft is not None:
                 static = self._policies["tree"] == "static"
-                kind = "STANDALONE" if isinstance(self.draft, StandaloneDraftModel) else "EAGLE"
-                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, kind)
+                dear = self.draft.is_whole_model
+                drafts = EAGLE1_SHAPE if static else auto_shape(self.config.model_type, drafts_are_dear=dear)
                 if (modules := self.draft.num_modules) > 1:
                     drafts = SpecShape(modules, 1, modules + 1)
             self.default_shapes = ShapeTable.parse(NGRAM_SHAPE if self._uses_ngram else drafts)

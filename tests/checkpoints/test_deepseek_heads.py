@@ -26,7 +26,7 @@ from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.speculation.propose.draft_model import MTPDraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -178,7 +178,7 @@ def test_a_folder_of_its_own_may_keep_the_targets_numbers(one, tmp_path):
     want = forward(load_mtp(folder, target=target), target, ids)
     for place in (kept, moved):
         draft = load_draft_model(place, target, algorithm="EAGLE")
-        assert isinstance(draft, MTPDraftModel)
+        assert isinstance(draft, HeadDraftModel)
         torch.testing.assert_close(forward(draft.head, target, ids), want)
 
 

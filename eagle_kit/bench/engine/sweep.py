@@ -38,7 +38,7 @@ from eagle_kit.serve.engine import Engine, EngineOptions
 from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.memory import free_memory
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 ACCEPT_LENGTHS = (2, 3, 4)
 PLAIN = "none"
@@ -89,7 +89,7 @@ class Bench:
     """The models, the ceilings and the grid of one run."""
 
     def __init__(
-        self, target: LlamaModel, draft: Eagle3DraftModel, grid: Grid, timer: Timer, ceilings: Ceilings
+        self, target: LlamaModel, draft: HeadDraftModel, grid: Grid, timer: Timer, ceilings: Ceilings
     ) -> None:
         self.target, self.draft, self.grid, self.timer, self.ceilings = target, draft, grid, timer, ceilings
         self.device, self.config = timer.device, target.config

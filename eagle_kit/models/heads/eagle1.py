@@ -13,20 +13,14 @@ from typing import Any
 import torch
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.config_parts import KVSpec
+from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
+from eagle_kit.models.config import DecoderSizes, TiedArchitecture
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 
 @dataclass(frozen=True)
-class Eagle1Config:
-    """An EAGLE-1 head: one decoder layer of the Llama kind behind ``fc``, which may have a bias.
-
-    Attributes:
-        max_position_embeddings: positions it was trained for; 0 when unknown.
-        target: name of the target, for people and checks.
-        template_hash: hash of the chat template the head was trained with; empty when unknown.
-    """
+class Eagle1Config(DecoderSizes, TiedArchitecture):
+    """An EAGLE-1 head: one decoder layer of the Llama kind behind ``fc``, which may have a bias."""
 
     hidden_size: int
     num_heads: int
@@ -44,31 +38,6 @@ class Eagle1Config:
     target: str = ""
     template_hash: str = ""
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """The target's vocabulary: the head proposes any token."""
-        return self.vocab_size
-
-    @property
-    def target_hidden_size(self) -> int:
-        """H."""
-        return self.hidden_size
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """None: the target's final states are enough."""
-        return ()
-
-    @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied by."""
-        return self.head_dim**-0.5
-
-    @property
-    def cache(self) -> KVSpec:
-        """What the head keeps of a token."""
-        return KVSpec(1, self.num_kv_heads, self.head_dim)
-
 
 class Eagle1Head(TiedHead, Block):
     """An EAGLE-1 head, which is its own and only block: ``fc`` belongs to every step."""
@@ -77,8 +46,7 @@ class Eagle1Head(TiedHead, Block):
     self_attn: Attention
 
     def __init__(self, config: Eagle1Config) -> None:
-        super().__init__(config.vocab_size)
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=config.fc_bias)
         self.self_attn = Attention(
@@ -92,7 +60,6 @@ class Eagle1Head(TiedHead, Block):
         )
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = MLP(size, config.intermediate_size)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
     def blocks(self) -> list[Block]:

@@ -1,9 +1,8 @@
-"""What a drafter needs of a draft model, and the models that have it.
+"""Draft models: the contract with a drafter, heads behind a target, and whole models.
 
 Legend: T rows, F features, H hidden, Vd draft vocabulary.
 """
 
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,9 +11,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.config_parts import CacheSpec
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
-from eagle_kit.models.heads.eagle1 import Eagle1Head
-from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 
 
@@ -28,9 +25,17 @@ class Readout(NamedTuple):
 
 
 class DraftModel(Protocol):
-    """A model that proposes tokens. ``first_slot`` is the first slot of its store that it fills: 1 where an
-    entry is made of a feature and the token after it (EAGLE), 0 for a whole model; ``cache`` is what it keeps
-    of a token. ``num_modules`` is 1, or as many as it has for the steps of a draft (:class:`MTPDraftModel`).
+    """A model that proposes tokens.
+
+    Attributes:
+        capture: target layers whose inputs it reads.
+        first_slot: first slot of its store that it fills: 1 where an entry is made of a feature and the token
+            after it (EAGLE), 0 for a whole model.
+        cache: entry of a token in its store.
+        feature_size: F; 0 for a model that reads no states.
+        num_modules: 1, or one for every step of a draft.
+        is_whole_model: every drafted token costs a pass through a model of several layers.
+        head: the draft head; None of a whole model.
     """
 
     capture: tuple[int, ...]
@@ -39,6 +44,8 @@ class DraftModel(Protocol):
     feature_size: int
     draft_vocab_size: int
     num_modules: int
+    is_whole_model: bool
+    head: DraftHead | None
     dtype: torch.dtype
     device: torch.device
 
@@ -66,18 +73,31 @@ class DraftModel(Protocol):
 
 
 class HeadDraftModel:
-    """A head that reads the target's states (see :class:`DraftModel`)."""
+    """A head of any kind behind its target (see :class:`DraftModel`).
+
+    Args:
+        head: bound to the target's output layer, where it has none of its own.
+        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
+
+    Raises:
+        UserError: a ``token_map`` beside the head's own.
+    """
 
     first_slot = 1
+    is_whole_model = False
 
-    def __init__(self, head: DraftHead, target: LlamaModel) -> None:
+    def __init__(self, head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+        if token_map is not None and head.token_map is not None:
+            raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         self.head, self.target = head, target
         config, weight = head.config, head.last_norm.weight
         self.capture, self.num_modules = head.capture, len(head.blocks)
         self.cache: CacheSpec = head.cache
-        self.feature_size, self.draft_vocab_size = config.hidden_size, config.draft_vocab_size
+        self.feature_size = config.hidden_size
         self.dtype, self.device = weight.dtype, weight.device
-        self.token_map = head.token_map
+        self.output = _Output(head.output, token_map)
+        self.draft_vocab_size = self.output.size
+        self.token_map = head.token_map if token_map is None else self.output.token_map
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
         return self.head.features(hidden, aux)
@@ -93,50 +113,13 @@ class HeadDraftModel:
         return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend, module)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(states)
+        return self.output.logits(self.head.norm_for_head(states))
 
     def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(self.head.norm_for_head(states), self.head.output.weight, self.token_map)
+        return Readout(self.head.norm_for_head(states), self.output.layer.weight, self.token_map)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self.head.to_target(draft_ids)
-
-
-class Eagle3DraftModel(HeadDraftModel):
-    """An EAGLE-3 head."""
-
-
-class TiedDraftModel(HeadDraftModel):
-    """A head with the target's output layer.
-
-    Args:
-        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
-    """
-
-    def __init__(self, head: TiedHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
-        super().__init__(head, target)
-        self.output = _Output(head.output, token_map)
-        self.token_map, self.draft_vocab_size = self.output.token_map, self.output.size
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.output.logits(states)
-
-    def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(states, self.output.layer.weight, self.token_map)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self.output.to_target(draft_ids)
-
-
-class MTPDraftModel(TiedDraftModel):
-    """MTP modules: one for all steps of a draft, or one for each."""
-
-
-class Eagle1DraftModel(TiedDraftModel):
-    """An EAGLE-1 head."""
-
-    def __init__(self, head: Eagle1Head, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
-        super().__init__(head.bind(target.lm_head), target, token_map)
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
 
 class StandaloneDraftModel:
@@ -144,11 +127,13 @@ class StandaloneDraftModel:
     and its entries begin with the first token.
 
     Args:
-        token_map: as of :class:`TiedDraftModel`.
+        token_map: as of :class:`HeadDraftModel`.
     """
 
     first_slot, feature_size, num_modules = 0, 0, 1
     capture: tuple[int, ...] = ()
+    head = None
+    is_whole_model = True
 
     def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         self.model = model
@@ -174,31 +159,6 @@ class StandaloneDraftModel:
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.output.to_target(draft_ids)
-
-
-def load_standalone(
-    name_or_path: str | Path,
-    target: LlamaModel,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> LlamaModel:
-    """Load a whole small model that may draft for ``target``.
-
-    Args:
-        name_or_path: whatever :func:`~eagle_kit.models.loading.source.resolve_target` knows.
-
-    Raises:
-        UserError: it cannot be had or read, or has another vocabulary than the target. Only sizes are
-            compared: ids that mean other tokens keep the output right and are hardly ever accepted.
-    """
-    model = load_target(name_or_path, dtype, device)
-    ours, theirs = model.config.vocab_size, target.config.vocab_size
-    if ours != theirs:
-        raise UserError(
-            f"The draft model {name_or_path} has a vocabulary of {ours}, the target one of {theirs}.",
-            "Use a smaller model of the target's own family.",
-        )
-    return model
 
 
 class _Output:

@@ -13,11 +13,12 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.kernels.linear import linear
-from eagle_kit.models.config import TargetConfig
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.config import HeadArchitecture, TargetConfig
 from eagle_kit.models.count import layer_weights
 from eagle_kit.train.algorithm.ttt import LOSS_BLOCK
 from eagle_kit.train.plan.activations import Numerics, training_bytes
-from eagle_kit.train.plan.sizes import HeadArchitecture, attended, head_sizes, num_weights
+from eagle_kit.train.plan.sizes import attended, head_sizes, num_weights
 from eagle_kit.train.run.progress import format_seconds
 
 EXPECTED_EFFICIENCY = 0.55
@@ -234,7 +235,7 @@ def num_target_weights(target: TargetConfig) -> int:
 def _held_weights(config: TrainConfig, target: TargetConfig, num_processes: int) -> float:
     """Those of them that a process holds: embedding and output layer are always whole."""
     ends = (1 if target.tie_word_embeddings else 2) * target.vocab_size * target.hidden_size
-    layers = num_target_weights(target) - ends if config.runs_target else 0
+    layers = num_target_weights(target) - ends if training_kind(config).runs_target(config) else 0
     return ends + layers / (num_processes if config.training.target_placement == "fsdp" else 1)
 
 

@@ -13,12 +13,12 @@ from functools import cached_property
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.states.format import bytes_per_token
-from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config import HeadArchitecture, TargetConfig
 from eagle_kit.train.algorithm.ttt import LOSS_BLOCK_ON_GPU
 from eagle_kit.train.plan.activations import Numerics, training_bytes
 from eagle_kit.train.plan.estimate import Workload, capture_flops, head_flops
 from eagle_kit.train.plan.gpus import Gpu
-from eagle_kit.train.plan.sizes import HeadArchitecture, head_sizes, num_weights
+from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""

@@ -15,7 +15,7 @@ from eagle_kit.train.plan.plan import (
     Placement,
     Planner,
 )
-from eagle_kit.train.run.new_head import check_steps, draft_config
+from eagle_kit.train.run.new_head import draft_config
 
 COUNTS = (1, 8)
 HONESTY = (
@@ -62,9 +62,7 @@ def make_planner(path: str, overrides: Sequence[str], gpu: str) -> Planner:
     """Read a config and the architectures it speaks of. Raises UserError as a run would."""
     config = load_config(TrainConfig, path, overrides)
     target, _ = target_architecture(config.target)
-    draft = draft_config(config.head, target, name=config.target, tokenizer=None)
-    check_steps(config, draft)
-    return Planner(config, target, draft, find_gpu(gpu))
+    return Planner(config, target, draft_config(config, target, None), find_gpu(gpu))
 
 
 def report(path: str, planner: Planner, gpu: str) -> str:

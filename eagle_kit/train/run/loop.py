@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.draft import read_metadata, save_draft
+from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.kinds.files import read_metadata
+from eagle_kit.kinds.kind import Start
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.monitor.report import (
     describe,
     describe_judge,
@@ -36,7 +39,7 @@ from eagle_kit.train.parallel.strategy import on_device
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.judge import Judge, choose_prompts
-from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
+from eagle_kit.train.run.new_head import check_steps, draft_config, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.schedule import Schedule
 from eagle_kit.train.run.setup import gather, state_store
@@ -93,6 +96,7 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
     Raises:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
     """
+    training_kind(config)  # refuses settings that the head has no use for
     folder = RunFolder(config.output_dir)
     writes = is_main(os.environ) and not options.dry_run
     with folder.locked() if writes else nullcontext():
@@ -128,8 +132,7 @@ class Trainer:
         if optimizer_state is not None:
             self._check_states("computed" if store is None or store.is_exact else store.format)
         sharding = sharding_asked_for(os.environ)
-        if isinstance(self.head, TiedHead):
-            self.head.bind(output_layer(self.components.target, accelerator.device))
+        self.head.bind(output_layer(self.components.target, accelerator.device))
         place_target(self.components.target, config, accelerator)
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
         if optimizer_state is not None:
@@ -327,11 +330,9 @@ class Trainer:
                 )
             head, optimizer_state, self.state = load_checkpoint(checkpoints[-1][1], device)
             check_steps(config, head.config)  # the judge may be another one
-            return freeze(head), optimizer_state
-        draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
-        check_steps(config, draft)
-        vocab = found.data.vocab_map
-        return new_head(config, draft, found.target, found.folder, vocab, device), None
+            return head, optimizer_state
+        draft = draft_config(config, found.target.config, found.tokenizer)
+        return new_head(config, draft, Start(found.target, found.folder, found.data.vocab_map, device)), None
 
     def _check_states(self, now: str) -> None:
         """Raise UserError when the run learned from states of another format than there are now."""

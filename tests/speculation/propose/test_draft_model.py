@@ -19,8 +19,7 @@ from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
-    Eagle1DraftModel,
-    Eagle3DraftModel,
+    HeadDraftModel,
     StandaloneDraftModel,
     load_standalone,
 )
@@ -52,9 +51,9 @@ def make(kind: str, target) -> DraftModel:
     hot = HOT if "map" in kind else None
     if kind == "eagle3":
         head = tiny_head(target, num_heads=4, num_kv_heads=1, head_dim=14)
-        return Eagle3DraftModel(head.eval().requires_grad_(False), target)
+        return HeadDraftModel(head.eval().requires_grad_(False), target)
     if "eagle1" in kind:
-        return Eagle1DraftModel(eagle1_head(target), target, hot)
+        return HeadDraftModel(eagle1_head(target), target, hot)
     return StandaloneDraftModel(tiny_target(vocab_size=VOCAB, num_layers=2, hidden_size=40, seed=5), hot)
 
 
