@@ -167,8 +167,8 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
 def _evaluation(card: Card) -> Iterator[str]:
     summary = card.summary
     if summary is None:
-        command = f"eagle-kit eval --target {card.target} --draft {card.folder}"
-        yield f"Not measured yet. Measure it with `{command}`."
+        measure = f"eagle-kit eval --target {card.target} --draft {card.folder}"
+        yield f"Not measured yet. Measure it with `{measure}`."
         return
     yield "Accept length: tokens per verify, bonus token included. Shapes are steps, top-k, tokens."
     yield ""

@@ -158,7 +158,8 @@ def write_with_card(
             write_draft_as(files, kind, peer, served)
         except UserError as error:
             reasons[peer] = error.cause
-    dtypes = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
+    rounded = {name for name in files.tensors if not name.endswith(EXACT_SUFFIXES)}
+    dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)
     words = dtype_name(dtypes.pop()) if len(dtypes) == 1 else "several types"
     card = model_card(Card(kind, config, metadata, str(out), summary, words, format, reasons, licence))

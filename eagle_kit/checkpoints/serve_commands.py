@@ -65,8 +65,7 @@ def _sglang(draft: DraftInfo, folder: str) -> str:
 
 def _vllm(draft: DraftInfo, folder: str) -> str:
     """vLLM drafts chains; of a tree's steps a chain as long is rarely worth the last one."""
-    count = draft.shape.steps if draft.shape.topk == 1 else draft.shape.steps - 1
-    config = (
-        f'{{"method": "{draft.kind.vllm_method}", "model": "{folder}", "num_speculative_tokens": {count}}}'
-    )
+    kind, shape = draft.kind, draft.shape
+    count = shape.steps if shape.topk == 1 else shape.steps - 1
+    config = f'{{"method": "{kind.vllm_method}", "model": "{folder}", "num_speculative_tokens": {count}}}'
     return f"vllm serve {draft.hub_id} --speculative-config '{config}'"

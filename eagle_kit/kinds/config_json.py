@@ -7,8 +7,15 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.files import OWN
-from eagle_kit.models.config import HeadArchitecture
+from eagle_kit.models.config import HeadArchitecture, read_rope
 from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.models.loading.loader import check_activation
+
+LAYER_SIZES = (
+    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling"),
+)
+"""Fields of an architecture that say what its decoder layer is."""
 
 
 def layer_to_dict(config: HeadArchitecture, eps: float) -> dict[str, Any]:
@@ -38,6 +45,36 @@ def mla_to_dict(mla: MLAConfig) -> dict[str, Any]:
     """Latent attention's part."""
     sizes = asdict(mla)
     return sizes | {"rope_interleave": sizes.pop("interleaved")}
+
+
+def read_layer(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The :data:`LAYER_SIZES` of a draft's only layer.
+
+    Raises:
+        UserError: several layers, another activation, or a size that is missing or impossible.
+    """
+    check_activation(config, where)
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise UserError(f"The draft in {where} has {layers} layers.", "Use a head of one layer.")
+    hidden, heads = (read_size(config, key, where) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = read_size(config, "num_key_value_heads", where, heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"The draft in {where} shares {kv_heads} key-value heads among {heads}.",
+            "Copy its config.json again from its source.",
+        )
+    theta, scaling = read_rope(config)
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": read_size(config, "head_dim", where, hidden // heads),
+        "intermediate_size": read_size(config, "intermediate_size", where),
+        "vocab_size": read_size(config, "vocab_size", where),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
 
 
 @contextmanager

@@ -14,12 +14,11 @@ from typing import Any
 
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.config_json import layer_to_dict, read_size
+from eagle_kit.kinds.config_json import LAYER_SIZES, layer_to_dict, read_layer
 from eagle_kit.kinds.files import DraftFiles
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
-from eagle_kit.models.config import FAMILIES, DraftConfig, TargetConfig, read_rope
+from eagle_kit.models.config import FAMILIES, DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.loading.loader import check_activation
 from eagle_kit.models.targets.llama import LlamaModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -52,40 +51,20 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; names of the tensors tell which biases there are."""
         raw, where = files.config, files.where
         names = {name.removeprefix("model.") for name in files.tensors}
-        check_activation(raw, where)
-        if (layers := raw.get("num_hidden_layers", 1)) != 1:
-            raise UserError(f"The draft in {where} has {layers} layers.", "Use an EAGLE head of one layer.")
         for key, tensor in BIASES.items():
             if raw.get(key) and tensor not in names:
                 raise UserError(
                     f"The config.json in {where} says {key}, but {tensor} is missing in the weights.",
                     "Use config.json and weights of one checkpoint.",
                 )
-        theta, scaling = read_rope(raw)
-        hidden, heads = (read_size(raw, key, where) for key in ("hidden_size", "num_attention_heads"))
-        kv_heads = read_size(raw, "num_key_value_heads", where, heads)
-        if heads % kv_heads:
-            raise UserError(
-                f"The draft in {where} shares {kv_heads} key-value heads among {heads}.",
-                "Copy its config.json again from its source.",
-            )
         context = raw.get("max_position_embeddings")
         return Eagle1Config(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=read_size(raw, "head_dim", where, hidden // heads),
-            intermediate_size=read_size(raw, "intermediate_size", where),
-            vocab_size=read_size(raw, "vocab_size", where),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            **read_layer(raw, where),
             attention_bias=BIASES["qkv_bias"] in names,
             attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
             fc_bias=BIASES["bias"] in names,
             max_position_embeddings=context if isinstance(context, int) else 0,
-            target=files.own.get("target", ""),
-            template_hash=files.own.get("template_hash", ""),
+            **files.about,
         )
 
     def write_config(self, config: Eagle1Config) -> dict[str, Any]:
@@ -116,28 +95,18 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         fc = "a bias" if config.fc_bias else "no bias"
         return (
-            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) in {dtype}, "
-            f"whose `fc` has {fc}. It reads the target's last states, after their norm, and then its own, and "
-            f"proposes any of {config.vocab_size} tokens through the target's output layer."
+            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) in "
+            f"{dtype}, whose `fc` has {fc}. It reads the target's last states, after their norm, and then "
+            f"its own, and proposes any of {config.vocab_size} tokens through the target's output layer."
         )
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens, behind
         EAGLE-1's ``fc``."""
         like = DraftConfig.for_target(target, target.vocab_size)
-        return Eagle1Config(
-            hidden_size=like.hidden_size,
-            num_heads=like.num_heads,
-            num_kv_heads=like.num_kv_heads,
-            head_dim=like.head_dim,
-            intermediate_size=settings.intermediate_size or like.intermediate_size,
-            vocab_size=like.vocab_size,
-            rms_norm_eps=like.rms_norm_eps,
-            rope_theta=like.rope_theta,
-            rope_scaling=like.rope_scaling,
-            fc_bias=settings.fc_bias,
-            max_position_embeddings=like.max_position_embeddings,
-        )
+        sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
+        width = settings.intermediate_size or like.intermediate_size
+        return Eagle1Config(**sizes | {"intermediate_size": width}, fc_bias=settings.fc_bias)
 
 
 EAGLE1 = Eagle1Kind()

@@ -13,15 +13,14 @@ import torch
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds import findings
-from eagle_kit.kinds.config_json import layer_to_dict, named_keys, read_size
+from eagle_kit.kinds.config_json import layer_to_dict, named_keys, read_layer, read_size
 from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.findings import OWN_TARGET, Finding
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, our_names, soften
 from eagle_kit.kinds.vocab import complete_map, map_fingerprint
-from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
+from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.config_parts import read_mla
 from eagle_kit.models.heads.eagle3 import Eagle3Head
-from eagle_kit.models.loading.loader import check_activation
 from eagle_kit.models.targets.llama import LlamaModel
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -65,26 +64,15 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
                 f"The draft in {where} has the architecture {name}, not EAGLE-3.",
                 f"Use one of {', '.join(ARCHITECTURES)}.",
             )
-        if (layers := config.get("num_hidden_layers", 1)) != 1:
-            raise UserError(f"The draft in {where} has {layers} layers.", "Use an EAGLE-3 head of one layer.")
-        check_activation(config, where)
-        theta, scaling = read_rope(config)
-        hidden, heads = (read_size(config, key, where) for key in ("hidden_size", "num_attention_heads"))
-        vocab = read_size(config, "vocab_size", where)
+        sizes = read_layer(config, where)
         with named_keys(where):
             mla = read_mla(config) if name in LATENT_LAYER else None
+        if mla is not None:
+            sizes |= {"num_kv_heads": sizes["num_heads"], "head_dim": mla.qk_head_dim}
         return DraftConfig(
-            hidden_size=hidden,
-            target_hidden_size=read_size(config, "target_hidden_size", where, hidden),
-            num_heads=heads,
-            num_kv_heads=heads if mla else read_size(config, "num_key_value_heads", where, heads),
-            head_dim=mla.qk_head_dim if mla else read_size(config, "head_dim", where, hidden // heads),
-            intermediate_size=read_size(config, "intermediate_size", where),
-            vocab_size=vocab,
-            draft_vocab_size=read_size(config, "draft_vocab_size", where, vocab),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            **sizes,
+            target_hidden_size=read_size(config, "target_hidden_size", where, sizes["hidden_size"]),
+            draft_vocab_size=read_size(config, "draft_vocab_size", where, sizes["vocab_size"]),
             max_position_embeddings=read_size(config, "max_position_embeddings", where, 2048),
             aux_layer_ids=_layer_ids(config, where, target),
             fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
@@ -92,8 +80,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mla=mla,
-            target=files.own.get("target", ""),
-            template_hash=files.own.get("template_hash", ""),
+            **files.about,
         )
 
     def write_config(self, config: DraftConfig) -> dict[str, Any]:
@@ -162,8 +149,8 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
     def describe(self, config: DraftConfig, dtype: str) -> str:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         text = (
-            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a draft "
-            f"vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
+            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a "
+            f"draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
             f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
         )
         variant = [flag for flag in FLAGS if getattr(config, flag)]

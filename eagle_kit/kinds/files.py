@@ -46,6 +46,11 @@ class DraftFiles:
         return dict(own) if isinstance(own, dict) else {}
 
     @property
+    def about(self) -> dict[str, Any]:
+        """Target and chat template of its training, as fields of an architecture; empty when unknown."""
+        return {key: self.own.get(key, "") for key in ("target", "template_hash")}
+
+    @property
     def names(self) -> set[str]:
         """Names of the tensors; empty where they cannot be read, which reading them reports."""
         try:

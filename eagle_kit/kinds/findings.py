@@ -78,8 +78,8 @@ def check_context(positions: int, target: TargetConfig) -> Finding:
         "warning",
         "context",
         f"the draft {said}, the target {theirs}.",
-        "Expect fewer accepted tokens behind them, and raise max_position_embeddings in the draft's config.json "
-        "for vLLM, which sizes its RoPE cache by it.",
+        "Expect fewer accepted tokens behind them, and raise max_position_embeddings in the draft's "
+        "config.json for vLLM, which sizes its RoPE cache by it.",
     )
 
 

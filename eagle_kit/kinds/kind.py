@@ -1,8 +1,8 @@
 """A kind of draft: everything that tells it from another.
 
-A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's states: it is also
-trained, saved, exported and planned. To add one, write its module (:mod:`eagle_kit.models.heads`), its kind
-in a file of this folder, and a line in :mod:`eagle_kit.kinds.registry`.
+A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's states: it is
+also trained, saved, exported and planned. To add one, write its module (:mod:`eagle_kit.models.heads`), its
+kind in a file of this folder, and a line in :mod:`eagle_kit.kinds.registry`.
 """
 
 from abc import ABC, abstractmethod
@@ -229,7 +229,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
 
     def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
         """Publish a head: tensors on the CPU in ``dtype``, but for biases of gates; nothing of the target."""
-        parts, tensors = self.parts(head, ()), {}
+        parts = self.parts(head, ())
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in head.named_parameters():
             kept = parameter.dtype if name.endswith(EXACT_SUFFIXES) else dtype
             value = parameter.detach().to("cpu", kept).reshape(-1, *parts[name][0].shape[1:])

@@ -72,8 +72,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
             layer,
             num_modules=layer.num_mtp_layers,
             own_head=bool(files.own.get("own_head", False)),
-            target=files.own.get("target", ""),
-            template_hash=files.own.get("template_hash", ""),
+            **files.about,
         )
 
     def write_config(self, config: MTPConfig) -> dict[str, Any]:
@@ -133,9 +132,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         layer, count = config.layer, config.num_modules
         inside = "an MLP" if layer.moe is None else f"{layer.moe.num_experts} experts"
-        several = (
-            "One multi-token prediction module" if count == 1 else f"{count} multi-token prediction modules"
-        )
+        several = f"{'One' if count == 1 else count} multi-token prediction module{'s' * (count > 1)}"
         uses = "for every step of a draft" if count == 1 else "one for each step of a draft"
         head = "an output layer of its own" if config.own_head else "the target's output layer"
         return (
@@ -168,7 +165,9 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         layer, or random ones."""
         has, init = start.target.config.num_mtp_layers, settings.init
         files = open_draft(start.folder)
-        if has and not self._has_modules(files):  # transformers leaves them out when it saves a model
+        if has and not _has_module(
+            files, first_layer(files)
+        ):  # transformers leaves them out when it saves a model
             has = 0
         if init == "auto":
             init = "checkpoint" if has else "last-layer"
@@ -192,11 +191,6 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
             soften(module.shared_head.norm, start.target)
         return head.to(device=start.device, dtype=torch.float32)
 
-    def _has_modules(self, files: DraftFiles) -> bool:
-        return f"layers.{first_layer(files)}.eh_proj.weight" in {
-            n.removeprefix("model.") for n in files.tensors
-        }
-
 
 MTP = MTPKind()
 
@@ -207,8 +201,12 @@ def first_layer(files: DraftFiles) -> int:
     layers: int = files.config["num_hidden_layers"]
     if layers != files.config[COUNT] or not MTP.recognises(files):
         return layers
-    behind = f"layers.{layers}.eh_proj.weight"  # there when vLLM is meant
-    return layers if any(name.removeprefix("model.") == behind for name in files.tensors) else 0
+    return layers if _has_module(files, layers) else 0  # there when vLLM is meant
+
+
+def _has_module(files: DraftFiles, layer: int) -> bool:
+    names = {f"{prefix}layers.{layer}.eh_proj.weight" for prefix in ("", "model.")}
+    return not names.isdisjoint(files.tensors)
 
 
 def _take_shared(

@@ -111,10 +111,8 @@ def training_kind(config: TrainConfig) -> HeadKind[Any, Any]:
     for key in KIND_SETTINGS:
         section, _, field = key.partition(".")
         values = getattr(config, section)
-        if (
-            key not in known[name].settings
-            and getattr(values, field) != type(values).model_fields[field].default
-        ):
+        is_chosen = getattr(values, field) != type(values).model_fields[field].default
+        if is_chosen and key not in known[name].settings:
             raise UserError(
                 f"{key} has no meaning for a head of the kind {name}.",
                 "Leave it out, or set another head.kind.",

@@ -186,7 +186,7 @@ class LLM:
                 raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
             if self._target_name is None:
                 raise UserError(
-                    f"{algorithm} without a draft takes the modules in the target's folder, and none is known.",
+                    f"{algorithm} without a draft takes the modules in the target's folder: none is known.",
                     "Give the target as a folder, or a draft.",
                 )
             draft = self._target_name

@@ -50,19 +50,15 @@ def read_draft(
     if OWN in files.config:
         return ours, seen
     names = {name: theirs for name, theirs in seen.kind.names(files).items() if name in ours.tensors}
-    left_out = files.tensors.keys() - set(names.values())
-    assert not any(bool(files.tensors[name].any()) for name in left_out)
+    left_out = {name: files.tensors[name] for name in sorted(files.tensors.keys() - set(names.values()))}
+    assert not any(bool(tensor.any()) for tensor in left_out.values())
+    kept = {name: [theirs, dtype_name(files.tensors[theirs].dtype)] for name, theirs in names.items()}
     origin = {
         "format": written,
         "layout": seen.maker,
         "config": files.config,
-        "tensors": {
-            name: [theirs, dtype_name(files.tensors[theirs].dtype)] for name, theirs in names.items()
-        },
-        "zeros": {
-            name: [list(files.tensors[name].shape), dtype_name(files.tensors[name].dtype)]
-            for name in sorted(left_out)
-        },
+        "tensors": kept,
+        "zeros": {name: [list(zeros.shape), dtype_name(zeros.dtype)] for name, zeros in left_out.items()},
         "config_here": config_hash(ours.config),
     }
     return DraftFiles(ours.config, ours.tensors, {**files.metadata, IMPORTED: origin}, ours.where), seen

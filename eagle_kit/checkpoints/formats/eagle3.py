@@ -15,6 +15,7 @@ from eagle_kit.checkpoints.formats.files import (
     with_dtype,
     zeros_for,
 )
+from eagle_kit.kinds.config_json import layer_to_dict
 from eagle_kit.kinds.eagle3 import (
     CONVENTION,
     EAGLE3,
@@ -35,26 +36,6 @@ from eagle_kit.models.config import DraftConfig, TargetConfig
 
 MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-LAYER_KEYS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-"""What speculators keeps in ``transformer_layer_config``."""
 SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
@@ -168,7 +149,8 @@ def _speculators(
     raw: dict[str, Any], own: dict[str, Any], config: DraftConfig, files: DraftFiles, served: Served
 ) -> dict[str, Any]:
     """The config of an ``Eagle3SpeculatorConfig``."""
-    known = {*LAYER_KEYS, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
+    layer = [*layer_to_dict(config, config.rms_norm_eps), "model_type", "num_hidden_layers", "attention_bias"]
+    known = {*layer, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
     if extra := without_keys(raw, known):
         own |= {"extra": extra}
     eagle = without_keys(raw.get("eagle_config") or {}, (LAYER_IDS, CONVENTION, "use_aux_hidden_state"))
@@ -189,7 +171,7 @@ def _speculators(
             "default_proposal_method": "greedy",
             "verifier": verifier,
         },
-        "transformer_layer_config": {key: raw[key] for key in LAYER_KEYS if key in raw},
+        "transformer_layer_config": {key: raw[key] for key in layer if key in raw and key != OWN},
         **{key: raw[key] for key in SPECULATOR_KEYS if key in raw},
         "draft_vocab_size": config.draft_vocab_size,
         LAYER_IDS: list(config.aux_layer_ids),

@@ -1,5 +1,4 @@
-"""Recognise the layout of a draft: whose trainer wrote it, for whom, and which numbering of layers it
-means."""
+"""Recognition of a draft's layout: whose trainer wrote it, for whom, which numbering of layers it means."""
 
 from typing import Any, NamedTuple
 

@@ -95,7 +95,8 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
     """The tensors of a file, all or those with ``wanted`` names. Raises UserError as
     :func:`open_safetensors`."""
     with open_safetensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys() if wanted is None or wanted(name)}
+        names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in names}
 
 
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:

@@ -3,7 +3,8 @@
 Legend: T rows, F features, H hidden, Vd draft vocabulary.
 """
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -24,8 +25,12 @@ class Readout(NamedTuple):
     token_map: torch.Tensor | None
 
 
-class DraftModel(Protocol):
+class DraftModel(ABC):
     """A model that proposes tokens.
+
+    Args:
+        output: its last matmul, ``[V, H]`` or ``[Vd, H]``.
+        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
 
     Attributes:
         capture: target layers whose inputs it reads.
@@ -36,70 +41,82 @@ class DraftModel(Protocol):
         num_modules: 1, or one for every step of a draft.
         is_whole_model: every drafted token costs a pass through a model of several layers.
         head: the draft head; None of a whole model.
+        token_map: the target id of each draft id, int64 ``[Vd]``; None when they are the same.
     """
 
-    capture: tuple[int, ...]
-    first_slot: int
+    first_slot: ClassVar[int]
+    is_whole_model: ClassVar[bool]
+    capture: tuple[int, ...] = ()
+    feature_size: int = 0
+    num_modules: int = 1
+    head: DraftHead | None = None
     cache: CacheSpec
-    feature_size: int
-    draft_vocab_size: int
-    num_modules: int
-    is_whole_model: bool
-    head: DraftHead | None
-    dtype: torch.dtype
-    device: torch.device
 
+    def __init__(self, output: Linear, token_map: torch.Tensor | None) -> None:
+        self.output, self.token_map = output, token_map
+        if token_map is not None:
+            self.token_map = token_map.to(output.weight.device)
+            self.output = Linear(output.in_features, len(token_map), bias=False)
+            self.output.weight = torch.nn.Parameter(output.weight[self.token_map], requires_grad=False)
+            self.output.pack()
+        weight = self.output.weight
+        self.draft_vocab_size, self.dtype, self.device = weight.shape[0], weight.dtype, weight.device
+
+    @abstractmethod
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
         """The target's output at rows, ``[T, H]`` and ``[T, 3 H]`` -> ``[T, F]``."""
-        ...
 
+    @abstractmethod
     def step(
-        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        module: int = 0,
     ) -> torch.Tensor:
-        """Features ``[T, F]`` with the tokens after them, which own ``slots`` int64 ``[T]`` -> ``[T, H]``."""
-        ...
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """:meth:`step`'s output -> ``[T, Vd]``."""
-        ...
+        """Features ``[T, F]`` with the tokens after them, which own ``slots`` int64 ``[T]`` -> ``[T, H]``, by
+        one of the modules."""
 
     def readout(self, states: torch.Tensor) -> Readout:
         """:meth:`logits` before its matmul, for kernels that need no logits."""
-        ...
+        return Readout(states, self.output.weight, self.token_map)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """:meth:`step`'s output -> ``[T, Vd]``."""
+        return self.output(self.readout(states).states)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids of any shape -> target ids."""
-        ...
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
 
-class HeadDraftModel:
-    """A head of any kind behind its target (see :class:`DraftModel`).
+class HeadDraftModel(DraftModel):
+    """A head of any kind behind its target.
 
     Args:
         head: bound to the target's output layer, where it has none of its own.
-        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
+        token_map: see :class:`DraftModel`.
 
     Raises:
         UserError: a ``token_map`` beside the head's own.
     """
 
-    first_slot = 1
-    is_whole_model = False
+    first_slot, is_whole_model = 1, False
+    head: DraftHead
 
     def __init__(self, head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
+        super().__init__(head.output, token_map)
         self.head, self.target = head, target
-        config, weight = head.config, head.last_norm.weight
-        self.capture, self.num_modules = head.capture, len(head.blocks)
-        self.cache: CacheSpec = head.cache
-        self.feature_size = config.hidden_size
-        self.dtype, self.device = weight.dtype, weight.device
-        self.output = _Output(head.output, token_map)
-        self.draft_vocab_size = self.output.size
-        self.token_map = head.token_map if token_map is None else self.output.token_map
+        self.capture, self.num_modules, self.cache = head.capture, len(head.blocks), head.cache
+        self.feature_size = head.config.hidden_size
+        if token_map is None:
+            self.token_map = head.token_map
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftModel`."""
         return self.head.features(hidden, aux)
 
     def step(
@@ -110,72 +127,39 @@ class HeadDraftModel:
         attend: Attend,
         module: int = 0,
     ) -> torch.Tensor:
+        """See :class:`DraftModel`."""
         return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend, module)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.output.logits(self.head.norm_for_head(states))
-
     def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(self.head.norm_for_head(states), self.output.layer.weight, self.token_map)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+        """See :class:`DraftModel`."""
+        return super().readout(self.head.norm_for_head(states))
 
 
-class StandaloneDraftModel:
-    """A whole small model of the target's vocabulary (see :class:`DraftModel`). It reads no target states,
-    and its entries begin with the first token.
+class StandaloneDraftModel(DraftModel):
+    """A whole small model of the target's vocabulary. It reads no target states, and its entries begin with
+    the first token.
 
     Args:
-        token_map: as of :class:`HeadDraftModel`.
+        token_map: see :class:`DraftModel`.
     """
 
-    first_slot, feature_size, num_modules = 0, 0, 1
-    capture: tuple[int, ...] = ()
-    head = None
-    is_whole_model = True
+    first_slot, is_whole_model = 0, True
 
     def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
-        self.model = model
-        config, weight = model.config, model.embed_tokens.weight
-        self.cache = config.cache
-        self.dtype, self.device = weight.dtype, weight.device
-        self.output = _Output(model.lm_head, token_map)
-        self.draft_vocab_size = self.output.size
+        super().__init__(model.lm_head, token_map)
+        self.model, self.cache = model, model.config.cache
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftModel`."""
         return hidden[:, :0].to(self.dtype)
 
     def step(
-        self, features: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        module: int = 0,
     ) -> torch.Tensor:
+        """See :class:`DraftModel`."""
         return self.model(tokens, slots, attend).hidden
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.output.logits(states)
-
-    def readout(self, states: torch.Tensor) -> Readout:
-        return Readout(states, self.output.layer.weight, self.output.token_map)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self.output.to_target(draft_ids)
-
-
-class _Output:
-    """An output layer, whole or only the rows of a token map."""
-
-    def __init__(self, layer: Linear, token_map: torch.Tensor | None) -> None:
-        self.layer = layer
-        self.token_map = token_map
-        if token_map is not None:
-            self.token_map = token_map.to(layer.weight.device)
-            self.layer = Linear(layer.in_features, len(token_map), bias=False)
-            self.layer.weight = torch.nn.Parameter(layer.weight[self.token_map], requires_grad=False)
-            self.layer.pack()
-        self.size = self.layer.weight.shape[0]
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.layer(states)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return draft_ids if self.token_map is None else self.token_map[draft_ids]

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture) -> str:
     """Target, data, vocabulary and one conversation with its supervised tokens marked."""
     data = components.data
-    reads = (
-        f"captured inputs of layers {list(draft.aux_layer_ids)}" if draft.aux_layer_ids else "final states"
-    )
+    layers = list(draft.aux_layer_ids)
+    reads = f"captured inputs of layers {layers}" if layers else "its final states feed the head"
     share = data.num_supervised_tokens / max(1, data.num_tokens)
     skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
     lines = [f"note    {note}" for note in data.notes]

@@ -129,9 +129,8 @@ class Stepper:
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
         objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
-        objective = replace(
-            objective, regression=training_kind(config).regression(config), detach_steps=training.detach_steps
-        )
+        regression = training_kind(config).regression(config)
+        objective = replace(objective, regression=regression, detach_steps=training.detach_steps)
         embeds = self.target.embed_tokens.weight.to(device)
         module = TTTModule(head, embeds, rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)

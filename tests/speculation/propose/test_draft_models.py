@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from kinds_of import algorithm_of
 from safetensors.torch import save_file
 from tiny import randomise, tiny_target
 from tiny_engine import PROMPTS, serve
 
-from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
