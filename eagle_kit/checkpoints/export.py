@@ -109,7 +109,7 @@ def import_draft(
 
 
 def served_by(name: str) -> Served:
-    """What is known of a target; nothing when ``name`` is empty. Raises UserError when it cannot be read."""
+    """Look a target up; nothing when ``name`` is empty. Raises UserError when it cannot be read."""
     if not name:
         return Served()
     folder = resolve_target(name)

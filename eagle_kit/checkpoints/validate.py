@@ -6,7 +6,6 @@ from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.files import open_draft
 from eagle_kit.kinds.findings import Finding, Target
-from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.registry import find_kind
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
@@ -31,7 +30,7 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
         files = open_draft(draft_folder)
         kind = find_kind(files)
         found = kind.validate(files, against)
-        if not isinstance(kind, HeadKind):
+        if kind.is_whole_model:
             return found
         return [Finding("ok", "layout", f"{recognise(files).maker}."), *found]
     except UserError as error:

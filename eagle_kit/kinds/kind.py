@@ -42,11 +42,13 @@ class DraftKind(ABC):
     Attributes:
         name: for people and ``head.kind``.
         algorithms: names that ask for it when serving, its own one first.
-        is_in_target: an own folder is not needed: a target's may hold it.
+        is_whole_model: it reads no states of a target.
+        is_in_target: a target's own folder may hold it.
     """
 
     name: ClassVar[str]
     algorithms: ClassVar[tuple[str, ...]]
+    is_whole_model: ClassVar[bool] = False
     is_in_target: ClassVar[bool] = False
 
     @property

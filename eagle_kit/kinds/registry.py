@@ -75,7 +75,7 @@ def find_serving_kind(files: DraftFiles, algorithm: str = "auto") -> DraftKind:
     kind = find_kind(files)
     if algorithm == "auto" or algorithm in kind.algorithms:
         return kind
-    if not isinstance(kind, HeadKind) and (asked := kind_in_target(algorithm)) is not None:
+    if kind.is_whole_model and (asked := kind_in_target(algorithm)) is not None:
         return asked
     raise UserError(
         f"The draft {files.where} is for the algorithm {kind.algorithm}, and {algorithm} was asked for.",

@@ -21,7 +21,7 @@ OTHER_FAMILY = "Use a smaller model of the target's own family."
 class StandaloneKind(DraftKind):
     """Any model that is a target too."""
 
-    name, algorithms = "standalone", ("STANDALONE",)
+    name, algorithms, is_whole_model = "standalone", ("STANDALONE",), True
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`: everything that is no head."""

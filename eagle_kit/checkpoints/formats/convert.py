@@ -65,7 +65,7 @@ def read_draft(
 
 
 def _is_possible(format: Format, seen: Layout) -> bool:
-    """Whether a draft may be read as ``format`` though it looks like another: flat EAGLE-3 configs of other
+    """True when a draft may be read as ``format`` though it looks like another: flat EAGLE-3 configs of other
     projects differ in the numbering alone, and EAGLE-1 heads and modules in nothing that matters."""
     if format == seen.format:
         return True

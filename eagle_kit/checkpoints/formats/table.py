@@ -1,4 +1,4 @@
-"""Which module converts the heads of a kind."""
+"""Converters by kind of head."""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,4 @@
-"""What every head that drafts from a target's states has in common, for training, judging and serving alike.
+"""Base of the heads that draft from a target's states, for training, judging and serving alike.
 
 Legend: T packed tokens, H hidden, F features, Hq heads, Vd draft vocabulary, V target vocabulary.
 

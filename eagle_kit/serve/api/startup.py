@@ -46,7 +46,6 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
         default_target: of drafts that name none.
     """
     from eagle_kit.kinds.files import open_draft
-    from eagle_kit.kinds.kind import HeadKind
     from eagle_kit.kinds.registry import find_kind
 
     folder = Path(draft_or_target).expanduser()
@@ -55,7 +54,7 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     if not (folder / "config.json").is_file():
         return ServedModel(draft_or_target, None)
     files = open_draft(folder)
-    if not isinstance(find_kind(files), HeadKind):
+    if find_kind(files).is_whole_model:
         return ServedModel(draft_or_target, None)
     named = files.own.get("target") or files.metadata.get("target")
     return ServedModel(str(named or default_target), folder)
