@@ -337,7 +337,7 @@ def head_draft_model(
     weight = target.embed_tokens.weight
     head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
     pack_weights(head)
-    return HeadDraftModel(head.bind(target.lm_head), target, token_map)
+    return HeadDraftModel(head, target, token_map)
 
 
 def our_names(pairs: Iterable[tuple[str, str]], where: str) -> dict[str, str]:

@@ -95,7 +95,7 @@ class HeadDraftModel(DraftModel):
     """A head of any kind behind its target.
 
     Args:
-        head: bound to the target's output layer, where it has none of its own.
+        head: it is bound to the target's output layer, where it has none of its own.
         token_map: see :class:`DraftModel`.
 
     Raises:
@@ -108,7 +108,7 @@ class HeadDraftModel(DraftModel):
     def __init__(self, head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
-        super().__init__(head.output, token_map)
+        super().__init__(head.bind(target.lm_head).output, token_map)
         self.head, self.target = head, target
         self.capture, self.num_modules, self.cache = head.capture, len(head.blocks), head.cache
         self.feature_size = head.config.hidden_size

@@ -154,7 +154,7 @@ def test_a_small_model_reads_tokens_only(target, text):
 def test_a_map_cuts_the_output_layer_and_keeps_its_order(target, text, kind, packed):
     whole, cut = make(kind, target), make(f"{kind} with a map", target)
     if packed:
-        pack_weights(cut.output.layer)
+        pack_weights(cut.output)
     states = whole.step(*rows_of(whole, target, text), Store())
     with torch.no_grad():
         for rows in (1, 2, LENGTH - 1):
