@@ -122,7 +122,7 @@ def test_gate_biases_are_left_alone(deepseek_run, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "cause"),
     [
-        ({"head": {"kind": "mtp"}, "training": {**STEPS, "ttt_length": 3}}, "each of the 2 MTP modules"),
+        ({"head": {"kind": "mtp"}, "training": {**STEPS, "ttt_length": 3}}, "each of the 2 modules"),
         ({"judge": {**JUDGE, "shapes": ["3,1,4"]}}, "more than a chain of 2 steps"),
         ({"judge": {**JUDGE, "shapes": ["2,2,4"]}}, "more than a chain of 2 steps"),
         (
