@@ -212,7 +212,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         """
         config = self.read_config(files, None if target is None else target.config)
         found = self.weights(files, config, target)
-        tensors = dict(found.tensors)
+        # Tensors of a file are unaligned, where matmuls add up in another order than a run's own did.
+        tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
         if target is not None:
             findings.check_fit(config, target.config)
             for name, own in ((EMBEDDING, target.embed_tokens.weight), (OUTPUT, target.head_weight)):
