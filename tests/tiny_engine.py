@@ -5,7 +5,7 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 
@@ -19,7 +19,7 @@ def resolved(batch: int, max_context: int, **options) -> ResolvedConfig:
 def make_engine(models, batch=1, page_size=16, max_context=256, kv_tokens=None, **options) -> Engine:
     target, head = models
     tokens = kv_tokens or batch * (max_context + 200)
-    draft = None if head is None else Eagle3DraftModel(head, target)
+    draft = None if head is None else HeadDraftModel(head, target)
     return Engine(
         target, draft, resolved(batch, max_context, page_size=page_size, kv_tokens=tokens, **options)
     )

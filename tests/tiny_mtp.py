@@ -106,3 +106,11 @@ def save_target(folder: Path, *, modules: int = 1, copies: bool = True, **change
         raw["n_routed_experts"] = None
     (folder / "config.json").write_text(json.dumps(raw))
     return made
+
+
+def load_modules(folder, dtype=torch.float32, target=None):
+    """MTP modules of a folder of their own, or of a target's."""
+    from eagle_kit.kinds.files import open_draft
+    from eagle_kit.kinds.mtp import MTP
+
+    return MTP.read(open_draft(folder), target, dtype=dtype)

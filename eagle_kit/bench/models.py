@@ -11,7 +11,7 @@ from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.memory import free_memory
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 TINY = TargetConfig.from_dict(
     {
@@ -58,7 +58,7 @@ def check_room(config: TargetConfig, device: torch.device, dtype: torch.dtype) -
 
 def make_models(
     config: TargetConfig, draft_vocab_size: int, device: torch.device, dtype: torch.dtype, seed: int
-) -> tuple[LlamaModel, Eagle3DraftModel]:
+) -> tuple[LlamaModel, HeadDraftModel]:
     """A random target and a random EAGLE-3 head of its shape, with a random hot-token map."""
     torch.manual_seed(seed)
     with torch.device(device), _default(dtype), torch.no_grad():
@@ -74,7 +74,7 @@ def make_models(
         head.set_vocab_map(hot - torch.arange(draft_vocab_size), t2d)
     for model in (target, head):
         model.eval().requires_grad_(False)
-    return target, Eagle3DraftModel(head, target)
+    return target, HeadDraftModel(head, target)
 
 
 @contextmanager

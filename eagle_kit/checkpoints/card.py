@@ -3,23 +3,14 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle1 import Eagle1Config
-from eagle_kit.models.heads.mtp import MTPConfig
+from eagle_kit.kinds.kind import HeadKind
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.source import PACKAGED_TARGETS
 
-AnyConfig = DraftConfig | MTPConfig | Eagle1Config
-KINDS = {
-    MTPConfig: ("mtp", "mtp", "MTP draft module"),
-    Eagle1Config: ("eagle1", "eagle", "EAGLE-1 draft head"),
-    DraftConfig: ("eagle3", "eagle3", "EAGLE-3 draft head"),
-}
-"""Kind of config -> kind of draft, tag and title."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SETTINGS = (
     "ttt_length",
@@ -45,42 +36,55 @@ UNUSUAL = {
 """Settings that are named where they are other than this."""
 
 
-def model_card(
-    config: AnyConfig,
-    metadata: dict[str, Any],
-    summary: dict[str, Any] | None,
-    folder: str,
-    dtype: torch.dtype | None = torch.bfloat16,
-    *,
-    format: str = "eagle-kit",
-    reasons: Mapping[str, str] | None = None,
-    licence: str = "",
-) -> str:
-    """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known.
+@dataclass(frozen=True)
+class Card:
+    """Facts about a draft.
 
-    Args:
+    Attributes:
+        config: its architecture.
         metadata: ``eagle_kit.json`` of the checkpoint.
-        summary: ``summary.json`` of an evaluation with the rows of this draft only, or None.
         folder: where the draft lies, for the commands.
-        dtype: of its weights; None when they are of several.
+        summary: ``summary.json`` of an evaluation with the rows of this draft only, or None.
+        dtype: of its weights, in words.
         format: the layout of its files.
         reasons: why SGLang or vLLM cannot serve it, by their formats.
         licence: an identifier of the Hugging Face hub; empty when none was given.
     """
-    target = config.target or "its target"
+
+    kind: HeadKind[Any, Any]
+    config: HeadArchitecture
+    metadata: Mapping[str, Any]
+    folder: str
+    summary: Mapping[str, Any] | None = None
+    dtype: str = "bfloat16"
+    format: str = "eagle-kit"
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    licence: str = ""
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self.config.target or "its target"
+
+
+def model_card(card: Card) -> str:
+    """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known."""
+    kind, target = card.kind, card.target
     packaged = PACKAGED_TARGETS.get(target)
     hub_id = packaged.hub_id if packaged else target
-    kind, tag, title = KINDS[type(config)]
-    modules = config.num_modules if isinstance(config, MTPConfig) else 1
-    draft = DraftInfo(kind, format, folder, target, hub_id, modules)
+    text = kind.describe(card.config, card.dtype)
+    if packaged:
+        text += f" It was trained on a quantised copy of {hub_id}, not on its original weights."
+    draft = DraftInfo(kind, kind.suggested_shape(card.config), card.format, card.folder, target, hub_id)
     sections = [
-        _front_matter(hub_id, tag, licence),
-        f"# {title} for {target}",
-        _what(config, hub_id if packaged else "", dtype),
-        "## Training\n\n" + ("\n".join(_training(metadata)) or "Nothing is recorded about the training."),
-        "## Accept length\n\n" + "\n".join(_evaluation(summary, target, folder)),
-        "## Serve\n\n" + serve_commands(draft, reasons or {}),
-        "## Limits\n\n" + "\n".join(_limits(config, metadata, summary, target, licence)),
+        _front_matter(hub_id, kind.vllm_method, card.licence),
+        f"# {kind.title} for {target}",
+        text,
+        "## Training\n\n"
+        + ("\n".join(_training(card.metadata)) or "Nothing is recorded about the training."),
+        "## Accept length\n\n" + "\n".join(_evaluation(card)),
+        "## Serve\n\n" + serve_commands(draft, card.reasons),
+        "## Limits\n\n" + "\n".join(_limits(card)),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -95,17 +99,16 @@ def _front_matter(hub_id: str, tag: str, licence: str) -> str:
     return "\n".join(["---", *lines, f"tags: [{tag}, speculative-decoding]", "---"])
 
 
-def _limits(
-    config: AnyConfig, metadata: dict[str, Any], summary: dict[str, Any] | None, target: str, licence: str
-) -> Iterator[str]:
-    """What is known to be missing, and what nobody has tried."""
+def _limits(card: Card) -> Iterator[str]:
+    """Known gaps, and regimes that nobody has tried."""
+    config, summary, target = card.config, card.summary, card.target
     yield (
         f"* It drafts for {target} only. A verifying engine gives the target's own replies with any draft; "
         "with other weights, another chat template or other kinds of prompts fewer tokens are accepted."
     )
     if not config.template_hash:
         yield "* Which chat template it was trained with is not recorded."
-    data = metadata.get("data")
+    data = card.metadata.get("data")
     if isinstance(data, dict) and "vocab_coverage" in data and config.draft_vocab_size < config.vocab_size:
         yield (
             f"* It can propose {config.draft_vocab_size:,} of {config.vocab_size:,} tokens, "
@@ -120,68 +123,16 @@ def _limits(
         if (summary.get("settings") or {}).get("temperature") in (None, 0, 0.0):
             yield "* The figures above are of greedy decoding; sampled replies have not been measured."
     yield "* It has not been served with SGLang or vLLM."
-    if not licence:
+    if not card.licence:
         yield (
             "* No licence was given when this page was written; before publishing, name one, and mind those "
             f"of {target} and of the training data."
         )
-    if origin := metadata.get("imported"):
+    if origin := card.metadata.get("imported"):
         yield f"* It was imported: {origin['layout']}. Weights and numbers above are as they were there."
 
 
-def _what(config: AnyConfig, packaged_from: str, dtype: torch.dtype | None) -> str:
-    kind = "several types" if dtype is None else str(dtype).removeprefix("torch.")
-    if isinstance(config, MTPConfig):
-        text = _what_modules(config, kind)
-    elif isinstance(config, Eagle1Config):
-        text = _what_eagle1(config, kind)
-    else:
-        text = _what_head(config, kind)
-    if packaged_from:
-        text += f" It was trained on a quantised copy of {packaged_from}, not on its original weights."
-    return text
-
-
-def _what_head(config: DraftConfig, dtype: str) -> str:
-    variant = [name for name in ("fc_norm", "norm_output", "norm_before_residual") if getattr(config, name)]
-    text = (
-        f"One decoder layer of hidden size {config.hidden_size} ({_attention(config)}) and a draft "
-        f"vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
-        f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
-    )
-    return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
-
-
-def _what_eagle1(config: Eagle1Config, dtype: str) -> str:
-    fc = "a bias" if config.fc_bias else "no bias"
-    return (
-        f"One decoder layer of hidden size {config.hidden_size} ({_attention(config)}) in {dtype}, whose "
-        f"`fc` has {fc}. It reads the target's last states, after their norm, and then its own, and proposes "
-        f"any of {config.vocab_size} tokens through the target's output layer."
-    )
-
-
-def _what_modules(config: MTPConfig, dtype: str) -> str:
-    layer, count = config.layer, config.num_modules
-    inside = "an MLP" if layer.moe is None else f"{layer.moe.num_experts} experts"
-    several = "One multi-token prediction module" if count == 1 else f"{count} multi-token prediction modules"
-    uses = "for every step of a draft" if count == 1 else "one for each step of a draft"
-    head = "an output layer of its own" if config.own_head else "the target's output layer"
-    return (
-        f"{several} ({uses}): a decoder layer of hidden size {layer.hidden_size} ({_attention(layer)}, "
-        f"{inside}) in {dtype}. It reads the target's last states, after their norm, and then its own, and "
-        f"proposes any of {layer.vocab_size} tokens through {head}."
-    )
-
-
-def _attention(config: DraftConfig | TargetConfig | Eagle1Config) -> str:
-    if not isinstance(config, Eagle1Config) and config.mla is not None:
-        rope = config.mla.qk_rope_head_dim
-        return f"{config.num_heads} heads over latents of {config.mla.kv_lora_rank} + {rope} values"
-    return f"{config.num_heads} query and {config.num_kv_heads} key-value heads of {config.head_dim}"
-
-
-def _training(metadata: dict[str, Any]) -> Iterator[str]:
+def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     """The facts of a run as list items; facts that were not recorded are left out."""
     data, config = metadata.get("data") or {}, metadata.get("config") or {}
     if command := metadata.get("command"):
@@ -213,9 +164,11 @@ def _training(metadata: dict[str, Any]) -> Iterator[str]:
         yield f"* versions: {_listed(versions)}"
 
 
-def _evaluation(summary: dict[str, Any] | None, target: str, folder: str) -> Iterator[str]:
+def _evaluation(card: Card) -> Iterator[str]:
+    summary = card.summary
     if summary is None:
-        yield f"Not measured yet. Measure it with `eagle-kit eval --target {target} --draft {folder}`."
+        measure = f"eagle-kit eval --target {card.target} --draft {card.folder}"
+        yield f"Not measured yet. Measure it with `{measure}`."
         return
     yield "Accept length: tokens per verify, bonus token included. Shapes are steps, top-k, tokens."
     yield ""

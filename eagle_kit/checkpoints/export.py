@@ -1,5 +1,5 @@
-"""From a run or a checkpoint to the folder that is published, in our layout or another's; and from another's
-to ours."""
+"""Export a run or a checkpoint as the folder that is published, in our layout or another's; import another's
+into ours."""
 
 import re
 from collections.abc import Mapping
@@ -9,23 +9,20 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints import mtp
-from eagle_kit.checkpoints.card import model_card
-from eagle_kit.checkpoints.draft import CONFIG, OLD_WEIGHTS, WEIGHTS, load_draft, write_draft
-from eagle_kit.checkpoints.eagle1 import read_eagle1_config
+from eagle_kit.checkpoints.card import Card, model_card
+from eagle_kit.checkpoints.draft import write_draft
 from eagle_kit.checkpoints.formats.convert import IMPORTED, read_draft, write_draft_as
-from eagle_kit.checkpoints.formats.files import OWN, DraftFiles, Format, Served, without_keys
-from eagle_kit.checkpoints.formats.recognise import Kind, Layout
-from eagle_kit.checkpoints.layout import config_from_dict
-from eagle_kit.checkpoints.mtp import read_mtp_config
-from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
+from eagle_kit.checkpoints.formats.files import Format, Served, dtype_name
+from eagle_kit.checkpoints.formats.recognise import Layout
+from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.heads.eagle1 import Eagle1Config
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
-from eagle_kit.models.loading.loader import read_json, read_target_config
+from eagle_kit.kinds.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, open_draft, without_keys
+from eagle_kit.kinds.findings import raise_on_errors
+from eagle_kit.kinds.kind import HeadKind
+from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_json, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_target
 
+QUANTISED = "quantization_config"
 PEER_ENGINES: tuple[Format, ...] = ("sglang", "vllm")
 ABSOLUTE_FOLDER = re.compile(r"(?<![\w.:/~-])/(?:[\w.@+-]+/)+")
 
@@ -74,7 +71,7 @@ def export_draft(
             an evaluation of other drafts, no disk space.
     """
     source = find_checkpoint(run_or_checkpoint)
-    name = str(target or recorded_target(source))
+    name = str(target or open_draft(source).own.get("target") or "")
     if name:
         raise_on_errors(validate_draft(source, name))
     served = served_by(name)
@@ -112,7 +109,7 @@ def import_draft(
 
 
 def served_by(name: str) -> Served:
-    """What is known of a target; nothing when ``name`` is empty. Raises UserError when it cannot be read."""
+    """Look a target up; nothing when ``name`` is empty. Raises UserError when it cannot be read."""
     if not name:
         return Served()
     folder = resolve_target(name)
@@ -122,30 +119,25 @@ def served_by(name: str) -> Served:
     return Served(read_target_config(folder), hub_id, tuple(architectures))
 
 
-def recorded_target(folder: Path) -> str:
-    """The target that a draft's ``config.json`` names; empty when it names none."""
-    return str((read_json(folder / CONFIG).get(OWN) or {}).get("target") or "")
-
-
-def cast(files: DraftFiles, kind: Kind, dtype: torch.dtype | None) -> DraftFiles:
+def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None) -> DraftFiles:
     """Floating tensors in ``dtype``, but for those that must stay exact; fp8 modules are dequantised."""
     if dtype is None:
         return files
-    name = str(dtype).removeprefix("torch.")
-    config: dict[str, Any] = {**files.config, "dtype": name, "torch_dtype": name}
-    if kind == "mtp":
-        head = load_draft(files.where)
-        assert isinstance(head, MTPHead)
-        config = without_keys(config, ("quantization_config",)) | mtp.config_to_dict(head.config)
-        return replace(files, config=config, tensors=mtp.to_published(head, dtype))
-    floating = {name for name, tensor in files.tensors.items() if tensor.is_floating_point()}
-    tensors = {key: value.to(dtype) if key in floating else value for key, value in files.tensors.items()}
-    return replace(files, config=config, tensors=tensors)
+    names = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
+    if QUANTISED in files.config:
+        made = kind.write(kind.read(files), dtype)
+        config = without_keys(files.config, (QUANTISED,)) | made.config | names
+        return replace(files, config=config, tensors=made.tensors)
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and not name.endswith(EXACT_SUFFIXES) else tensor
+        for name, tensor in files.tensors.items()
+    }
+    return replace(files, config=files.config | names, tensors=tensors)
 
 
 def write_with_card(
     files: DraftFiles,
-    kind: Kind,
+    kind: HeadKind[Any, Any],
     format: Format,
     served: Served,
     out: str | Path,
@@ -154,12 +146,11 @@ def write_with_card(
     licence: str = "",
 ) -> None:
     """Write a draft in ``format``, absolute folders left out of everything that we wrote ourselves."""
-    own = without_folders(files.config.get(OWN) or {})
-    config = {**files.config, OWN: own} if OWN in files.config else files.config
+    own = {OWN: without_folders(files.own)} if OWN in files.config else {}
     metadata = {
         key: value if key == IMPORTED else without_folders(value) for key, value in files.metadata.items()
     }
-    files = replace(files, config=config, metadata=metadata)
+    files = replace(files, config=files.config | own, metadata=metadata)
     written = write_draft_as(files, kind, format, served)
     reasons: dict[str, str] = {}
     for peer in PEER_ENGINES:
@@ -167,31 +158,13 @@ def write_with_card(
             write_draft_as(files, kind, peer, served)
         except UserError as error:
             reasons[peer] = error.cause
-    dtypes = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
-    card = model_card(
-        head_config(files, kind),
-        metadata,
-        summary,
-        str(out),
-        dtypes.pop() if len(dtypes) == 1 else None,
-        format=format,
-        reasons=reasons,
-        licence=licence,
-    )
+    rounded = {name for name in files.tensors if not name.endswith(EXACT_SUFFIXES)}
+    dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
+    config = kind.read_config(files)
+    words = dtype_name(dtypes.pop()) if len(dtypes) == 1 else "several types"
+    card = model_card(Card(kind, config, metadata, str(out), summary, words, format, reasons, licence))
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     write_draft(out, tensors, written.config, metadata=metadata, card=card)
-
-
-def head_config(files: DraftFiles, kind: Kind) -> DraftConfig | Eagle1Config | MTPConfig:
-    """The architecture of a draft in our layout."""
-    match kind:
-        case "eagle3":
-            return config_from_dict(files.config, files.where)
-        case "eagle1":
-            return read_eagle1_config(files.config, Path(files.where), set(files.tensors))
-        case "mtp":
-            own = files.config.get(OWN) or {}
-            return replace(read_mtp_config(files.where), target=own.get("target", ""))
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:

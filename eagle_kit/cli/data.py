@@ -118,10 +118,13 @@ def _preview(args: argparse.Namespace) -> int:
 def _data(config: "TrainConfig") -> "PreparedData":
     """The config's data, tokenised now or read from the cache."""
     from eagle_kit.data.states.fit import dataset_of
+    from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return dataset_of(config.data, tokenizer, config.head.vocab_size, config.head.vocab_map)
+    return dataset_of(
+        config.data, tokenizer, training_kind(config).vocab_size(config.head), config.head.vocab_map
+    )
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -145,6 +148,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _vocab(args: argparse.Namespace) -> int:
     from eagle_kit.core.files import check_writable
+    from eagle_kit.kinds.registry import training_kind
 
     config = _config(args)
     if config.head.start_from is not None:
@@ -152,7 +156,7 @@ def _vocab(args: argparse.Namespace) -> int:
             f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
             "It needs no vocabulary map; to make one for a new head, leave head.start_from out.",
         )
-    if config.head.vocab_size is None:
+    if training_kind(config).vocab_size(config.head) is None:
         raise UserError(
             f"A head of the kind {config.head.kind} proposes every token.", "It needs no vocabulary map."
         )

@@ -22,6 +22,6 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.checkpoints.export import import_draft
 
     seen = import_draft(args.source, args.out, format=args.format, target=args.target, licence=args.license)
-    print(f"{args.source}: {seen.kind} head, {seen.maker}")
+    print(f"{args.source}: {seen.kind.name} head, {seen.maker}")
     print(f"{args.out}: check it with eagle-kit validate {args.out} --target TARGET")
     return 0

@@ -56,19 +56,6 @@ class DataConfig(_Section):
         return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
 
 
-EAGLE3_KEYS = {
-    *("draft_vocab_size", "vocab_map", "aux_layer_ids", "lm_head_init"),
-    *("fc_norm", "norm_output", "norm_before_residual"),
-}
-KEYS_OF_KIND = {
-    "eagle3": {*EAGLE3_KEYS, "intermediate_size", "start_from"},
-    "eagle3-mla": {*EAGLE3_KEYS, "intermediate_size", "start_from"},
-    "eagle1": {"intermediate_size", "fc_bias"},
-    "mtp": {"num_modules", "init"},
-}
-"""Settings that have a meaning for each kind of head."""
-
-
 class HeadConfig(_Section):
     """The draft head that is made when a run starts from nothing.
 
@@ -96,7 +83,7 @@ class HeadConfig(_Section):
             last decoder layer) or ``random``; ``auto`` takes the first of these that can be had.
     """
 
-    kind: Literal["eagle3", "eagle3-mla", "eagle1", "mtp"] = "eagle3"
+    kind: str = "eagle3"
     draft_vocab_size: int = Field(default=8192, ge=2)
     vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
@@ -111,21 +98,12 @@ class HeadConfig(_Section):
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
     @model_validator(mode="after")
-    def _settings_fit_the_kind(self) -> "HeadConfig":
+    def _start_from_says_the_rest(self) -> "HeadConfig":
         for name, field in type(self).model_fields.items():
-            is_mine = name in {"kind", *KEYS_OF_KIND[self.kind]}
-            if not is_mine and getattr(self, name) != field.default:
-                raise ValueError(f"{name} has no meaning for a head of the kind {self.kind}")
-            is_left = name not in ("kind", "start_from") and getattr(self, name) == field.default
-            if self.start_from is not None and name not in ("kind", "start_from") and not is_left:
+            is_chosen = name not in ("kind", "start_from") and getattr(self, name) != field.default
+            if self.start_from is not None and is_chosen:
                 raise ValueError(f"{name} is that of the head that start_from names")
         return self
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Tokens that the head can propose; None for all of them, or those of ``start_from``."""
-        chosen = "draft_vocab_size" in KEYS_OF_KIND[self.kind] and self.start_from is None
-        return self.draft_vocab_size if chosen else None
 
 
 class RegressionConfig(_Section):
@@ -427,32 +405,6 @@ class TrainConfig(_Section):
     training: TrainingConfig = TrainingConfig()
     judge: JudgeConfig = JudgeConfig()
     tracking: TrackingConfig = TrackingConfig()
-
-    @model_validator(mode="after")
-    def _loss_fits_the_head(self) -> "TrainConfig":
-        if self.training.regression is not None and self.head.kind != "eagle1":
-            raise ValueError(f"training.regression has no meaning for a head of the kind {self.head.kind}")
-        if self.training.loss != "ce" and self.head.kind == "eagle1":
-            raise ValueError("training.loss has no meaning for a head of the kind eagle1; see its regression")
-        return self
-
-    @property
-    def regression(self) -> RegressionConfig | None:
-        """Weights of the loss of an EAGLE-1 head; None for other kinds."""
-        return (self.training.regression or RegressionConfig()) if self.head.kind == "eagle1" else None
-
-    @property
-    def runs_target(self) -> bool:
-        """True unless all states are captured and nothing is judged: the target's layers are needed."""
-        return self.data.store is None or self.judge.every > 0 or self.head.kind == "mtp"
-
-    @model_validator(mode="after")
-    def _noise_has_features(self) -> "TrainConfig":
-        if self.training.feature_noise is not None and self.head.kind == "mtp":
-            raise ValueError(
-                "training.feature_noise has no meaning for a head of the kind mtp: it has no captured states"
-            )
-        return self
 
     @model_validator(mode="after")
     def _states_come_from_one_place(self) -> "TrainConfig":

@@ -144,16 +144,15 @@ class ShapeTable:
         return max(shape.tokens for shape in self.shapes)
 
 
-def auto_shape(model_type: str, algorithm: str = "EAGLE3") -> SpecShape:
+def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecShape:
     """Default speculation shape.
 
-    A short chain where every drafted or verified token is expensive: draft models (``STANDALONE``), and
+    A short chain where every drafted or verified token is expensive: whole models as drafts, and
     mixture-of-experts targets, whose windows activate more experts with every token. A tree otherwise.
 
     Args:
         model_type: from the target's ``config.json``.
-        algorithm: name of the drafting algorithm.
+        drafts_are_expensive: True for a whole model as draft.
     """
     is_mixture = model_type.startswith("deepseek") or model_type.endswith("_moe") or model_type == "mixtral"
-    is_dear = algorithm == "STANDALONE" or is_mixture
-    return SpecShape(3, 1, 4) if is_dear else SpecShape(5, 4, 8)
+    return SpecShape(3, 1, 4) if drafts_are_expensive or is_mixture else SpecShape(5, 4, 8)

@@ -42,7 +42,8 @@ def make_engines(
     Args:
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
     """
-    from eagle_kit.checkpoints.validate import raise_on_errors, validate_draft
+    from eagle_kit.checkpoints.validate import validate_draft
+    from eagle_kit.kinds.findings import raise_on_errors
     from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM, choose_device
 

@@ -34,8 +34,8 @@ ROPE_TYPES = {
 """RoPE scalings and the parameters that each requires."""
 
 
-class AttentionConfig:
-    """Attention of the layers of a target or draft head, grouped-query or latent, and derived properties.
+class DecoderConfig:
+    """Decoder layer of a target or draft head: its sizes, its attention, grouped-query or latent.
 
     Attributes:
         num_kv_heads: equal to ``num_heads`` with latent attention.
@@ -43,18 +43,22 @@ class AttentionConfig:
         attention_bias, attention_out_bias: biases of the input and of the output projections.
         qk_norm: an RMSNorm of each query and key head.
         mla: latent attention in place of grouped-query attention.
+        moe: experts in place of the MLP.
     """
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    intermediate_size: int
     rms_norm_eps: float
+    rope_theta: float
     rope_scaling: dict[str, Any] | None
     attention_bias: bool
     attention_out_bias: bool = False
     qk_norm: bool = False
     mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -79,7 +83,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class TargetConfig(AttentionConfig):
+class TargetConfig(DecoderConfig):
     """Architecture of a decoder: the Llama family, and with latent attention or mixtures of experts DeepSeek,
     Qwen-MoE and Mixtral. Sizes are numbers of elements.
 
@@ -167,19 +171,86 @@ class TargetConfig(AttentionConfig):
         return self.cache_of(self.num_layers)
 
 
+class HeadArchitecture:
+    """Architecture of a draft head, whatever its kind.
+
+    Attributes:
+        hidden_size: of the head, H.
+        target_hidden_size: of the target's states.
+        draft_vocab_size: tokens that the head can propose, Vd.
+        max_position_embeddings: positions it was trained for; 0 when unknown.
+        aux_layer_ids: captured states, as *inputs* of these target layers (``hidden_states[i]`` of Hugging
+            Face); empty for heads that read the target's final states.
+        num_modules: 1, or one for every step of a draft.
+        target: name of the target, for people and checks.
+        template_hash: hash of the chat template the head was trained with; empty when unknown.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    aux_layer_ids: tuple[int, ...]
+    num_modules: int = 1
+    target: str
+    template_hash: str
+
+    @property
+    def layer(self) -> DecoderConfig:
+        """Sizes of its decoder layer."""
+        assert isinstance(self, DecoderConfig)
+        return self
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the scores."""
+        return self.layer.attention_scale
+
+    @property
+    def owns_output(self) -> bool:
+        """True for an output layer of its own, False for the target's."""
+        return True
+
+    @property
+    def cache(self) -> CacheSpec:
+        """Entry of a token in the cache of all modules."""
+        return self.layer.cache_of(self.num_modules)
+
+
+class TiedArchitecture(HeadArchitecture):
+    """Architecture of a head of the target's width that reads its final states and proposes any of its
+    tokens."""
+
+    @property
+    def target_hidden_size(self) -> int:  # type: ignore[override]
+        """H, the head's own."""
+        return self.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:  # type: ignore[override]
+        """V, the target's vocabulary."""
+        return self.vocab_size
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """None."""
+        return ()
+
+    @property
+    def owns_output(self) -> bool:
+        """False: the output layer is the target's."""
+        return False
+
+
 @dataclass(frozen=True)
-class DraftConfig(AttentionConfig):
+class DraftConfig(DecoderConfig, HeadArchitecture):
     """Architecture of an EAGLE-3 head.
 
     Attributes:
-        aux_layer_ids: the captured states, as *inputs* of these target layers (``hidden_states[i]`` of
-            Hugging Face).
-        draft_vocab_size: rows of ``lm_head``, Vd.
         fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
         norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
-        target: name of the target, informative and for checks.
-        template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
     hidden_size: int
@@ -238,11 +309,6 @@ class DraftConfig(AttentionConfig):
             mla=model.mla if latent else None,
         )
         return replace(base, **overrides)
-
-    @property
-    def cache(self) -> CacheSpec:
-        """Cache layout of the head."""
-        return self.cache_of(1)
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

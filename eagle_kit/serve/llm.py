@@ -17,6 +17,7 @@ from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve import cpu_graph
@@ -27,13 +28,12 @@ from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.speculation.propose.choice import drafter_class
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
-ALGORITHMS = ("auto", "EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NGRAM", "NONE")
 
 
 class LLM:
@@ -103,21 +103,20 @@ class LLM:
     ) -> None:
         """Use another draft from now on. Raise UserError when it does not fit the target."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
-        if algorithm not in ALGORITHMS:
-            raise UserError(
-                f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(ALGORITHMS)}."
-            )
+        known = ("auto", *algorithms(), "NGRAM", "NONE")
+        if algorithm not in known:
+            raise UserError(f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(known)}.")
         if algorithm in ("NGRAM", "NONE") and draft is not None:
             raise UserError(
                 f"The algorithm {algorithm} takes no draft, and {draft} was given.",
                 "Leave the draft out, or the algorithm.",
             )
-        if algorithm in ("EAGLE3", "EAGLE", "STANDALONE") and draft is None:
-            raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
-        if algorithm == "NEXTN" and draft is None:
+        if draft is None and algorithm in algorithms():
+            if kind_in_target(algorithm) is None:
+                raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
             if self._target_name is None:
                 raise UserError(
-                    "NEXTN without a draft takes the modules in the target's folder, and none is known.",
+                    f"{algorithm} without a draft takes the modules in the target's folder: none is known.",
                     "Give the target as a folder, or a draft.",
                 )
             draft = self._target_name
@@ -127,8 +126,7 @@ class LLM:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
             )
-            if isinstance(self.draft, HeadDraftModel):
-                self.head = self.draft.head
+            self.head = self.draft.head
         self._options = self._options.replace(algorithm=algorithm, token_map=token_map)
         self.config = self._resolved()
 
@@ -159,8 +157,8 @@ class LLM:
             return SpecShape(modules, 1, modules + 1)
         if self._options.tree == "static":
             return EAGLE1_SHAPE
-        kind = "STANDALONE" if isinstance(self.draft, StandaloneDraftModel) else "EAGLE"
-        return auto_shape(self.target.config.model_type, kind)
+        expensive = self.draft.is_whole_model
+        return auto_shape(self.target.config.model_type, drafts_are_expensive=expensive)
 
     @property
     def default_shapes(self) -> ShapeTable:

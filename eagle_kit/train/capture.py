@@ -85,7 +85,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     found = gather(config, process)
     unjudged = config.judge.model_copy(update={"every": 0})
     place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
-    draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
+    draft = draft_config(config, found.target.config, found.tokenizer)
     manifest = states_manifest(
         config,
         found,

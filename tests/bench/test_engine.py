@@ -26,7 +26,7 @@ from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 CPU = torch.device("cpu")
 TINY, TINY_VOCAB = preset_named("tiny")
@@ -56,7 +56,7 @@ def llama_without_weights():
     with torch.device("meta"):
         target = LlamaModel(config).bfloat16()
         head = Eagle3Head(DraftConfig.for_target(config, draft_vocab_size)).bfloat16()
-    return target, Eagle3DraftModel(head, target)
+    return target, HeadDraftModel(head, target)
 
 
 def floors(shape, batch=1, context=1024):

@@ -9,10 +9,12 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.card import model_card
-from eagle_kit.checkpoints.draft import load_draft, read_metadata, save_draft
+from eagle_kit.checkpoints.card import Card, model_card
+from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, find_checkpoint, without_folders
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.files import read_metadata
 from eagle_kit.models.loading.loader import load_target
 
 METADATA = {
@@ -166,7 +168,7 @@ def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):
 def test_the_card_tells_how_it_was_trained_and_how_to_serve_it():
     head = tiny_head(tiny_target(), fc_norm=True)
     config = replace(head.config, target="smollm2-135m-instruct")
-    card = model_card(config, METADATA, None, "checkpoints/head")
+    card = model_card(Card(EAGLE3, config, METADATA, "checkpoints/head"))
     for words in (
         "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
         "draft vocabulary of 67 of 131 tokens, in bfloat16",
@@ -190,13 +192,13 @@ def test_the_card_names_the_settings_of_an_unusual_recipe():
     head = tiny_head(tiny_target())
     chosen = {"ttt_length": 7, "loss": "lk-alpha", "optimizer": "adamw", "ema_decay": 0.99}
     chosen["feature_noise"] = {"kind": "uniform", "amount": 0.1, "unit": "rms", "per_tokens": None}
-    card = model_card(head.config, {"config": {"training": chosen}}, None, "checkpoints/head")
+    card = model_card(Card(EAGLE3, head.config, {"config": {"training": chosen}}, "checkpoints/head"))
     noise = "feature_noise (kind uniform, amount 0.1, unit rms)"
     assert f"* settings: ttt_length 7, loss lk-alpha, ema_decay 0.99, {noise}\n" in card
 
 
 def test_a_card_without_facts_invents_none():
     for metadata in ({}, {"target": "tiny"}):
-        card = model_card(tiny_head(tiny_target()).config, metadata, None, "head")
+        card = model_card(Card(EAGLE3, tiny_head(tiny_target()).config, metadata, "head"))
         assert "Nothing is recorded about the training." in card
         assert "tokens seen" not in card

@@ -15,7 +15,7 @@ from eagle_kit.kernels.sampling import make_sampling_batch
 from eagle_kit.serve.cycle import CycleModels, CycleSettings, cycle, verify_cycle
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import EAGLE1_SHAPE
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
 from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
@@ -88,7 +88,7 @@ def _trace(backend: str, sampling: str, shape: str, **options) -> None:
 def _engine(shape: str, **options):
     target, shape = tiny_target(), SpecShape.parse(shape)
     options = resolved(BATCH, 128, kv_tokens=600, **options)
-    engine = Engine(target, Eagle3DraftModel(tiny_head(target), target), options)
+    engine = Engine(target, HeadDraftModel(tiny_head(target), target), options)
     engine.use_shape(shape)
     return (
         target,

@@ -20,7 +20,7 @@ from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel, StandaloneDraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel, StandaloneDraftModel
 
 TARGETS = {
     "v2": v2(vocab_size=11, q_lora_rank=None, rope_parameters=LITE_YARN),
@@ -153,7 +153,7 @@ def test_a_cycle_replayed_from_buffers_says_the_same(models, plain):
 
 def test_the_pool_holds_latents_and_the_drafts_keys(models):
     target, head = models
-    draft = Eagle3DraftModel(head, target)
+    draft = HeadDraftModel(head, target)
     plan = plan_memory(target, draft, resolved(2, 100))
     latents, keys = 4 * (36 + 8), 2 * head.config.num_kv_heads * head.config.head_dim
     assert plan.bytes_per_token == 4 * (latents + keys)

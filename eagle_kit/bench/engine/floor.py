@@ -13,11 +13,11 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 
 def cycle_forwards(
-    target: LlamaModel, draft: Eagle3DraftModel, shape: SpecShape, batch: int, context: int
+    target: LlamaModel, draft: HeadDraftModel, shape: SpecShape, batch: int, context: int
 ) -> list[Cost]:
     """The forwards of one cycle with their bytes and floating-point operations."""
     config = target.config

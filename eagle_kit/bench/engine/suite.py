@@ -24,7 +24,7 @@ from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.report.bench import plot_cycles
 from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.draft_model import Eagle3DraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 PLAIN = "none"
 STATED = 3
@@ -75,7 +75,7 @@ def main(model: str | None, options: Options, grid: Grid | None = None) -> int:
 class Suite:
     """The cases of one target and draft; cases of the same load share its LLM, and so its prompts' keys."""
 
-    def __init__(self, target: LlamaModel, draft: Eagle3DraftModel, grid: Grid) -> None:
+    def __init__(self, target: LlamaModel, draft: HeadDraftModel, grid: Grid) -> None:
         self.target, self.draft, self.grid = target, draft, grid
         self._llm: tuple[Any, LLM] | None = None
 

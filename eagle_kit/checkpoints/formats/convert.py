@@ -1,26 +1,18 @@
 """Between our layout and the others', by kind of head; a draft from elsewhere goes back as it came."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp
-from eagle_kit.checkpoints.formats.files import (
-    FORMATS,
-    OWN,
-    DraftFiles,
-    Format,
-    Served,
-    config_hash,
-    read_files,
-)
-from eagle_kit.checkpoints.formats.recognise import Kind, Layout, recognise
+from eagle_kit.checkpoints.formats.files import FORMATS, Format, Served, config_hash, dtype_name
+from eagle_kit.checkpoints.formats.recognise import Layout, recognise
+from eagle_kit.checkpoints.formats.table import converter
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
+from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.models.config import TargetConfig
 
-KINDS: dict[Kind, ModuleType] = {"eagle3": eagle3, "eagle1": eagle1, "mtp": mtp}
 IMPORTED = "imported"
 """Key of ``eagle_kit.json`` for what a draft from elsewhere was."""
 
@@ -38,8 +30,8 @@ def read_draft(
         UserError: not a draft of ours; two formats that number layers differently are possible; a tensor too
             many or too few.
     """
-    seen = recognise(folder)
-    files = read_files(folder)
+    files = open_draft(folder)
+    seen = recognise(files)
     written = format or seen.format
     if seen.format is not None and format is not None and not _is_possible(format, seen):
         raise UserError(
@@ -54,28 +46,26 @@ def read_draft(
         )
     if written == "eagle-kit":
         return files, seen
-    module = KINDS[seen.kind]
-    ours: DraftFiles = module.read(files, written, target)
+    ours: DraftFiles = converter(seen.kind).read(files, written, target)
     if OWN in files.config:
         return ours, seen
-    names: dict[str, str] = module.tensor_names(files, ours)
-    left_out = files.tensors.keys() - set(names.values())
-    assert not any(bool(files.tensors[name].any()) for name in left_out)
+    names = {name: theirs for name, theirs in seen.kind.names(files).items() if name in ours.tensors}
+    left_out = {name: files.tensors[name] for name in sorted(files.tensors.keys() - set(names.values()))}
+    assert not any(bool(tensor.any()) for tensor in left_out.values())
+    kept = {name: [theirs, dtype_name(files.tensors[theirs].dtype)] for name, theirs in names.items()}
     origin = {
         "format": written,
         "layout": seen.maker,
         "config": files.config,
-        "tensors": {name: [theirs, _dtype(files.tensors[theirs])] for name, theirs in names.items()},
-        "zeros": {
-            name: [list(files.tensors[name].shape), _dtype(files.tensors[name])] for name in sorted(left_out)
-        },
+        "tensors": kept,
+        "zeros": {name: [list(zeros.shape), dtype_name(zeros.dtype)] for name, zeros in left_out.items()},
         "config_here": config_hash(ours.config),
     }
     return DraftFiles(ours.config, ours.tensors, {**files.metadata, IMPORTED: origin}, ours.where), seen
 
 
 def _is_possible(format: Format, seen: Layout) -> bool:
-    """Whether a draft may be read as ``format`` though it looks like another: flat EAGLE-3 configs of other
+    """True when a draft may be read as ``format`` though it looks like another: flat EAGLE-3 configs of other
     projects differ in the numbering alone, and EAGLE-1 heads and modules in nothing that matters."""
     if format == seen.format:
         return True
@@ -84,11 +74,7 @@ def _is_possible(format: Format, seen: Layout) -> bool:
     return "eagle-kit" not in (format, seen.format) and "speculators" not in (format, seen.format)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def write_draft_as(files: DraftFiles, kind: Kind, format: Format, served: Served) -> DraftFiles:
+def write_draft_as(files: DraftFiles, kind: HeadKind[Any, Any], format: Format, served: Served) -> DraftFiles:
     """Our layout -> ``format``. A draft that came in this format and was not changed goes back as it came.
 
     Raises:
@@ -99,8 +85,8 @@ def write_draft_as(files: DraftFiles, kind: Kind, format: Format, served: Served
         return files
     origin = files.metadata.get(IMPORTED) or {}
     if origin.get("format") == format and origin["config_here"] == config_hash(files.config):
-        return DraftFiles(origin["config"], _as_they_came(files.tensors, origin), files.metadata)
-    out: DraftFiles = KINDS[kind].write(files, format, served)
+        return DraftFiles(origin["config"], _as_they_came(dict(files.tensors), origin), files.metadata)
+    out: DraftFiles = converter(kind).write(files, format, served)
     return out
 
 

@@ -6,40 +6,34 @@ output together or not at all. Zeros make up for a bias that a class wants and t
 are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.eagle1 import (
-    ARCHITECTURE,
-    EMBEDDING,
-    LAYER,
-    OUTPUT,
-    config_to_dict,
-    published_shapes,
-    read_eagle1_config,
-)
-from eagle_kit.checkpoints.formats.files import (
-    OWN,
-    DraftFiles,
-    Format,
-    Served,
-    refuse,
-    without_keys,
-    zeros_for,
-)
+from eagle_kit.checkpoints.formats.files import Format, Served, refuse, with_dtype, zeros_for
+from eagle_kit.kinds.eagle1 import ARCHITECTURE, EAGLE1, LAYER
+from eagle_kit.kinds.files import OWN, DraftFiles, without_keys
+from eagle_kit.kinds.kind import OUTPUT
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config
-from eagle_kit.models.loading.loader import check_tensors
 
 FC_BIAS = "fc.bias"
 BIAS_KEYS = ("bias", "qkv_bias", "attention_bias")
 
 
+def layout(files: DraftFiles) -> tuple[Format, str]:
+    """The format of a head from elsewhere, and whose layout it is, for people."""
+    name = files.architecture
+    if name == ARCHITECTURE:
+        return "sglang", "EAGLE-1, as SGLang names it"
+    if name.startswith("Eagle"):
+        return "vllm", "EAGLE-1, as vLLM names it"
+    return "eagle", f"EAGLE-1, as EAGLE's repository has it ({name} with an fc)"
+
+
 def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     """Our layout -> that of ``peer``. Raises UserError for what its class cannot hold."""
-    config = read_eagle1_config(files.config, Path(files.where), set(files.tensors))
+    config = EAGLE1.read_config(files)
     raw, tensors = without_keys(files.config, BIAS_KEYS), dict(files.tensors)
     zeros: dict[str, torch.Tensor] = {}
     match peer:
@@ -65,7 +59,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
                 refuse(peer, "its heads together are as wide as the hidden size, and this head's are not")
             raw |= {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
             raw |= {"qkv_bias": True} if config.attention_bias else {}
-    own = {**(raw.get(OWN) or {}), "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
+    own = {**files.own, "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
     return DraftFiles({**raw, OWN: own}, tensors | zeros, files.metadata)
 
 
@@ -91,7 +85,7 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
     Raises:
         UserError: missing, unexpected or misshapen tensors, or a config that is not an EAGLE-1 head's.
     """
-    own = dict(files.config.get(OWN) or {})
+    own = files.own
     is_ours, zeros = own.pop("format", None) is not None, own.pop("zeros", [])
     tensors = {
         plain: tensor
@@ -99,20 +93,11 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
         if (plain := name.removeprefix("model.")) not in zeros or bool(tensor.any())
     }
     raw = without_keys(files.config, BIAS_KEYS)  # the tensors know better
-    config = read_eagle1_config(raw | {OWN: own}, Path(files.where), set(tensors))
-    expected = published_shapes(config)
-    if EMBEDDING in tensors:
-        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
-    check_tensors(without_keys(tensors, (OUTPUT,)), expected, files.where)
-    ours: dict[str, Any] = config_to_dict(config)
+    plain_files = DraftFiles(raw | {OWN: own}, tensors, files.metadata, files.where)
+    config = EAGLE1.read_config(plain_files)
+    EAGLE1.weights(plain_files, config)
+    ours: dict[str, Any] = EAGLE1.write_config(config)
     if is_ours:
         ours = without_keys(raw, ours) | ours
         ours[OWN] = {**own, **ours[OWN]}
-    kind = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    return DraftFiles({"dtype": kind, "torch_dtype": kind} | ours, tensors, files.metadata, files.where)
-
-
-def tensor_names(files: DraftFiles, ours: DraftFiles) -> dict[str, str]:
-    """Our name of every tensor in ``files`` that ``ours`` kept -> the name it has there."""
-    names = {name.removeprefix("model."): name for name in files.tensors}
-    return {name: names[name] for name in ours.tensors if name in names}
+    return DraftFiles(with_dtype(ours, tensors["fc.weight"]), tensors, files.metadata, files.where)

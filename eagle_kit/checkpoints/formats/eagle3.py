@@ -9,55 +9,57 @@ from typing import Any
 
 from eagle_kit.checkpoints.formats.files import (
     CHECKED_VERSIONS,
-    OWN,
-    DraftFiles,
     Format,
     Served,
     refuse,
-    without_keys,
+    with_dtype,
     zeros_for,
 )
-from eagle_kit.checkpoints.layout import (
+from eagle_kit.kinds.config_json import layer_to_dict
+from eagle_kit.kinds.eagle3 import (
     CONVENTION,
+    EAGLE3,
+    FLAGS,
     LATENT_LAYER,
     LAYER_IDS,
     LLAMA_LAYER,
     OUTPUT_BIAS,
-    canonical_name,
-    canonical_tensors,
-    config_from_dict,
-    config_to_dict,
     flatten_config,
-    published_shapes,
+    is_usual,
+    numbering,
     refuse_other_parts,
 )
-from eagle_kit.checkpoints.vocab import complete_map, map_fingerprint
+from eagle_kit.kinds.files import OWN, DraftFiles, without_keys
+from eagle_kit.kinds.kind import EMBEDDING
+from eagle_kit.kinds.vocab import map_fingerprint
 from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.loading.loader import check_tensors
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-LAYER_KEYS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-"""What speculators keeps in ``transformer_layer_config``."""
-SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", "fc_norm", "norm_output", "norm_before_residual")
+SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
+
+
+def layout(files: DraftFiles) -> tuple[Format | None, str]:
+    """The format of a head from elsewhere, and whose layout it is, for people: layouts differ in names; what
+    matters is how they number layers. Raises UserError for a part that our head has not."""
+    config, names = files.config, files.names
+    refuse_other_parts(flatten_config(config, files.where), names, files.where)
+    if "speculators_model_type" in config:
+        return "speculators", f"speculators {config.get('speculators_version', '')}".rstrip()
+    eagle = config.get("eagle_config") or {}
+    ids, convention = eagle.get(LAYER_IDS), numbering(files)
+    is_layers = any(name.removeprefix("model.").startswith("layers.0.") for name in names)
+    if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and "t2d" not in names and "d2t" in names):
+        maker = "ModelOpt (layers.0.*, no t2d)"
+    elif is_layers:
+        maker = "vLLM (layers.0.*)"
+    else:
+        maker = "SpecForge or SGLang (midlayer.*, layer ids)" if ids else "EAGLE (midlayer.*, no layer ids)"
+    if not ids and CONVENTION not in eagle:
+        return "eagle", maker
+    if convention is None:
+        return None, maker
+    return ("vllm" if convention == "input" else "sglang"), f"{maker}, {convention} of layer i"
 
 
 def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
@@ -66,7 +68,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     Raises:
         UserError: the peer has no place for a part of the head, or would read it otherwise.
     """
-    config = config_from_dict(files.config, files.where)
+    config = EAGLE3.read_config(files)
     _check(config, files, peer)
     raw, tensors = dict(files.config), dict(files.tensors)
     ids = list(config.aux_layer_ids)
@@ -116,19 +118,12 @@ def _check(config: DraftConfig, files: DraftFiles, peer: Format) -> None:
     if peer == "speculators" and config.target_hidden_size != config.hidden_size:
         refuse(peer, "its fc reads states of the head's own width only")
     if peer == "eagle":
-        flags = ("fc_norm", "norm_output", "norm_before_residual", "attention_bias")
-        if found := [flag for flag in flags if getattr(config, flag)]:
+        if found := [flag for flag in (*FLAGS, "attention_bias") if getattr(config, flag)]:
             refuse(peer, f"its head has no {found[0]}")
         if config.rope_scaling:
             refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
         if not is_usual(ids):
             refuse(peer, f"it captures the layers 2, L//2 and L-3, and this head reads {ids}")
-
-
-def is_usual(ids: list[int], shift: int = 0) -> bool:
-    """Whether ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
-    ids = [layer + shift for layer in ids]
-    return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
 
 
 def _sglang_ids(config: DraftConfig, served: Served) -> tuple[list[int], str]:
@@ -154,7 +149,8 @@ def _speculators(
     raw: dict[str, Any], own: dict[str, Any], config: DraftConfig, files: DraftFiles, served: Served
 ) -> dict[str, Any]:
     """The config of an ``Eagle3SpeculatorConfig``."""
-    known = {*LAYER_KEYS, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
+    layer = [*layer_to_dict(config, config.rms_norm_eps), "model_type", "num_hidden_layers", "attention_bias"]
+    known = {*layer, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
     if extra := without_keys(raw, known):
         own |= {"extra": extra}
     eagle = without_keys(raw.get("eagle_config") or {}, (LAYER_IDS, CONVENTION, "use_aux_hidden_state"))
@@ -166,7 +162,7 @@ def _speculators(
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier = {"name_or_path": served.name or config.target, "architectures": list(served.architectures)}
     return {
-        "architectures": ["Eagle3DraftModel"],
+        "architectures": ["HeadDraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": CHECKED_VERSIONS["speculators"],
         "speculators_config": {
@@ -175,7 +171,7 @@ def _speculators(
             "default_proposal_method": "greedy",
             "verifier": verifier,
         },
-        "transformer_layer_config": {key: raw[key] for key in LAYER_KEYS if key in raw},
+        "transformer_layer_config": {key: raw[key] for key in layer if key in raw and key != OWN},
         **{key: raw[key] for key in SPECULATOR_KEYS if key in raw},
         "draft_vocab_size": config.draft_vocab_size,
         LAYER_IDS: list(config.aux_layer_ids),
@@ -197,26 +193,19 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
         UserError: a part that our head has not; missing, unexpected or misshapen tensors; layer ids that
             cannot be known.
     """
-    refuse_other_parts(files.config, files.tensors, files.where)
     raw = flatten_config(files.config, files.where)
     eagle = dict(raw.get("eagle_config") or {})
     if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
         del eagle[LAYER_IDS]
     if eagle.get(LAYER_IDS) and CONVENTION not in eagle:
         eagle[CONVENTION] = "output" if peer == "sglang" else "input"
-    own = dict(raw.get(OWN) or {})
+    own = files.own
     is_ours = own.pop("format", None) is not None
-    config = config_from_dict({**raw, "eagle_config": eagle}, files.where, target)
-    tensors = canonical_tensors(files.tensors, files.where)
-    d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
-    expected: dict[str, tuple[int, ...]] = published_shapes(config)
-    if EMBEDDING in tensors:
-        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
-    if has_no_head := HEAD not in tensors and raw.get("draft_vocab_size") in (None, config.vocab_size):
-        expected.pop(HEAD)
-    check_tensors(tensors, expected, files.where)
-    ours = config_to_dict(config)
-    if has_no_head:
+    flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
+    config = EAGLE3.read_config(flat, target)
+    found = EAGLE3.weights(flat, config)
+    ours = EAGLE3.write_config(config)
+    if found.borrows_output:
         ours["draft_vocab_size"] = None
     if is_ours:  # keys that we do not know were ours already
         known = {*ours, "norm_before_fc", "embed_requires_grad", "eagle_config"}
@@ -224,13 +213,6 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
         ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
         own.pop("extra", None)
         ours[OWN] = {**own, **ours[OWN]}
-    ours[OWN] |= {"vocab_map": map_fingerprint(d2t)}
-    kind = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    ours = {"dtype": kind, "torch_dtype": kind} | ours
-    return DraftFiles(ours, tensors | {"d2t": d2t, "t2d": t2d}, files.metadata, files.where)
-
-
-def tensor_names(files: DraftFiles, ours: DraftFiles) -> dict[str, str]:
-    """Our name of every tensor in ``files`` that ``ours`` kept -> the name it has there."""
-    names = {canonical_name(name): name for name in files.tensors}
-    return {name: names[name] for name in ours.tensors if name in names}
+    ours[OWN] |= {"vocab_map": map_fingerprint(found.buffers["d2t"])}
+    tensors = found.tensors | found.copies | found.buffers
+    return DraftFiles(with_dtype(ours, tensors["fc.weight"]), tensors, files.metadata, files.where)

@@ -13,7 +13,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.swiglu import swiglu
-from eagle_kit.models.config import AttentionConfig
+from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import yarn_magnitude
 
 
@@ -143,7 +143,7 @@ def rope_magnitude(scaling: dict[str, Any] | None) -> float:
 class Attention(nn.Module):
     """Grouped-query attention around an :class:`Attend`; q, k and v are one matmul, in that order."""
 
-    def __init__(self, config: AttentionConfig, input_size: int) -> None:
+    def __init__(self, config: DecoderConfig, input_size: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = size = config.head_dim

@@ -17,7 +17,7 @@ from torch import nn
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
-from eagle_kit.models.config import AttentionConfig
+from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import MLAConfig
 
 LATENT_NORM_EPS = 1e-6
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
 
     _packed: MergedLinear | None = None
 
-    def __init__(self, config: AttentionConfig, mla: MLAConfig, input_size: int) -> None:
+    def __init__(self, config: DecoderConfig, mla: MLAConfig, input_size: int) -> None:
         super().__init__()
         self.config, self.num_heads, bias = mla, config.num_heads, config.attention_bias
         queries = self.num_heads * mla.qk_head_dim
@@ -161,7 +161,7 @@ class LatentAttention(nn.Module):
         return weight.view(self.num_heads, -1, weight.shape[1])
 
 
-def make_attention(config: AttentionConfig, input_size: int) -> Attention | LatentAttention:
+def make_attention(config: DecoderConfig, input_size: int) -> Attention | LatentAttention:
     """Attention of a layer, grouped-query or latent, from ``[T, input_size]`` to ``[T, hidden_size]``."""
     if config.mla is not None:
         return LatentAttention(config, config.mla, input_size)

@@ -19,14 +19,14 @@ LEAST_SUM = 1e-20
 class Gate(Linear):
     """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype.
 
-    ``e_score_correction_bias`` fp32 ``[E]`` affects the choice of experts only.
+    ``e_score_correction_bias`` fp32 ``[E]`` takes part in the choice only, so no gradient reaches it.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__(hidden_size, config.num_experts, bias=False)
         self.config = config
         self.e_score_correction_bias = (
-            nn.Parameter(torch.zeros(config.num_experts)) if config.has_bias else None
+            nn.Parameter(torch.zeros(config.num_experts), requires_grad=False) if config.has_bias else None
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]

@@ -16,6 +16,7 @@ from torch import nn
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.config_parts import CacheSpec
 
 
@@ -38,16 +39,39 @@ class DraftHead(nn.Module, ABC):
     """Base of draft heads. The embedding is the target's and is passed in as ``embeds``.
 
     Attributes:
-        config: its architecture, with at least ``hidden_size``, ``vocab_size``, ``draft_vocab_size``,
-            ``attention_scale``, ``target`` and ``template_hash``.
-        capture: target layers whose inputs it reads.
+        config: its architecture.
+        rope: rotation tables, fp32.
         t2d: bool ``[V]``, the tokens it can propose.
+        bound: the target's output layer, of heads that have none of their own and were bound to it.
     """
 
     config: Any
-    capture: tuple[int, ...]
     rope: Rope
     t2d: torch.Tensor
+    bound: Linear | None = None
+
+    def __init__(self, config: HeadArchitecture) -> None:
+        super().__init__()
+        self.config = config
+        self.make_buffers()
+
+    def make_buffers(self) -> None:
+        """Make everything that is not a parameter, on the default device: a head whose parameters were made
+        on the meta device needs it again."""
+        layer = self.config.layer
+        self.rope = Rope(layer.rope_dim, layer.rope_theta, layer.rope_scaling)
+        t2d = torch.ones(self.config.vocab_size, dtype=torch.bool)
+        self.register_buffer("t2d", t2d, persistent=False)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Target layers whose inputs it reads."""
+        return self.config.aux_layer_ids
+
+    def bind(self, output: Linear) -> Self:
+        """Take the target's output layer, where the head has none of its own. It stays the target's: it is
+        no submodule of this one."""
+        return self
 
     @property
     @abstractmethod
@@ -126,13 +150,7 @@ class TiedHead(DraftHead):
     """Head that reads the target's final states and proposes any token through the target's output layer,
     which :meth:`bind` sets."""
 
-    capture = ()
     token_map = None
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.register_buffer("t2d", torch.ones(vocab_size, dtype=torch.bool), persistent=False)
-        self.bound: Linear | None = None
 
     def bind(self, output: Linear) -> Self:
         """Use the target's output layer without registering it as a submodule."""

@@ -13,21 +13,14 @@ from typing import Any
 import torch
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm, Rope
-from eagle_kit.models.config import AttentionConfig
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
+from eagle_kit.models.config import DecoderConfig, TiedArchitecture
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 
 @dataclass(frozen=True)
-class Eagle1Config(AttentionConfig):
-    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
-
-    Attributes:
-        max_position_embeddings: positions it was trained for; 0 when unknown.
-        target: name of the target, informative and for checks.
-        template_hash: hash of the chat template the head was trained with; empty when unknown.
-    """
+class Eagle1Config(DecoderConfig, TiedArchitecture):
+    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias."""
 
     hidden_size: int
     num_heads: int
@@ -45,26 +38,6 @@ class Eagle1Config(AttentionConfig):
     target: str = ""
     template_hash: str = ""
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """The target's vocabulary: the head proposes any token."""
-        return self.vocab_size
-
-    @property
-    def target_hidden_size(self) -> int:
-        """Hidden size of the target, H."""
-        return self.hidden_size
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """Empty: the head reads the target's final states only."""
-        return ()
-
-    @property
-    def cache(self) -> CacheSpec:
-        """Cache layout of the head."""
-        return self.cache_of(1)
-
 
 class Eagle1Head(TiedHead, Block):
     """EAGLE-1 head. It is its own single block: ``fc`` runs at every step."""
@@ -73,14 +46,12 @@ class Eagle1Head(TiedHead, Block):
     self_attn: Attention
 
     def __init__(self, config: Eagle1Config) -> None:
-        super().__init__(config.vocab_size)
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=config.fc_bias)
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = MLP(size, config.intermediate_size)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
     def blocks(self) -> list[Block]:

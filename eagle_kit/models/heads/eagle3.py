@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, RMSNorm, Rope
+from eagle_kit.models.blocks.layers import MLP, RMSNorm
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.draft_head import Block, DraftHead
@@ -52,8 +52,7 @@ class Eagle3Head(DraftHead):
     d2t: torch.Tensor
 
     def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.config, self.capture = config, config.aux_layer_ids
+        super().__init__(config)
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)
         self.fc_norm = (
@@ -65,10 +64,13 @@ class Eagle3Head(DraftHead):
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
-        self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
-        t2d[: config.draft_vocab_size] = True
+
+    def make_buffers(self) -> None:
+        """See :class:`DraftHead`; the map is that of the first Vd tokens."""
+        super().make_buffers()
+        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
+        t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        t2d[: self.config.draft_vocab_size] = True
         self.register_buffer("t2d", t2d)
 
     def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:

@@ -14,66 +14,53 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import RMSNorm, Rope
+from eagle_kit.models.blocks.layers import RMSNorm
 from eagle_kit.models.blocks.mla import make_attention
-from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.config import TargetConfig, TiedArchitecture
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 from eagle_kit.models.targets.llama import make_mlp
 
 
 @dataclass(frozen=True)
-class MTPConfig:
+class MTPConfig(TiedArchitecture):
     """Architecture of MTP modules.
 
     Attributes:
-        layer: a target's config whose last layer has the sizes of a module's decoder layer.
+        decoder: a target's config whose last layer has the sizes of a module's decoder layer.
         num_modules: D.
         own_head: True if the output layer is the head's own instead of the target's.
-        target: name of the target, informative and for checks.
-        template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
 
-    layer: TargetConfig
+    decoder: TargetConfig
     num_modules: int = 1
     own_head: bool = False
     target: str = ""
     template_hash: str = ""
 
     @property
-    def hidden_size(self) -> int:
-        """Hidden size of the target, H."""
-        return self.layer.hidden_size
+    def layer(self) -> TargetConfig:
+        """:attr:`decoder`."""
+        return self.decoder
 
     @property
-    def vocab_size(self) -> int:
-        """Vocabulary size of the target, V."""
-        return self.layer.vocab_size
+    def owns_output(self) -> bool:
+        """:attr:`own_head`."""
+        return self.own_head
 
     @property
-    def draft_vocab_size(self) -> int:
-        """V: a module proposes any token."""
-        return self.layer.vocab_size
+    def hidden_size(self) -> int:  # type: ignore[override]
+        """H, the target's."""
+        return self.decoder.hidden_size
 
     @property
-    def target_hidden_size(self) -> int:
-        """Hidden size of the target, H."""
-        return self.layer.hidden_size
+    def vocab_size(self) -> int:  # type: ignore[override]
+        """V, the target's."""
+        return self.decoder.vocab_size
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """Empty: the modules read the target's final states only."""
-        return ()
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor of the attention scores."""
-        return self.layer.attention_scale
-
-    @property
-    def cache(self) -> CacheSpec:
-        """Cache layout of all modules."""
-        return self.layer.cache_of(self.num_modules)
+    def max_position_embeddings(self) -> int:  # type: ignore[override]
+        """Positions of the target."""
+        return self.decoder.max_position_embeddings
 
 
 class SharedHead(nn.Module):
@@ -115,11 +102,10 @@ class MTPHead(TiedHead):
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
-        super().__init__(config.vocab_size)
-        self.config, layer = config, config.layer
+        super().__init__(config)
+        layer = config.layer
         self.layers = nn.ModuleList(MTPModule(layer) for _ in range(config.num_modules))
         self.lm_head = Linear(layer.hidden_size, layer.vocab_size, bias=False) if config.own_head else None
-        self.rope = Rope(layer.rope_dim, layer.rope_theta, layer.rope_scaling)
 
     @property
     def blocks(self) -> list[Block]:

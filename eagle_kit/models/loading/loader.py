@@ -1,7 +1,8 @@
 """Loading of target weights from safetensors, with a check of every tensor."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,13 +75,13 @@ def check_activation(config: dict[str, Any], where: str) -> None:
         )
 
 
-def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
-    """Read all tensors of a file, or those with ``wanted`` names. Raises UserError when it is missing,
-    truncated or corrupt."""
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a file whose tensors are read by name. Raises UserError, now or while they are read, when it is
+    missing, truncated or corrupt."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
+            yield file
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -88,6 +89,14 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
         raise UserError(
             f"The file {path} is corrupt or truncated ({reason[0]}).", "Copy or download it again."
         ) from error
+
+
+def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file, all or those with ``wanted`` names. Raises UserError as
+    :func:`open_safetensors`."""
+    with open_safetensors(path) as file:
+        names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in names}
 
 
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
@@ -164,13 +173,13 @@ def fill(
     device: torch.device | str,
 ) -> None:
     """Assign to ``model`` the parameters assembled from ``parts`` of ``published``, which are removed from
-    it."""
+    it; they require gradients like those they replace."""
     for name, parameter in list(model.named_parameters()):
         kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
         pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
         value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
 
 
 def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:

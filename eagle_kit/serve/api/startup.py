@@ -1,6 +1,5 @@
 """Start of a server: the served model, and a short self-test."""
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,8 @@ from eagle_kit.core.request import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
 
 if TYPE_CHECKING:
-    from eagle_kit.checkpoints.validate import Finding
     from eagle_kit.core.shape import SpecShape
+    from eagle_kit.kinds.findings import Finding
     from eagle_kit.serve.llm import LLM
 
 LOW_ACCEPT_LENGTH = {"chain": 1.2, "tree": 1.3}
@@ -47,24 +46,19 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
             its own, for STANDALONE, looks like a target).
         default_target: of drafts that name none.
     """
-    from eagle_kit.checkpoints.kind import algorithm_of
+    from eagle_kit.kinds.files import open_draft
+    from eagle_kit.kinds.registry import find_kind
 
     folder = Path(draft_or_target).expanduser()
     if target is not None:
         return ServedModel(target, folder)
-    if not (folder / "config.json").is_file() or algorithm_of(folder) == "STANDALONE":
+    if not (folder / "config.json").is_file():
         return ServedModel(draft_or_target, None)
-    own = _read(folder / "config.json").get("eagle_kit") or {}
-    named = own.get("target") or _read(folder / "eagle_kit.json").get("target")
+    files = open_draft(folder)
+    if find_kind(files).is_whole_model:
+        return ServedModel(draft_or_target, None)
+    named = files.own.get("target") or files.metadata.get("target")
     return ServedModel(str(named or default_target), folder)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.parallel.strategy import Strategy, copy_head
 from eagle_kit.train.run.module import TTTModule
 from eagle_kit.train.run.optimizer import check_moments, make_optimizer, set_learning_rate
@@ -26,7 +26,7 @@ class FullySharded(Strategy):
 
         super().__init__(module, accelerator.num_processes)
         self._device = accelerator.device
-        self._bound = module.head.bound if isinstance(module.head, TiedHead) else None
+        self._bound = module.head.bound
         mesh = init_device_mesh(self._device.type, (self.num_processes,))
         self.module = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         self.optimizer = make_optimizer(self.head, training)

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import Forward
 from eagle_kit.train.algorithm.loss import TTTOutput
 from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.plan.sizes import make_head
 from eagle_kit.train.run.module import TTTModule
 from eagle_kit.train.run.optimizer import check_moments, make_optimizer, set_learning_rate
 
@@ -137,14 +136,14 @@ def copy_head(
 ) -> DraftHead:
     """A head of the same architecture with the weights of ``state``."""
     with torch.random.fork_rng(devices=[]):
-        copy = make_head(head.config)
+        copy: DraftHead = type(head)(head.config)
     copy.load_state_dict({name: tensor.detach() for name, tensor in state.items()})
     copy = copy.to(device=device, dtype=torch.float32)
-    return copy.bind(bound) if isinstance(copy, TiedHead) and bound is not None else copy
+    return copy if bound is None else copy.bind(bound)
 
 
 def on_device(head: DraftHead, device: torch.device, output: Any = None) -> DraftHead:
-    """``head``, or a copy of it where it is elsewhere; ``output`` is what MTP modules are bound to there."""
+    """``head``, or a copy of it where it is elsewhere; ``output`` is the target's output layer there."""
     if head.last_norm.weight.device == device:
         return head
     return copy_head(head, head.state_dict(), device, output)

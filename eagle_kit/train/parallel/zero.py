@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.teacher import TargetFeatures
 from eagle_kit.train.parallel.strategy import Strategy, copy_head
 from eagle_kit.train.run.module import TTTModule
@@ -39,7 +39,7 @@ class Zero(Strategy):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super().__init__(module, accelerator.num_processes)
         self.stage, self._device = stage, accelerator.device
-        self._bound = module.head.bound if isinstance(module.head, TiedHead) else None
+        self._bound = module.head.bound
         optimizer = make_optimizer(self.head, training)
         self._layout = optimizer.state_dict()["param_groups"]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -10,11 +10,8 @@ Legend: T tokens, R rows with loss at step 0, K steps, H hidden, I inner size of
 from typing import NamedTuple
 
 from eagle_kit.kernels.soft_cross_entropy.reference import GROUP_ROWS
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.config_parts import MLAConfig
-from eagle_kit.models.heads.eagle1 import Eagle1Config
-from eagle_kit.models.heads.mtp import MTPConfig
-from eagle_kit.train.plan.sizes import HeadArchitecture
+from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.config import DecoderConfig, HeadArchitecture
 
 FP32 = 4
 GPU_LOGIT_ROWS = 4096
@@ -56,11 +53,11 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
         steps: K.
     """
     row = _row_bytes(draft, numerics)
-    layer = draft.layer if isinstance(draft, MTPConfig) else draft
-    if isinstance(draft, MTPConfig) and draft.num_modules > 1:
+    layer = draft.layer
+    if draft.num_modules > 1:
         return steps * tokens * (row.before + row.behind + row.key)
     shares = numerics.operand == FP32 and not numerics.is_gpu
-    if shares and _latent(layer) is None:  # keys and values are views of the tensors they were made in
+    if shares and layer.mla is None:  # keys and values are views of the tensors they were made in
         prefix = tokens * (2 * layer.num_heads * layer.head_dim * FP32 + 1.5 * row.key)
     elif shares:  # values are padded to the width of keys in every step, keys are not
         prefix = tokens * row.key * (steps + 1) / 2
@@ -77,20 +74,15 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
 
 
 def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
-    layer = draft.layer if isinstance(draft, MTPConfig) else draft
-    half, width = numerics.operand < FP32, numerics.operand
+    layer, width = draft.layer, numerics.operand
     size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
-    mla = _latent(layer)
-    if isinstance(draft, MTPConfig):
-        before, behind = float(size) * (5 * width + FP32), float(size) * 3 * width  # fed back in fp32
-    else:
-        before, behind = float(size) * 4 * width, float(size) * 2 * width
+    mla = layer.mla
+    before, behind = (float(size) * values for values in kind_of(draft).saved_states(draft, width))
     before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
     behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
     if mla is not None:
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
         before += latents * 2 * width
-        before += 2 * size * width if half and not isinstance(draft, MTPConfig) else 0
         behind += layer.num_heads * mla.v_head_dim * width
     elif width < numerics.attention:
         behind += queries * width
@@ -98,15 +90,10 @@ def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     return RowBytes(before, behind, 2 * keys * layer.head_dim * numerics.attention)
 
 
-def _latent(layer: TargetConfig | DraftConfig | Eagle1Config) -> MLAConfig | None:
-    """Latent attention of a layer that has it; EAGLE-1's cannot."""
-    return getattr(layer, "mla", None)
-
-
-def _mlp_bytes(layer: TargetConfig | DraftConfig | Eagle1Config, numerics: Numerics) -> float:
+def _mlp_bytes(layer: DecoderConfig, numerics: Numerics) -> float:
     """SwiGLU keeps gate and up, and its product for the next matmul."""
     inner = 3 * numerics.operand
-    moe = layer.moe if isinstance(layer, TargetConfig) else None
+    moe = layer.moe
     if moe is None:
         return float(inner * layer.intermediate_size)
     states = layer.hidden_size * (2 * numerics.operand + FP32)
@@ -124,7 +111,7 @@ def loss_bytes(draft: HeadArchitecture, rows: int, steps: int, block: int, numer
     mine = min(rows, block)
     teachers = (mine + steps) * vocab * FP32
     logits = min(GPU_LOGIT_ROWS if numerics.is_gpu else GROUP_ROWS, mine * steps) * vocab * width
-    is_trained = isinstance(draft, DraftConfig) or (isinstance(draft, MTPConfig) and draft.own_head)
+    is_trained = draft.owns_output
     weight = vocab * size * (FP32 if is_trained else width)
     gradients = 2 * weight if is_trained else 0  # what has been gathered, and the product that is added
     copies = vocab * size * width * (2 if width < FP32 else 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_kit.kernels.linear import linear
+from eagle_kit.kinds.registry import training_kind
 from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, capture_flops, head_flops
 from eagle_kit.train.run.progress import format_seconds
 
@@ -102,7 +103,9 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
     config, work = costs.config, session.work
     kept = config.training.cache_hidden_states == "disk" or config.data.store is not None
     target = "sharded" if config.training.target_placement == "fsdp" else "whole"
-    layout = Layout(num_processes, target if config.runs_target else "stored", sharding)
+    layout = Layout(
+        num_processes, target if training_kind(config).runs_target(config) else "stored", sharding
+    )
     rates = Rates(session.flops_per_s * EXPECTED_EFFICIENCY)
     per_forward = head_flops(costs.draft, work) + (0.0 if kept else capture_flops(costs.target, work))
     captured = costs.capture_seconds(work, layout, rates) / session.rows_per_forward / num_processes

@@ -7,14 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.heads.eagle3 import Eagle3Head
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
-
-HeadArchitecture = DraftConfig | MTPConfig | Eagle1Config
 
 
 class HeadSizes(NamedTuple):
@@ -33,13 +28,6 @@ class HeadSizes(NamedTuple):
     num_layers: int
 
 
-def make_head(config: HeadArchitecture) -> DraftHead:
-    """A new head of any kind, on the default device."""
-    if isinstance(config, Eagle1Config):
-        return Eagle1Head(config)
-    return MTPHead(config) if isinstance(config, MTPConfig) else Eagle3Head(config)
-
-
 def num_weights(target: TargetConfig) -> tuple[int, int]:
     """Matmul weights of the decoder layers that one token meets, and all matrices of the target."""
     with torch.device("meta"):
@@ -51,12 +39,12 @@ def num_weights(target: TargetConfig) -> tuple[int, int]:
 def head_sizes(config: HeadArchitecture) -> HeadSizes:
     """Count a head."""
     with torch.device("meta"):
-        head = make_head(config)
-    layer = config.layer if isinstance(config, MTPConfig) else config
+        head = kind_of(config).head_class(config)
+    layer = config.layer
     block = head.blocks[0]
     met = {name: _met(parameter, layer) for name, parameter in block.named_parameters()}
     behind = sum(count for name, count in met.items() if name.startswith(("mlp.", "self_attn.o_proj")))
-    moe = layer.moe if isinstance(layer, TargetConfig) else None
+    moe = layer.moe
     inner = layer.intermediate_size
     if moe is not None:
         inner = moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size
@@ -74,17 +62,15 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     )
 
 
-def attended(config: TargetConfig | DraftConfig | Eagle1Config) -> int:
+def attended(config: DecoderConfig) -> int:
     """Products of a query with one key and of its probability with the value, over all heads."""
-    mla = None if isinstance(config, Eagle1Config) else config.mla
-    value = mla.v_head_dim if mla else config.head_dim
+    value = config.mla.v_head_dim if config.mla else config.head_dim
     return config.num_heads * (config.head_dim + value)
 
 
-def _met(parameter: torch.Tensor, config: TargetConfig | DraftConfig | Eagle1Config) -> int:
+def _met(parameter: torch.Tensor, config: DecoderConfig) -> int:
     """Weights of a matrix, or of the K of E in a stack, that a token meets."""
     if parameter.ndim == 3:
-        moe = config.moe if isinstance(config, TargetConfig) else None
-        assert moe is not None
-        return parameter.numel() * moe.num_experts_per_token // moe.num_experts
+        assert config.moe is not None
+        return parameter.numel() * config.moe.num_experts_per_token // config.moe.num_experts
     return parameter.numel() if parameter.ndim == 2 else 0

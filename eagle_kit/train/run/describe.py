@@ -11,13 +11,11 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
-from eagle_kit.models.heads.eagle1 import Eagle1Config
-from eagle_kit.models.heads.mtp import MTPConfig
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
 from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
-from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture) -> str:
     """Target, data, vocabulary and one conversation with its supervised tokens marked."""
     data = components.data
+    layers = list(draft.aux_layer_ids)
+    reads = f"captured inputs of layers {layers}" if layers else "its final states feed the head"
     share = data.num_supervised_tokens / max(1, data.num_tokens)
     skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
     lines = [f"note    {note}" for note in data.notes]
@@ -39,21 +39,13 @@ def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArc
     return "\n".join(
         (
             *lines,
-            f"target  {config.target}, {_captured(draft)}",
+            f"target  {config.target}, {reads}",
             f"data    {data.num_conversations} conversations, {len(data)} rows, {data.num_tokens} tokens, "
             f"{share:.0%} supervised; {len(data.heldout_prompts)} prompts held out{skipped}",
             f"vocab   {draft.draft_vocab_size} of {draft.vocab_size} cover {data.vocab_map.coverage:.2%} "
             "of the supervised ones",
         )
     )
-
-
-def _captured(draft: HeadArchitecture) -> str:
-    if isinstance(draft, MTPConfig):
-        return f"its final states feed {draft.num_modules} MTP module{'s' * (draft.num_modules > 1)}"
-    if isinstance(draft, Eagle1Config):
-        return "its final states feed an EAGLE-1 head"
-    return f"captured inputs of layers {list(draft.aux_layer_ids)}"
 
 
 def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.draft import read_metadata, save_draft
+from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.models.heads.draft_head import DraftHead, TiedHead
+from eagle_kit.kinds.files import read_metadata
+from eagle_kit.kinds.kind import Start
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
 from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
@@ -35,7 +38,7 @@ from eagle_kit.train.run.describe import (
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
-from eagle_kit.train.run.new_head import check_steps, draft_config, freeze, new_head
+from eagle_kit.train.run.new_head import check_steps, draft_config, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.report import write_report
 from eagle_kit.train.run.schedule import Schedule
@@ -98,6 +101,7 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
     Raises:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
     """
+    training_kind(config)  # refuses settings that the head has no use for
     folder = RunFolder(config.output_dir)
     writes = is_main(os.environ) and not options.dry_run
     with folder.locked() if writes else nullcontext():
@@ -125,9 +129,7 @@ class Trainer:
         context = self.components.target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
         found = self._checkpoint() if options.resume else None
-        self.state, self.head = (
-            (found.state, freeze(found.head)) if found else (TrainState(), self._new_head())
-        )
+        self.state, self.head = (found.state, found.head) if found else (TrainState(), self._new_head())
         if config.head.start_from is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
@@ -135,8 +137,7 @@ class Trainer:
         if found is not None:
             self._check_states(found, "computed" if store is None or store.is_exact else store.format)
         sharding = sharding_asked_for(os.environ)
-        if isinstance(self.head, TiedHead):
-            self.head.bind(output_layer(self.components.target, accelerator.device))
+        self.head.bind(output_layer(self.components.target, accelerator.device))
         place_target(self.components.target, config, accelerator)
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
         if found is not None:
@@ -319,10 +320,9 @@ class Trainer:
 
     def _new_head(self) -> DraftHead:
         config, found = self.config, self.components
-        draft = draft_config(config.head, found.target.config, name=config.target, tokenizer=found.tokenizer)
-        check_steps(config, draft)
-        vocab, device = found.data.vocab_map, self.accelerator.device
-        return new_head(config, draft, found.target, found.folder, vocab, device)
+        draft = draft_config(config, found.target.config, found.tokenizer)
+        start = Start(found.target, found.folder, found.data.vocab_map, self.accelerator.device)
+        return new_head(config, draft, start)
 
     def _check_states(self, found: Checkpoint, now: str) -> None:
         """Raise UserError when the run learned from states of another format than there are now."""

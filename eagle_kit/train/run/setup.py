@@ -14,6 +14,8 @@ from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.fit import dataset_of
 from eagle_kit.data.states.store import StateStore
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import (
     load_tokenizer,
@@ -23,7 +25,6 @@ from eagle_kit.models.loading.source import (
 )
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.parallel.placement import loading_device
-from eagle_kit.train.plan.sizes import HeadArchitecture
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -54,13 +55,15 @@ def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> Tr
         data = dataset_of(
             config.data,
             tokenizer,
-            config.head.vocab_size,
+            training_kind(config).vocab_size(config.head),
             config.head.vocab_map,
             progress=accelerator.is_local_main_process,
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     device = loading_device(config.training.target_placement, accelerator)
-    target = load_target(folder, dtype=dtype, device=str(device), with_layers=config.runs_target)
+    target = load_target(
+        folder, dtype=dtype, device=str(device), with_layers=training_kind(config).runs_target(config)
+    )
     return TrainingComponents(target, folder, tokenizer, data)
 
 

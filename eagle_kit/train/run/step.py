@@ -14,6 +14,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
+from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
@@ -128,7 +129,8 @@ class Stepper:
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
         objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
-        objective = replace(objective, regression=config.regression, detach_steps=training.detach_steps)
+        regression = training_kind(config).regression(config)
+        objective = replace(objective, regression=regression, detach_steps=training.detach_steps)
         embeds = self.target.embed_tokens.weight.to(device)
         module = TTTModule(head, embeds, rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)

@@ -13,9 +13,10 @@ from tiny_run import make_target
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
-from eagle_kit.checkpoints.layout import to_published
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.files import open_draft
 
 LLAMA = {
     "model_type": "llama",
@@ -43,7 +44,7 @@ FLAT = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size":
 def published(**changes) -> dict[str, torch.Tensor]:
     """An EAGLE-3 head's tensors as EAGLE's repository names them; its map is not sorted."""
     head = tiny_head(tiny_target(num_layers=12), aux_layer_ids=(2, 6, 9), **changes)
-    return to_published(head, torch.float32)
+    return EAGLE3.write(head, torch.float32).tensors
 
 
 def renamed(tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -149,12 +150,12 @@ SEEN = {
 def test_a_head_from_elsewhere_is_recognised_imported_and_given_back_as_it_came(tmp_path, target, maker):
     config, tensors = maker()
     theirs = save(tmp_path / "theirs", (config, tensors), pickled=maker in (eagle, eagle1))
-    assert recognise(theirs)[1:] == SEEN[maker]
+    assert recognise(open_draft(theirs))[1:] == SEEN[maker]
     layout = next(found for found in validate_draft(theirs, target) if found.subject == "layout")
     assert layout.cause == f"{SEEN[maker][1]}."
     seen = import_draft(theirs, tmp_path / "ours", target=target)
-    assert seen == recognise(theirs)
-    assert recognise(tmp_path / "ours").format == "eagle-kit"
+    assert seen == recognise(open_draft(theirs))
+    assert recognise(open_draft(tmp_path / "ours")).format == "eagle-kit"
     levels = {found.subject: found.level for found in validate_draft(tmp_path / "ours", target)}
     assert "error" not in levels.values() and levels["weights"] == "ok"
     export_draft(tmp_path / "ours", tmp_path / "back", format=seen.format, dtype=None)

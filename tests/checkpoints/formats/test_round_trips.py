@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import randomise, tiny_head, tiny_target
 from tiny_mixtures import v3
-from tiny_mtp import save_target
+from tiny_mtp import load_modules, save_target
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
-from eagle_kit.checkpoints.mtp import load_mtp
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.files import open_draft
 from eagle_kit.models.config import DraftConfig, TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Head
@@ -56,7 +56,7 @@ def eagle1(**biases) -> Eagle1Head:
 
 def modules(folder: Path, count: int = 1, copies: bool = False, **changes):
     save_target(folder / "whole", modules=count, copies=copies, **changes)
-    return load_mtp(folder / "whole")
+    return load_modules(folder / "whole")
 
 
 def saved(folder: Path, head, dtype=torch.float32) -> Path:
@@ -83,7 +83,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 def there_and_back(source: Path, folder: Path, peer: str) -> None:
     export_draft(source, folder / peer, format=peer, dtype=None)
-    assert recognise(folder / peer).format == peer
+    assert recognise(open_draft(folder / peer)).format == peer
     import_draft(folder / peer, folder / f"{peer}-back")
     assert_same(source, folder / f"{peer}-back")
 

@@ -16,13 +16,13 @@ from tiny import randomise, tiny_head, tiny_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kinds.files import open_draft
+from eagle_kit.kinds.standalone import STANDALONE
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
-    Eagle1DraftModel,
-    Eagle3DraftModel,
+    HeadDraftModel,
     StandaloneDraftModel,
-    load_standalone,
 )
 
 LENGTH, VOCAB = 17, 131
@@ -52,9 +52,9 @@ def make(kind: str, target) -> DraftModel:
     hot = HOT if "map" in kind else None
     if kind == "eagle3":
         head = tiny_head(target, num_heads=4, num_kv_heads=1, head_dim=14)
-        return Eagle3DraftModel(head.eval().requires_grad_(False), target)
+        return HeadDraftModel(head.eval().requires_grad_(False), target)
     if "eagle1" in kind:
-        return Eagle1DraftModel(eagle1_head(target), target, hot)
+        return HeadDraftModel(eagle1_head(target), target, hot)
     return StandaloneDraftModel(tiny_target(vocab_size=VOCAB, num_layers=2, hidden_size=40, seed=5), hot)
 
 
@@ -154,7 +154,7 @@ def test_a_small_model_reads_tokens_only(target, text):
 def test_a_map_cuts_the_output_layer_and_keeps_its_order(target, text, kind, packed):
     whole, cut = make(kind, target), make(f"{kind} with a map", target)
     if packed:
-        pack_weights(cut.output.layer)
+        pack_weights(cut.output)
     states = whole.step(*rows_of(whole, target, text), Store())
     with torch.no_grad():
         for rows in (1, 2, LENGTH - 1):
@@ -208,16 +208,16 @@ def save_model(folder, model):
 def test_a_small_model_is_loaded_from_its_folder(target, text, tmp_path):
     model = tiny_target(vocab_size=VOCAB, num_layers=2, hidden_size=40, seed=5)
     folder = save_model(tmp_path / "small", model)
-    loaded = load_standalone(folder, target)
+    loaded = STANDALONE.draft_model(open_draft(folder), target).model
     assert torch.equal(run_target(loaded, text).hidden, run_target(model, text).hidden)
-    half = load_standalone(str(folder), target, torch.bfloat16, "cpu")
-    assert StandaloneDraftModel(half).dtype == torch.bfloat16
+    half = STANDALONE.draft_model(open_draft(folder), tiny_target(vocab_size=VOCAB).bfloat16())
+    assert half.dtype == torch.bfloat16
 
 
 def test_a_model_of_another_vocabulary_is_refused(target, tmp_path):
     folder = save_model(tmp_path / "other", tiny_target(vocab_size=VOCAB + 1, num_layers=1))
-    with pytest.raises(UserError, match="other has a vocabulary of 132, the target one of 131"):
-        load_standalone(folder, target)
+    with pytest.raises(UserError, match="draft model has a vocabulary of 132, the target one of 131"):
+        STANDALONE.draft_model(open_draft(folder), target)
 
 
 def test_a_broken_or_missing_model_is_named(target, tmp_path):
@@ -225,6 +225,4 @@ def test_a_broken_or_missing_model_is_named(target, tmp_path):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="corrupt or truncated"):
-        load_standalone(folder, target)
-    with pytest.raises(UserError, match="neither a folder here nor a hub id"):
-        load_standalone(tmp_path / "nothing", target)
+        STANDALONE.draft_model(open_draft(folder), target)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from kinds_of import algorithm_of
 from safetensors.torch import save_file
 from tiny import randomise, tiny_target
 from tiny_engine import PROMPTS, resolved, serve
 
-from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import SamplingParams
@@ -17,7 +17,7 @@ from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import Eagle1DraftModel, StandaloneDraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel, StandaloneDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def restated_layer(head: Eagle1Head, hidden, embeds) -> torch.Tensor:
 def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
     """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
     head, proposals = eagle1(target), []
-    engine = Engine(target, Eagle1DraftModel(head, target), resolved(1, 128, kv_tokens=300, page_size=4))
+    engine = Engine(target, HeadDraftModel(head, target), resolved(1, 128, kv_tokens=300, page_size=4))
     engine.use_shape(SpecShape(4, 1, 5))
     drafter = engine.runner.drafter
     propose = drafter.propose
@@ -111,7 +111,7 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
 def test_no_draft_changes_greedy_output(target, kind, shape):
     hot = torch.tensor([4, 2, 9, 0, 7]) if "map" in kind else None
     if "eagle1" in kind:
-        draft = Eagle1DraftModel(eagle1(target), target, hot)
+        draft = HeadDraftModel(eagle1(target), target, hot)
     else:
         draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5), hot)
     plain = decode(target, None, None)
@@ -158,7 +158,7 @@ def test_a_published_eagle1_head_is_known_and_loaded(target, tmp_path, architect
     folder = save(tmp_path / "draft", CONFIG | {"architectures": [architecture]}, published(head))
     assert algorithm_of(folder) == "EAGLE"
     draft = load_draft_model(folder, target)
-    assert isinstance(draft, Eagle1DraftModel)
+    assert isinstance(draft, HeadDraftModel)
     for name, tensor in head.state_dict().items():
         assert torch.equal(draft.head.state_dict()[name], tensor)
 

@@ -5,9 +5,9 @@ import torch
 from published_eagle1 import PublishedEagle1, published_losses
 from tiny import packed_row, randomise, tiny_target
 
-from eagle_kit.checkpoints.eagle1 import to_published
 from eagle_kit.config.train import FeatureNoise, HeadConfig, RegressionConfig
 from eagle_kit.kernels.soft_cross_entropy import Teacher
+from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Head
 from eagle_kit.models.loading.published import published_names
 from eagle_kit.train.algorithm.batch import Forward
@@ -17,7 +17,6 @@ from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
-from eagle_kit.train.run.new_head import _eagle1_config
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +36,7 @@ RECIPES = {
 def test_loss_and_every_gradient_equal_the_published_step(recipe):
     steps, weights, detach, bias = RECIPES[recipe]
     target = tiny_target()
-    config = _eagle1_config(HeadConfig(kind="eagle1", fc_bias=bias, intermediate_size=97), target.config)
+    config = EAGLE1.new_config(HeadConfig(kind="eagle1", fc_bias=bias, intermediate_size=97), target.config)
     head = randomise(Eagle1Head(config), 3, 0.15).bind(target.lm_head)
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, steps)
@@ -58,7 +57,7 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
         Objective(regression=RegressionConfig(**dict(zip(NAMES, weights, strict=True))), detach_steps=detach),
     )
 
-    oracle = PublishedEagle1(to_published(head, torch.float64), config.num_heads, config.num_kv_heads)
+    oracle = PublishedEagle1(EAGLE1.write(head, torch.float64).tensors, config.num_heads, config.num_kv_heads)
     embeds, output = target.embed(ids).double(), target.head_weight.double()
     per_step = [(torch.zeros((), dtype=torch.float64), 0)] * steps
     for start, stop in ((0, 17), (17, 44), (44, 61)):

@@ -22,7 +22,6 @@ from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
 from eagle_kit.train.algorithm.ttt import _attention, ttt_forward_backward
-from eagle_kit.train.run.new_head import freeze
 
 V = 131
 THEIRS = v3(vocab_size=V, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
@@ -179,7 +178,6 @@ def test_mtp_modules_learn_as_the_dense_oracle(target, count):
     head = MTPHead(MTPConfig(target.config, count)).bind(target.lm_head)
     for mine, module in zip(head.layers, modules, strict=True):
         mine.load_state_dict(loaded(module, target))
-    freeze(head)
     result, features, counts = ours(head, target, steps, weights)
     ids, _, doc_start = packed_row()
     positions = torch.arange(len(ids)) - doc_start

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.heads.mtp import MTPConfig
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
@@ -17,7 +18,6 @@ from eagle_kit.train.__main__ import main
 from eagle_kit.train.plan.gpus import GPUS, find_gpu
 from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Planner
 from eagle_kit.train.plan.report import make_planner, report, table
-from eagle_kit.train.plan.sizes import make_head
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(
@@ -50,7 +50,8 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
 ) -> None:
     planner = make_planner(str(path), (), "h100-80g")
     with torch.device("meta"):
-        target, head = LlamaModel(planner.costs.target), make_head(planner.costs.draft)
+        costs = planner.costs
+        target, head = LlamaModel(costs.target), kind_of(costs.draft).head_class(costs.draft)
     trained = sum(parameter.numel() for parameter in head.parameters())
     assert planner.costs.head.total == trained
     assert planner.costs.target_weights[1] == sum(p.numel() for p in target.parameters() if p.ndim > 1)

@@ -13,6 +13,7 @@ from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.registry import training_kind
 
 STUDIES = Path(__file__).parents[3] / "configs" / "studies"
 
@@ -217,5 +218,5 @@ def test_noise_on_states_that_a_head_does_not_read_is_refused(tmp_path: Path) ->
     path = tmp_path / "config.yaml"
     path.write_text("target: t\noutput_dir: o\ndata: {source: chats.jsonl}\nhead: {kind: mtp}\n")
     noise = "training.feature_noise={kind: uniform, amount: 0.1}"
-    with pytest.raises(UserError, match="no captured states"):
-        load_config(TrainConfig, path, [noise])
+    with pytest.raises(UserError, match="feature_noise has no meaning for a head of the kind mtp"):
+        training_kind(load_config(TrainConfig, path, [noise]))

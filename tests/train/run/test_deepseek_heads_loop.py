@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
+from kinds_of import algorithm_of
 from safetensors.torch import load_file
 from tiny_mtp import save_target
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.request import SamplingParams
 from eagle_kit.models.loading.loader import load_target
@@ -122,7 +122,7 @@ def test_gate_biases_are_left_alone(deepseek_run, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "cause"),
     [
-        ({"head": {"kind": "mtp"}, "training": {**STEPS, "ttt_length": 3}}, "each of the 2 MTP modules"),
+        ({"head": {"kind": "mtp"}, "training": {**STEPS, "ttt_length": 3}}, "each of the 2 modules"),
         ({"judge": {**JUDGE, "shapes": ["3,1,4"]}}, "more than a chain of 2 steps"),
         ({"judge": {**JUDGE, "shapes": ["2,2,4"]}}, "more than a chain of 2 steps"),
         (
@@ -216,14 +216,13 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     from eagle_kit.train.algorithm.batch import make_forward, row_weights
     from eagle_kit.train.algorithm.teacher import capture_features
     from eagle_kit.train.run.module import TTTModule
-    from eagle_kit.train.run.new_head import freeze
 
     run = deepseek_run()
     assert run("--max-steps", "1") == 0
     folder = next((run.folder / "cache" / "data").iterdir())
     data = load_prepared(folder, folder.name, load_tokenizer(tmp_path / "target"), None)
     target = load_target(tmp_path / "target")
-    head = freeze(MTPHead(MTPConfig(target.config, 2)).bind(target.lm_head))
+    head = MTPHead(MTPConfig(target.config, 2)).bind(target.lm_head)
     module = TTTModule(head, target.embed_tokens.weight, target.head_weight, TrainingConfig(ttt_length=2))
     forward = make_forward(data, [0], 1, torch.device("cpu"))
     features = capture_features(target, forward.ids, forward.doc_start, (), forward.plan.needed)

@@ -6,17 +6,18 @@ import shutil
 import pytest
 import torch
 import yaml
+from kinds_of import algorithm_of
 from published_eagle1 import PublishedEagle1
 from safetensors.torch import load_file
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.checkpoints.kind import algorithm_of
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.cli import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.request import SamplingParams
+from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
@@ -54,7 +55,7 @@ def test_a_head_learns_is_judged_resumed_exported_and_served(eagle1_run, tmp_pat
     run = eagle1_run({"fc_bias": bias, "intermediate_size": 80}, training=recipe, judge=JUDGE)
     assert run("--max-steps", "8") == 0
     said = capsys.readouterr().out
-    assert "its final states feed an EAGLE-1 head" in said and "300 of 300 cover 100.00%" in said
+    assert "its final states feed the head" in said and "300 of 300 cover 100.00%" in said
     rows = run.metrics()
     assert rows[7]["loss"] < rows[0]["loss"], "it does not learn"
     assert rows[7]["learned_per_step"] == [1.0] * recipe["ttt_length"]
@@ -182,10 +183,11 @@ def test_the_shipped_config_is_the_published_recipe():
     from pathlib import Path
 
     config = load_config(TrainConfig, Path(__file__).parents[3] / "configs" / "smollm2-135m-eagle1.yaml")
-    assert config.head.kind == "eagle1" and config.head.vocab_size is None
+    assert config.head.kind == "eagle1" and training_kind(config).vocab_size(config.head) is None
     assert (
         config.training.feature_noise.model_dump(exclude={"unit"}) == NOISE
         and config.training.ttt_length == 1
     )
-    assert (config.regression.feature_weight, config.regression.token_weight) == (1.0, 0.1)
+    weights = training_kind(config).regression(config)
+    assert (weights.feature_weight, weights.token_weight) == (1.0, 0.1)
     assert config.training.betas == (0.9, 0.95) and config.training.clip_norm == 0.5

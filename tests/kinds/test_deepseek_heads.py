@@ -7,26 +7,28 @@ import warnings
 
 import pytest
 import torch
+from kinds_of import algorithm_of
 from safetensors.torch import load_file, save_file
 from tiny import randomise
 from tiny_mixtures import YARN, run, v3
-from tiny_mtp import save_target
+from tiny_mtp import load_modules, save_target
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3RotaryEmbedding,
 )
 
-from eagle_kit.checkpoints.draft import load_draft, read_draft_config, save_draft
-from eagle_kit.checkpoints.kind import algorithm_of
-from eagle_kit.checkpoints.mtp import load_mtp, read_mtp_config
+from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.files import open_draft
+from eagle_kit.kinds.mtp import MTP
 from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.speculation.propose.draft_model import MTPDraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -77,7 +79,7 @@ def test_an_eagle3_head_with_latent_attention_has_the_published_names_and_forwar
     names = {f"{name}.weight" for name in rest | {f"midlayer.self_attn.{name}" for name in attention}}
     assert tensors.keys() == names | {"d2t", "t2d"}
     loaded = load_draft(tmp_path / "draft").eval()
-    assert loaded.config == head.config and read_draft_config(tmp_path / "draft") == head.config
+    assert loaded.config == head.config and EAGLE3.read_config(open_draft(tmp_path / "draft")) == head.config
 
     w = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items()}
     inner = DeepseekV3Attention(config, 0)
@@ -123,7 +125,7 @@ def test_an_eagle3_head_with_latent_attention_has_the_published_names_and_forwar
 def test_modules_in_a_targets_folder_are_the_published_ones(tmp_path, changes):
     published = save_target(tmp_path / "t", vocab_size=131, rope_parameters=ROPE, **changes)
     target = load_target(tmp_path / "t")
-    head = load_mtp(tmp_path / "t", target=target)
+    head = load_modules(tmp_path / "t", target=target)
     ids = torch.randint(131, (17,), generator=torch.Generator().manual_seed(1))
     states, embeds = run(target, ids).hidden[:-1], target.embed(ids[1:])
     assert not head.config.own_head and head.config.num_modules == len(published)
@@ -138,7 +140,7 @@ def test_modules_in_a_targets_folder_are_the_published_ones(tmp_path, changes):
 def test_saved_modules_load_as_they_were(tmp_path, modules, dtype):
     save_target(tmp_path / "t", vocab_size=131, modules=modules, rope_parameters=ROPE)
     target = load_target(tmp_path / "t")
-    head = load_mtp(tmp_path / "t", dtype, target=target)
+    head = load_modules(tmp_path / "t", dtype, target=target)
     save_draft(head, tmp_path / "draft", metadata={"a": 1}, dtype=dtype)
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     assert {name.split(".")[2] for name in tensors} == {str(i) for i in range(modules)}
@@ -175,10 +177,10 @@ def test_a_folder_of_its_own_may_keep_the_targets_numbers(one, tmp_path):
     kept = edit(folder, tmp_path / "kept", only, **module)
     moved = edit(folder, tmp_path / "moved", from_zero, **module, num_hidden_layers=1)
     ids = torch.arange(11)
-    want = forward(load_mtp(folder, target=target), target, ids)
+    want = forward(load_modules(folder, target=target), target, ids)
     for place in (kept, moved):
         draft = load_draft_model(place, target, algorithm="EAGLE")
-        assert isinstance(draft, MTPDraftModel)
+        assert isinstance(draft, HeadDraftModel)
         torch.testing.assert_close(forward(draft.head, target, ids), want)
 
 
@@ -203,7 +205,7 @@ def test_weights_in_blocks_of_fp8_are_multiplied_out(one, tmp_path):
 
     quantisation = {"quant_method": "fp8", "weight_block_size": [block, block]}
     small = edit(folder, tmp_path / "fp8", quantised, quantization_config=quantisation)
-    exact, rounded = load_mtp(folder), load_mtp(small)
+    exact, rounded = load_modules(folder), load_modules(small)
     stored = load_file(small / "model.safetensors")
     name = "model.layers.4.self_attn.o_proj.weight"
     scale = stored[f"{name}_scale_inv"].repeat_interleave(block, 0)[:48].repeat_interleave(block, 1)[:, :60]
@@ -218,11 +220,11 @@ def test_an_output_layer_of_its_own_is_used_and_kept(one, tmp_path):
     own = torch.randn(131, 48)
     other = edit(folder, tmp_path / "own", lambda tensors: {**tensors, name: own.clone()})
     target = load_target(folder)
-    head = load_mtp(other, target=target)
+    head = load_modules(other, target=target)
     assert head.config.own_head and torch.equal(head.output.weight, own)
     save_draft(head, tmp_path / "draft", metadata={})
     loaded = load_draft(tmp_path / "draft", target=target)
-    assert torch.equal(loaded.output.weight, own) and not load_mtp(folder, target=target).config.own_head
+    assert torch.equal(loaded.output.weight, own) and not load_modules(folder, target=target).config.own_head
     broken = edit(
         tmp_path / "draft",
         tmp_path / "broken",
@@ -238,10 +240,10 @@ def test_a_foreign_embedding_is_reported(one, tmp_path):
     other = edit(folder, tmp_path / "other", lambda tensors: {**tensors, name: torch.randn(131, 48)})
     target = load_target(folder)
     with pytest.warns(UserWarning, match="trained for other weights"):
-        load_mtp(other, target=target)
+        load_modules(other, target=target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_mtp(folder, target=target)
+        load_modules(folder, target=target)
 
 
 def test_what_is_wrong_is_named(one, tmp_path):
@@ -253,13 +255,13 @@ def test_what_is_wrong_is_named(one, tmp_path):
         lambda tensors: {n: t for n, t in tensors.items() if "layers.4.eh_proj" not in n},
     )
     with pytest.raises(UserError, match=r"layers\.0\.eh_proj\.weight is missing"):
-        load_mtp(gone, target=target)
+        load_modules(gone, target=target)
     without = edit(folder, tmp_path / "without", num_nextn_predict_layers=0)
     with pytest.raises(UserError, match="no MTP module"):
         load_draft_model(without, target, algorithm="NEXTN")
     with pytest.raises(UserError, match="does not exist"):
-        read_mtp_config(tmp_path / "nowhere")
-    save_draft(load_mtp(folder, target=target), tmp_path / "draft", metadata={})
+        MTP.read_config(open_draft(tmp_path / "nowhere"))
+    save_draft(load_modules(folder, target=target), tmp_path / "draft", metadata={})
     save_target(tmp_path / "larger", vocab_size=137)
     with pytest.raises(UserError, match="vocabulary 131"):
         load_draft_model(tmp_path / "draft", load_target(tmp_path / "larger"))

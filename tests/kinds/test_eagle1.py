@@ -6,12 +6,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from kinds_of import algorithm_of
 from safetensors.torch import save_file
 from tiny import randomise, tiny_head, tiny_target
 
-from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.checkpoints.eagle1 import load_eagle1, validate_eagle1
-from eagle_kit.checkpoints.kind import algorithm_of
+from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
@@ -73,12 +72,12 @@ def by_hand(tensors) -> dict[str, torch.Tensor]:
 def assert_loaded(folder, target, tensors) -> Eagle1Head:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        head = load_eagle1(folder, target)
+        head = load_draft(folder, target=target)
     state, wanted = head.state_dict(), by_hand(tensors)
     assert state.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(state[name], tensor), name
-    assert not head.training and not any(p.requires_grad for p in head.parameters())
+    assert head.training and all(p.requires_grad for p in head.parameters())
     return head
 
 
@@ -111,7 +110,7 @@ def test_old_and_new_spellings_are_loaded(target, tmp_path):
 
 def test_sizes_and_rope_of_the_config_are_taken(target, tmp_path):
     folder = save(tmp_path / "d", published(), rope_theta=500000.0, rms_norm_eps=1e-3)
-    config = load_eagle1(folder, target).config
+    config = load_draft(folder, target=target).config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 8)
     assert (config.rope_theta, config.rms_norm_eps, config.intermediate_size) == (500000.0, 1e-3, 97)
 
@@ -131,15 +130,17 @@ def test_a_matrix_of_another_target_is_reported(target, tmp_path, name):
     other[130, 47] += 0.1
     folder = save(tmp_path / "d", published() | {name: other})
     with pytest.warns(UserWarning, match=f"{name} in .* is not the target's"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
 
 
 def test_a_cut_output_layer_is_reported_and_a_cut_embedding_refused(target, tmp_path):
     with pytest.warns(UserWarning, match="lm_head.weight"):
-        load_eagle1(save(tmp_path / "head", published() | {"lm_head.weight": torch.zeros(60, 48)}), target)
+        load_draft(
+            save(tmp_path / "head", published() | {"lm_head.weight": torch.zeros(60, 48)}), target=target
+        )
     folder = save(tmp_path / "embedding", published() | {"embed_tokens.weight": torch.zeros(60, 48)})
     with pytest.raises(UserError, match=r"embed_tokens.weight has shape \[60, 48\]"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
 
 
 def without(name):
@@ -151,10 +152,10 @@ MISTAKES = {
     "another vocabulary": ({"vocab_size": 130}, published, "vocabulary 130, the target has 48 and 131"),
     "two layers": ({"num_hidden_layers": 2}, published, "has 2 layers"),
     "another activation": ({"hidden_act": "gelu"}, published, "gelu"),
-    "an eagle-3 head": ({"architectures": ["LlamaForCausalLMEagle3"]}, published, "is an EAGLE-3 head"),
+    "an eagle-3 head": ({"architectures": ["LlamaForCausalLMEagle3"]}, published, "midlayer.* is missing"),
     "no heads": ({"num_attention_heads": 0}, published, "says num_attention_heads 0"),
     "a size in words": ({"vocab_size": "131"}, published, "says vocab_size '131'"),
-    "a size that is absent": ({"intermediate_size": None}, published, "has no intermediate_size"),
+    "a size that is absent": ({"intermediate_size": None}, published, "has no 'intermediate_size'"),
     "heads that do not divide": ({"num_key_value_heads": 4}, published, "shares 4 key-value heads among 6"),
     "a promised bias": ({"bias": True}, lambda: without("fc.bias"), "says bias, but fc.bias is missing"),
     "promised biases": ({"qkv_bias": True}, published, "says qkv_bias, but layers.0.self_attn.q_proj.bias"),
@@ -178,14 +179,14 @@ MISTAKES = {
 def test_mistakes_are_named(target, tmp_path, mistake):
     config, tensors, message = MISTAKES[mistake]
     with pytest.raises(UserError, match=message):
-        load_eagle1(save(tmp_path / "d", tensors(), **config), target)
+        load_draft(save(tmp_path / "d", tensors(), **config), target=target)
 
 
 def test_a_head_of_another_hidden_size_is_refused(target, tmp_path):
     """The folder is whole and fits its own config, only not this target."""
     other = tiny_target(hidden_size=40, num_heads=5, num_kv_heads=1)
     with pytest.raises(UserError, match="hidden size 48 and vocabulary 131, the target has 40 and 131"):
-        load_eagle1(save(tmp_path / "d", published()), other)
+        load_draft(save(tmp_path / "d", published()), target=other)
 
 
 def test_broken_files_are_named(target, tmp_path):
@@ -193,19 +194,19 @@ def test_broken_files_are_named(target, tmp_path):
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="model.safetensors is corrupt or truncated"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(UserError, match="pytorch_model.bin is corrupt or truncated"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="is missing"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        load_eagle1(folder, target)
+        load_draft(folder, target=target)
     with pytest.raises(UserError, match="does not exist"):
-        load_eagle1(tmp_path / "nothing", target)
+        load_draft(tmp_path / "nothing", target=target)
 
 
 def test_the_algorithm_of_a_folder_is_known(target, tmp_path):
@@ -236,11 +237,12 @@ def levels(findings) -> dict[str, str]:
 
 
 def test_a_head_that_fits_passes(tmp_path, target_folder):
-    findings = validate_eagle1(save(tmp_path / "d", published()), target_folder)
-    subjects = {"hidden size", "vocabulary", "context", "rope", "weights"}
-    assert levels(findings) == dict.fromkeys(subjects, "ok")
+    findings = validate_draft(save(tmp_path / "d", published()), target_folder)
+    subjects = {"layout", "hidden size", "vocabulary", "context", "rope", "weights"}
+    unsaid = dict.fromkeys(("chat template", "target"), "warning")
+    assert levels(findings) == dict.fromkeys(subjects, "ok") | unsaid
     brought = published() | {"embed_tokens.weight": torch.zeros(131, 48)}
-    findings = validate_eagle1(save(tmp_path / "copy", brought, rope_theta=5e5), target_folder)
+    findings = validate_draft(save(tmp_path / "copy", brought, rope_theta=5e5), target_folder)
     causes = {finding.subject: finding.cause for finding in findings}
     assert "It brings embed_tokens.weight" in causes["weights"]
     assert causes["rope"] == "base 500000, other than the target's."
@@ -250,22 +252,22 @@ def test_what_does_not_fit_is_found(tmp_path, target_folder):
     target_config = json.loads((target_folder / "config.json").read_text())
     target_config |= {"hidden_size": 60, "vocab_size": 140, "max_position_embeddings": 4096}
     (target_folder / "config.json").write_text(json.dumps(target_config))
-    found = levels(validate_eagle1(save(tmp_path / "d", published()), target_folder))
+    found = levels(validate_draft(save(tmp_path / "d", published()), target_folder))
     assert (found["hidden size"], found["vocabulary"], found["context"]) == ("error", "error", "warning")
     silent = save(tmp_path / "silent", published(), max_position_embeddings=None)
-    causes = [finding.cause for finding in validate_eagle1(silent, target_folder)]
+    causes = [finding.cause for finding in validate_draft(silent, target_folder)]
     assert "the draft does not say how many positions it knows, the target 4096." in causes
 
 
 def test_an_unreadable_draft_is_a_finding_and_an_unknown_target_an_error(tmp_path, target_folder):
     broken = save(tmp_path / "broken", without("fc.weight"))
-    (finding,) = validate_eagle1(broken, target_folder)
-    assert (finding.level, finding.subject) == ("error", "checkpoint")
+    (finding,) = (f for f in validate_draft(broken, target_folder) if f.level == "error")
+    assert finding.subject == "weights"
     assert "fc.weight is missing" in finding.cause and finding.remedy
-    (finding,) = validate_eagle1(tmp_path / "nothing", target_folder)
+    (finding,) = validate_draft(tmp_path / "nothing", target_folder)
     assert "does not exist" in finding.cause
     with pytest.raises(UserError, match="neither a folder"):
-        validate_eagle1(broken, tmp_path / "no target")
+        validate_draft(broken, tmp_path / "no target")
 
 
 def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
@@ -281,14 +283,8 @@ def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
     state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     names = {name: name if name.startswith("fc.") else f"layers.0.{name}" for name in state}
     folder = save(tmp_path / "d", {names[name]: tensor.clone() for name, tensor in state.items()})
-    loaded = load_eagle1(folder, target)
+    loaded = load_draft(folder, target=target)
     assert loaded.config == config
     hidden, embeds = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1)).unbind()
     outs = [m(hidden, embeds, torch.arange(7), lambda layer, q, k, v: q) for m in (head, loaded)]
     assert torch.equal(*outs)
-
-
-def test_validate_knows_the_kind(tmp_path, target_folder):
-    draft = save(tmp_path / "d", published())
-    layout, *others = validate_draft(draft, target_folder)
-    assert layout.subject == "layout" and others == validate_eagle1(draft, target_folder)

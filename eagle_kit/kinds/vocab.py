@@ -20,7 +20,7 @@ def map_fingerprint(d2t: torch.Tensor) -> str:
 def complete_map(
     d2t: torch.Tensor | None, t2d: torch.Tensor | None, config: DraftConfig, where: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a checkpoint holds of a map -> ``d2t`` int64 ``[Vd]`` and ``t2d`` bool ``[V]``.
+    """Complete a checkpoint's map -> ``d2t`` int64 ``[Vd]`` and ``t2d`` bool ``[V]``.
 
     ``d2t`` need not be sorted. Without ``t2d`` it is made from ``d2t``; without both, the draft vocabulary
     must be the target's.

@@ -1,0 +1,15 @@
+"""Converters by kind of head."""
+
+from types import ModuleType
+from typing import Any
+
+from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp, own
+from eagle_kit.kinds.kind import HeadKind
+
+CONVERTERS: dict[str, ModuleType] = {"eagle3": eagle3, "eagle1": eagle1, "mtp": mtp}
+"""Name of a kind -> its module here, with ``layout``, ``read`` and ``write``."""
+
+
+def converter(kind: HeadKind[Any, Any]) -> ModuleType:
+    """The module of a kind; one that knows no other format when nobody else serves such heads."""
+    return CONVERTERS.get(kind.name, own)

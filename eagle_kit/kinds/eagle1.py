@@ -1,0 +1,112 @@
+"""EAGLE-1/2 heads: ``fc``, one layer named ``layers.0``, no output layer.
+
+Releases bring a copy of the target's embedding, some of its output layer too; both were frozen in training.
+As in SGLang the target's own are used, and a copy that is not the target's is only reported: the head was
+made for other weights then. The tensors tell which of ``fc`` and attention have biases, since many configs
+do not say it.
+
+Ours bring neither copy and are called ``LlamaForCausalLMEagle``, as SGLang wants it. SGLang's ``fc`` always
+has a bias, vLLM's never; EAGLE's key for it, ``bias``, is written only where there is none, because SGLang
+and vLLM take it for biases of attention.
+"""
+
+from typing import Any
+
+from eagle_kit.config.train import HeadConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.config_json import LAYER_SIZES, layer_to_dict, read_layer
+from eagle_kit.kinds.files import DraftFiles
+from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
+from eagle_kit.models.config import FAMILIES, DraftConfig, TargetConfig
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.targets.llama import LlamaModel
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+LAYER = "layers.0."
+BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
+"""EAGLE's config keys, and the tensors that they promise."""
+
+
+class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
+    """EAGLE-1 (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged."""
+
+    name, title = "eagle1", "EAGLE-1 draft head"
+    algorithms, vllm_method = ("EAGLE", "NEXTN"), "eagle"
+    config_class, head_class = Eagle1Config, Eagle1Head
+    trained_as = ("eagle1",)
+    settings = frozenset(
+        {"head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"}
+    )
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`. A published head may also call itself a Llama of one
+        layer, and is then known by its ``fc``, which joins feature and embedding and which no whole model
+        has."""
+        name = files.architecture
+        is_small_llama = name in {"?", *FAMILIES} and files.config.get("num_hidden_layers") == 1
+        has_fc = is_small_llama and any(tensor.endswith("fc.weight") for tensor in files.names)
+        return "eagle" in name.lower() or has_fc
+
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle1Config:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; names of the tensors tell which biases there are."""
+        raw, where = files.config, files.where
+        names = {name.removeprefix("model.") for name in files.tensors}
+        for key, tensor in BIASES.items():
+            if raw.get(key) and tensor not in names:
+                raise UserError(
+                    f"The config.json in {where} says {key}, but {tensor} is missing in the weights.",
+                    "Use config.json and weights of one checkpoint.",
+                )
+        context = raw.get("max_position_embeddings")
+        return Eagle1Config(
+            **read_layer(raw, where),
+            attention_bias=BIASES["qkv_bias"] in names,
+            attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
+            fc_bias=BIASES["bias"] in names,
+            max_position_embeddings=context if isinstance(context, int) else 0,
+            **files.about,
+        )
+
+    def write_config(self, config: Eagle1Config) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **layer_to_dict(config, config.rms_norm_eps),
+            "attention_bias": config.attention_out_bias,
+            **({} if config.fc_bias else {"bias": False}),
+            **({"qkv_bias": True} if config.attention_bias else {}),
+        }
+
+    def published_name(self, part: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return part if part.startswith("fc.") else LAYER + part
+
+    def take(self, files: DraftFiles, config: Eagle1Config, target: LlamaModel | None) -> Weights:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; vLLM lets the copy of the output layer have fewer
+        rows."""
+        found = super().take(files, config, target)
+        if OUTPUT in found.tensors:
+            found.copies[OUTPUT] = found.tensors.pop(OUTPUT)
+        return found
+
+    def describe(self, config: Eagle1Config, dtype: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        fc = "a bias" if config.fc_bias else "no bias"
+        return (
+            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) in "
+            f"{dtype}, whose `fc` has {fc}. It reads the target's last states, after their norm, and then "
+            f"its own, and proposes any of {config.vocab_size} tokens through the target's output layer."
+        )
+
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle1Config:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens, behind
+        EAGLE-1's ``fc``."""
+        like = DraftConfig.for_target(target, target.vocab_size)
+        sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
+        width = settings.intermediate_size or like.intermediate_size
+        return Eagle1Config(**sizes | {"intermediate_size": width}, fc_bias=settings.fc_bias)
+
+
+EAGLE1 = Eagle1Kind()

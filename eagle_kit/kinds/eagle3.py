@@ -1,0 +1,382 @@
+"""EAGLE-3 heads: the published layout, what is checked, and how a new one begins.
+
+Published heads keep q, k, v and gate, up apart; ours are fused. Layer ids are stored as "input of layer i",
+the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the other one ("output of layer i")
+names the same tensors with other numbers, and mixing them fails silently.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from eagle_kit.config.train import HeadConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds import findings
+from eagle_kit.kinds.config_json import layer_to_dict, named_keys, read_layer, read_size
+from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
+from eagle_kit.kinds.findings import OWN_TARGET, Finding
+from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, our_names, soften
+from eagle_kit.kinds.vocab import complete_map, map_fingerprint
+from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.config_parts import read_mla
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.targets.llama import LlamaModel
+
+LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER)
+OLDER_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
+LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
+SHIFTS = {"input": 0, "output": 1}
+"""Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+
+
+class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
+    """EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""
+
+    name, title = "eagle3", "EAGLE-3 draft head"
+    algorithms, vllm_method = ("EAGLE3",), "eagle3"
+    config_class, head_class = DraftConfig, Eagle3Head
+    trained_as = ("eagle3", "eagle3-mla")
+    settings = frozenset(
+        {
+            *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
+            *("head.lm_head_init", "head.intermediate_size", "head.start_from"),
+            *("training.loss", "training.feature_noise"),
+        }
+    )
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
+        return files.architecture in ARCHITECTURES or "Eagle3" in files.architecture
+
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> DraftConfig:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the usual layer ids to a config that
+        names none, as the first EAGLE-3 heads' do."""
+        where, config = files.where, flatten_config(files.config, files.where)
+        refuse_other_parts(config, (), where)
+        name = (config.get("architectures") or ["?"])[0]
+        if name not in ARCHITECTURES:
+            raise UserError(
+                f"The draft in {where} has the architecture {name}, not EAGLE-3.",
+                f"Use one of {', '.join(ARCHITECTURES)}.",
+            )
+        sizes = read_layer(config, where)
+        with named_keys(where):
+            mla = read_mla(config) if name in LATENT_LAYER else None
+        if mla is not None:
+            sizes |= {"num_kv_heads": sizes["num_heads"], "head_dim": mla.qk_head_dim}
+        return DraftConfig(
+            **sizes,
+            target_hidden_size=read_size(config, "target_hidden_size", where, sizes["hidden_size"]),
+            draft_vocab_size=read_size(config, "draft_vocab_size", where, sizes["vocab_size"]),
+            max_position_embeddings=read_size(config, "max_position_embeddings", where, 2048),
+            aux_layer_ids=_layer_ids(config, where, target),
+            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
+            norm_output=bool(config.get("norm_output", False)),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mla=mla,
+            **files.about,
+        )
+
+    def write_config(self, config: DraftConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return {
+            "architectures": [(LATENT_LAYER if config.mla else LLAMA_LAYER)[0]],
+            "model_type": "deepseek_v3" if config.mla else "llama",
+            "num_hidden_layers": 1,
+            "target_hidden_size": config.target_hidden_size,
+            **layer_to_dict(config, config.rms_norm_eps),
+            "attention_bias": config.attention_bias,
+            "draft_vocab_size": config.draft_vocab_size,
+            **{flag: getattr(config, flag) for flag in FLAGS},
+            "eagle_config": {
+                LAYER_IDS: list(config.aux_layer_ids),
+                CONVENTION: "input",
+                "use_aux_hidden_state": True,
+            },
+        }
+
+    def write(self, head: Eagle3Head, dtype: torch.dtype) -> DraftFiles:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; with the hot-token map and its fingerprint."""
+        files = super().write(head, dtype)
+        files.config[OWN] |= {"vocab_map": map_fingerprint(head.d2t)}
+        return DraftFiles(files.config, {**files.tensors, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
+
+    def names(self, files: DraftFiles) -> dict[str, str]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
+
+    def take(self, files: DraftFiles, config: DraftConfig, target: LlamaModel | None) -> Weights:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`.
+
+        A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries
+        have one. ``lm_head.weight`` may be absent when the draft vocabulary is the target's.
+        """
+        refuse_other_parts(files.config, files.tensors, files.where)
+        found = super().take(files, config, target)
+        tensors = found.tensors
+        if OUTPUT_BIAS in tensors and bool(tensors.pop(OUTPUT_BIAS).any()):
+            raise UserError(
+                f"The draft in {files.where} has a bias behind its attention ({OUTPUT_BIAS}), which our "
+                "EAGLE-3 head has not.",
+                "Serve it with the engine it was made for.",
+            )
+        d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
+        fingerprint = files.own.get("vocab_map")
+        if fingerprint is not None and fingerprint != map_fingerprint(d2t):
+            raise UserError(
+                f"The vocabulary map of the draft in {files.where} is not the one it was saved with.",
+                "Use config.json and model.safetensors of one checkpoint.",
+            )
+        is_whole = files.config.get("draft_vocab_size") in (None, config.vocab_size)
+        borrows = is_whole and OUTPUT not in tensors
+        return found._replace(buffers={"d2t": d2t, "t2d": t2d}, borrows_output=borrows)
+
+    def check(self, files: DraftFiles, config: DraftConfig, target: TargetConfig) -> list[Finding]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the captured layers too."""
+        own_width = {"embedding size": (config.hidden_size, target.hidden_size)}
+        return [
+            *super().check(files, config, target),
+            *findings.check_sizes(own_width),
+            _check_layers(files, config, target),
+        ]
+
+    def describe(self, config: DraftConfig, dtype: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        text = (
+            f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a "
+            f"draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
+            f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
+        )
+        variant = [flag for flag in FLAGS if getattr(config, flag)]
+        return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
+
+    def saved_states(self, config: DraftConfig, width: int) -> tuple[float, float]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; both projections of latent attention keep a copy of
+        their input ``[2 H]`` in half precision."""
+        before, behind = super().saved_states(config, width)
+        return before + (2 * width if config.mla and width < 4 else 0), behind
+
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> DraftConfig:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        if settings.start_from is not None:
+            return _old_config(settings, target)
+        latent = settings.kind == "eagle3-mla"
+        if latent and target.mla is None:
+            raise UserError(
+                "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
+            )
+        if settings.draft_vocab_size > target.vocab_size:
+            raise UserError(
+                f"head.draft_vocab_size is {settings.draft_vocab_size}, but the target has "
+                f"{target.vocab_size}.",
+                "Lower it.",
+            )
+        overrides: dict[str, Any] = {flag: getattr(settings, flag) for flag in FLAGS}
+        if settings.intermediate_size is not None:
+            overrides["intermediate_size"] = settings.intermediate_size
+        if (ids := settings.aux_layer_ids) is not None:
+            if not ids or not all(0 <= layer <= target.num_layers for layer in ids):
+                raise UserError(
+                    f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to "
+                    f"{target.num_layers - 1}.",
+                    f"Name inputs of layers, for example {list(target.default_aux_layer_ids)}.",
+                )
+            overrides["aux_layer_ids"] = ids
+        return DraftConfig.for_target(target, settings.draft_vocab_size, latent=latent, **overrides)
+
+    def new_head(self, settings: HeadConfig, config: DraftConfig, start: Start) -> Eagle3Head:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        if settings.start_from is not None:
+            old = self.read(open_draft(settings.start_from), start.target, device=start.device)
+            old.config = config
+            return old
+        head = Eagle3Head(config)
+        # A target may have more rows than its tokenizer has tokens.
+        in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
+        in_draft[: len(start.vocab.t2d)] = torch.as_tensor(start.vocab.t2d)
+        head.set_vocab_map(torch.as_tensor(start.vocab.d2t), in_draft)
+        head.to(device=start.device, dtype=torch.float32)
+        if settings.lm_head_init == "target":
+            with torch.no_grad():
+                rows = head.target_ids.to(start.target.head_weight.device)
+                head.lm_head.weight.copy_(start.target.head_weight[rows])
+            soften(head.norm, start.target)
+        return head
+
+
+EAGLE3 = Eagle3Kind()
+
+
+def canonical_name(name: str) -> str:
+    """EAGLE's name for any spelling: ``midlayer.*`` or ``layers.0.*``, with ``model.`` or without; SGLang's
+    older ``aux_norm_*`` are ``fc_norm.*``."""
+    name = name.removeprefix("model.")
+    module, _, leaf = name.partition(".")
+    if module in OLDER_NORMS:
+        return f"fc_norm.{OLDER_NORMS.index(module)}.{leaf}"
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def flatten_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """An EAGLE-3 ``config.json`` of the speculators project in the flat form; any other as it is.
+
+    Raises:
+        UserError: another algorithm than EAGLE-3, a decoder layer that is not Llama's, or a key left out that
+            speculators and vLLM fill in differently.
+    """
+    algorithm = config.get("speculators_model_type")
+    if algorithm is None:
+        return config
+    if algorithm != "eagle3":
+        raise UserError(
+            f"The draft in {where} is a speculators model of the kind {algorithm!r}, which we have no head "
+            "for.",
+            "Use one of the kind eagle3.",
+        )
+    layer = config.get("transformer_layer_config") or {}
+    if layer.get("model_type") != "llama":
+        raise UserError(
+            f"The draft in {where} has a decoder layer of the kind {layer.get('model_type')!r}.",
+            "Use a head whose transformer_layer_config has the model_type llama.",
+        )
+    if "norm_before_residual" not in config:
+        raise UserError(
+            f"The config.json in {where} does not say norm_before_residual, which speculators then takes for "
+            "false and vLLM for true.",
+            "Write the one that the head was trained with into it.",
+        )
+    own = config.get("eagle_kit") or {}
+    flags = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "target_hidden_size")
+    ids = config.get(LAYER_IDS)
+    return {
+        **(own.get("extra") or {}),
+        **layer,
+        **{key: config[key] for key in flags if key in config},
+        "architectures": [LLAMA_LAYER[0]],
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "eagle_config": {} if ids is None else {LAYER_IDS: ids, CONVENTION: "input"},
+        **{key: config[key] for key in ("dtype", "torch_dtype", "eagle_kit") if key in config},
+    }
+
+
+def refuse_other_parts(config: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise UserError, with the reason, for heads that call themselves EAGLE-3 and have parts ours has not.
+
+    Args:
+        names: of the tensors; none when only the config is known.
+    """
+    names = set(names)
+    eagle = config.get("eagle_config") or {}
+    endings = {name.rpartition(".self_attn.")[2] for name in names}
+    parts = {
+        "one norm over all captured states in front of fc (norm_before_fc)": bool(
+            config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in names
+        ),
+        "norms of queries and keys, as Qwen3's layers do": bool({"q_norm.weight", "k_norm.weight"} & endings),
+        "parallel drafting": "mask_hidden" in names or "pard_token" in config,
+        "no captured states (use_aux_hidden_state is false)": eagle.get("use_aux_hidden_state") is False,
+    }
+    for part, found in parts.items():
+        if found:
+            raise UserError(
+                f"The draft in {where} has {part}, which our EAGLE-3 head has not.",
+                "Serve it with the engine it was made for.",
+            )
+
+
+def _layer_ids(config: dict[str, Any], where: str, target: TargetConfig | None) -> tuple[int, ...]:
+    """The captured layers in the "input of layer i" numbering, whichever one they are stored in."""
+    eagle = config.get("eagle_config") or {}
+    ids = eagle.get(LAYER_IDS)
+    if ids is None and target is not None:
+        return target.default_aux_layer_ids
+    if ids is None:
+        raise UserError(
+            f"The draft in {where} does not say which target layers it reads.",
+            f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
+        )
+    if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
+        raise UserError(
+            f"The draft in {where} has the layer ids {ids!r}.",
+            f"Make {LAYER_IDS} a list such as [2, 15, 27].",
+        )
+    convention = eagle.get(CONVENTION, "input")
+    if convention not in SHIFTS:
+        raise UserError(
+            f"The draft in {where} numbers its layers by the unknown convention {convention!r}.",
+            f'Set {CONVENTION} to "input" or "output".',
+        )
+    return tuple(layer + SHIFTS[convention] for layer in ids)
+
+
+def is_usual(ids: list[int], shift: int = 0) -> bool:
+    """True when ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
+    ids = [layer + shift for layer in ids]
+    return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
+
+
+def numbering(files: DraftFiles) -> str | None:
+    """Convention of the layer ids of a head: stated, or told by the usual ids; None when nothing tells."""
+    eagle = files.config.get("eagle_config") or {}
+    ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
+    if convention in SHIFTS or not ids:
+        return convention or "input"
+    return next((name for name, shift in SHIFTS.items() if is_usual(ids, shift)), None)
+
+
+def _check_layers(files: DraftFiles, draft: DraftConfig, target: TargetConfig) -> Finding:
+    """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
+    eagle = flatten_config(files.config, files.where).get("eagle_config") or {}
+    ids, count, usual = list(draft.aux_layer_ids), target.num_layers, list(target.default_aux_layer_ids)
+    if not all(0 <= layer <= count for layer in ids):
+        cause = f"the draft reads the inputs of layers {ids}, the target has {count} layers."
+        return Finding("error", "layer ids", cause, OWN_TARGET)
+    if eagle.get(LAYER_IDS) is None:
+        cause = (
+            f"the draft does not say which layers it reads, so the usual inputs of layers {usual} are taken."
+        )
+        return Finding("warning", "layer ids", cause, f"Add eagle_config.{LAYER_IDS} to its config.json.")
+    if CONVENTION not in eagle and ids != usual and [layer + 1 for layer in ids] == usual:
+        cause = (
+            f"the draft reads the inputs of layers {ids}, which look like the usual {usual} in the numbering "
+            "'output of layer i' that SpecForge and ModelOpt write."
+        )
+        remedy = (
+            f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config, or import '
+            "it with --format sglang."
+        )
+        return Finding("warning", "layer ids", cause, remedy)
+    return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
+
+
+def _old_config(settings: HeadConfig, target: TargetConfig) -> DraftConfig:
+    """The architecture of the head that ``start_from`` names. Raises UserError for one of another target or
+    kind, and for one that names layers without saying whether their inputs or outputs are meant, and does not
+    look as if inputs were."""
+    folder = str(settings.start_from)
+    files = open_draft(folder)
+    found = EAGLE3.read_config(files, target)
+    is_foreign = OWN not in files.config and "speculators_model_type" not in files.config
+    stated = (files.config.get("eagle_config") or {}).get(CONVENTION)
+    if is_foreign and stated is None and numbering(files) != "input":
+        raise UserError(
+            f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
+            f"Give the folder that eagle-kit import {folder} --out DIR writes.",
+        )
+    for name, has, needs in (
+        ("kind", "eagle3" if found.mla is None else "eagle3-mla", settings.kind),
+        ("target_hidden_size", found.target_hidden_size, target.hidden_size),
+        ("vocab_size", found.vocab_size, target.vocab_size),
+    ):
+        if has != needs:
+            raise UserError(
+                f"The head of head.start_from, {folder}, has the {name} {has}, and this run needs {needs}.",
+                "Name a head of this target and kind, or leave head.start_from out.",
+            )
+    return found

@@ -1,0 +1,137 @@
+"""A draft as files, whatever its layout: nothing is built, cast or left out."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, read_json, weight_files
+
+CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
+OLD_WEIGHTS = "pytorch_model.bin"
+OWN = "eagle_kit"
+"""Our key in every ``config.json``. Its ``format`` names the layout, where that is not ours."""
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """Files of a draft.
+
+    Attributes:
+        config: as in ``config.json``.
+        tensors: by the names and in the dtypes of the file; of a folder each is read when it is asked for,
+            and asking may raise UserError.
+        metadata: as in ``eagle_kit.json``; empty for drafts of other trainers.
+        where: the folder, for messages.
+    """
+
+    config: dict[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    where: str = "the draft"
+
+    @property
+    def architecture(self) -> str:
+        """The first of its ``architectures``; a question mark when it has none."""
+        return str((self.config.get("architectures") or ["?"])[0])
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Our own part of the config; empty for drafts of other trainers."""
+        own = self.config.get(OWN)
+        return dict(own) if isinstance(own, dict) else {}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Target and chat template of its training, as fields of an architecture; empty when unknown."""
+        return {key: self.own.get(key, "") for key in ("target", "template_hash")}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors; empty where they cannot be read, which reading them reports."""
+        try:
+            return set(self.tensors)
+        except UserError:
+            return set()
+
+
+def open_draft(folder: str | Path) -> DraftFiles:
+    """Open the folder of a draft, or of a target whose MTP modules draft.
+
+    Raises:
+        UserError: it does not exist, or a JSON file of it cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"The draft folder {folder} does not exist.", "Give a folder with config.json and weights."
+        )
+    config = read_json(folder / CONFIG)
+    return DraftFiles(config, FolderTensors(folder), read_metadata(folder), str(folder))
+
+
+def read_metadata(folder: str | Path) -> dict[str, Any]:
+    """``eagle_kit.json`` of a draft; empty for drafts of other trainers."""
+    path = Path(folder) / METADATA
+    return read_json(path) if path.is_file() else {}
+
+
+class FolderTensors(Mapping[str, torch.Tensor]):
+    """Tensors of a folder, read one by one: of ``model.safetensors``, of shards with an index, or of a
+    ``pytorch_model.bin``. Frequencies of RoPE that old checkpoints have are left out.
+
+    Raises:
+        UserError: on first use, when a file is missing or corrupt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if isinstance(place, torch.Tensor):
+            return place
+        with open_safetensors(place) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @cached_property
+    def _places(self) -> dict[str, torch.Tensor | Path]:
+        """Every tensor by name, or the file that it is in."""
+        whole, old = self.folder / WEIGHTS, self.folder / OLD_WEIGHTS
+        places: dict[str, torch.Tensor | Path] = {}
+        if old.is_file() and not whole.is_file():
+            places |= _unpickled(old)
+        else:
+            has_shards = any(self.folder.glob("*.safetensors.index.json"))
+            for path in weight_files(self.folder) if has_shards else [whole]:
+                with open_safetensors(path) as file:
+                    places |= dict.fromkeys(file.keys(), path)
+        return {name: place for name, place in places.items() if not name.endswith(IGNORED_SUFFIXES)}
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises whatever the broken bytes make it raise
+        raise UserError(f"The file {path} is corrupt or truncated.", "Copy or download it again.") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, torch.Tensor) for value in tensors.values()
+    ):
+        raise UserError(f"The file {path} is not a table of tensors.", "Use the draft's published weights.")
+    return tensors
+
+
+def without_keys(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """``config`` without some of its keys."""
+    return {key: value for key, value in config.items() if key not in set(keys)}

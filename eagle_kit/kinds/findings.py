@@ -1,0 +1,139 @@
+"""Checks of a draft against a target that do not depend on the draft's kind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.template import template_hash
+from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.loading.source import load_tokenizer
+
+OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked, in words for people; ``remedy`` is empty when all is well."""
+
+    level: Literal["ok", "warning", "error"]
+    subject: str
+    cause: str
+    remedy: str = ""
+
+
+class Target(NamedTuple):
+    """A target to check against: its folder, of which config and tokenizer are read, and its sizes."""
+
+    folder: Path
+    config: TargetConfig
+
+
+def raise_on_errors(findings: Sequence[Finding]) -> None:
+    """Raise UserError that names every error among ``findings``."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    if not errors:
+        return
+    if all(finding.subject in ("checkpoint", "weights") for finding in errors):
+        raise UserError(errors[0].cause, errors[0].remedy)
+    causes = "; ".join(f"{finding.subject}: {finding.cause.rstrip('.')}" for finding in errors)
+    raise UserError(f"The draft does not fit the target ({causes}).", errors[0].remedy)
+
+
+def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:
+    """Raise UserError for a head of other sizes than the target's, or that reads layers it has not."""
+    sizes = draft.target_hidden_size, draft.vocab_size
+    if sizes != (target.hidden_size, target.vocab_size):
+        raise UserError(
+            f"The draft was made for hidden size {sizes[0]} and vocabulary {sizes[1]}, the target has "
+            f"{target.hidden_size} and {target.vocab_size}.",
+            OWN_TARGET,
+        )
+    if max(draft.aux_layer_ids, default=0) > target.num_layers:
+        raise UserError(
+            f"The draft reads the inputs of layers {list(draft.aux_layer_ids)}, the target has "
+            f"{target.num_layers} layers.",
+            OWN_TARGET,
+        )
+
+
+def check_sizes(pairs: Mapping[str, tuple[int, int]]) -> list[Finding]:
+    """Compare sizes, each the draft's and the target's."""
+    return [
+        Finding("ok", subject, f"{ours}, as the target's.")
+        if ours == theirs
+        else Finding("error", subject, f"the draft was made for {ours}, the target has {theirs}.", OWN_TARGET)
+        for subject, (ours, theirs) in pairs.items()
+    ]
+
+
+def check_context(positions: int, target: TargetConfig) -> Finding:
+    """Compare the positions that a draft knows, 0 when it does not say, with the target's."""
+    theirs = target.max_position_embeddings
+    if positions >= theirs:
+        return Finding("ok", "context", f"{positions} positions, enough for the target's {theirs}.")
+    said = f"says {positions} positions" if positions else "does not say how many positions it knows"
+    return Finding(
+        "warning",
+        "context",
+        f"the draft {said}, the target {theirs}.",
+        "Expect fewer accepted tokens behind them, and raise max_position_embeddings in the draft's "
+        "config.json for vLLM, which sizes its RoPE cache by it.",
+    )
+
+
+def check_rope(draft: DecoderConfig, target: TargetConfig) -> Finding:
+    """Compare rotations: a draft's RoPE is its own, since it was trained with it."""
+    same = (draft.rope_theta, draft.rope_scaling) == (target.rope_theta, target.rope_scaling)
+    return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
+
+
+def check_template(draft: HeadArchitecture, target: Target) -> Finding:
+    """Compare the target's chat template with the one that the draft was trained with."""
+    subject = "chat template"
+    if not draft.template_hash:
+        return Finding(
+            "warning",
+            subject,
+            "the draft does not say which one it was trained with.",
+            "Look into its model card.",
+        )
+    try:
+        found = template_hash(load_tokenizer(target.folder))
+    except UserError as error:
+        return Finding("warning", subject, f"it cannot be compared: {error.cause}", error.remedy)
+    if found == draft.template_hash:
+        return Finding("ok", subject, "the one the draft was trained with.")
+    return Finding(
+        "warning",
+        subject,
+        "not the one the draft was trained with, so fewer of its tokens may be accepted.",
+        "Serve with the template of its training, or train a draft on this one.",
+    )
+
+
+def check_name(draft: HeadArchitecture, target: Target) -> Finding:
+    """Compare the target's name with the one in the draft. Names may differ for the same weights (a folder,
+    a hub id), so this only warns."""
+    here = target_name(target.folder)
+    if not draft.target:
+        return Finding(
+            "warning", "target", "the draft does not name its target.", "Look into its model card."
+        )
+    if Path(draft.target).name.lower() == here.lower():
+        return Finding("ok", "target", f"{draft.target}, by name.")
+    return Finding(
+        "warning",
+        "target",
+        f"the draft was trained for {draft.target}, and this one is called {here}.",
+        "Make sure that they are the same weights.",
+    )
+
+
+def target_name(folder: Path) -> str:
+    """The last part of a model's name, from its folder or from its place in a hub's cache."""
+    for part in folder.resolve().parts[-3:]:
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return folder.resolve().name

@@ -1,0 +1,379 @@
+"""A kind of draft: everything that tells it from another.
+
+A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's states: it is
+also trained, saved, exported and planned. To add one, write its module (:mod:`eagle_kit.models.heads`), its
+kind in a file of this folder, and a line in :mod:`eagle_kit.kinds.registry`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from eagle_kit.config.train import HeadConfig, RegressionConfig, TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.data.chat.vocab_map import VocabMap
+from eagle_kit.kernels.linear import pack_weights
+from eagle_kit.kinds import findings
+from eagle_kit.kinds.copies import warn_unless_copy
+from eagle_kit.kinds.files import DraftFiles
+from eagle_kit.kinds.findings import Finding, Target
+from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.loader import EXACT_SUFFIXES, check_tensors, fill, in_dtype
+from eagle_kit.models.loading.published import Part, expected_shapes, published_parts, read_fp8_block
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+FIRST_NORM = 0.1
+"""Share of the target's final norm that a head with the target's output layer starts with."""
+Config = TypeVar("Config", bound=HeadArchitecture)
+Head = TypeVar("Head", bound=DraftHead)
+
+
+class DraftKind(ABC):
+    """Anything that drafts, seen as files and as a model that serves.
+
+    Attributes:
+        name: for people and ``head.kind``.
+        algorithms: names that ask for it when serving, its own one first.
+        is_whole_model: it reads no states of a target.
+        is_in_target: a target's own folder may hold it.
+    """
+
+    name: ClassVar[str]
+    algorithms: ClassVar[tuple[str, ...]]
+    is_whole_model: ClassVar[bool] = False
+    is_in_target: ClassVar[bool] = False
+
+    @property
+    def algorithm(self) -> str:
+        """Its name when serving."""
+        return self.algorithms[0]
+
+    @abstractmethod
+    def recognises(self, files: DraftFiles) -> bool:
+        """True when ``files`` are of this kind, by config and names of tensors."""
+
+    @abstractmethod
+    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+        """Check a draft against a target. Raises UserError when its config cannot be read."""
+
+    @abstractmethod
+    def draft_model(
+        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+    ) -> DraftModel:
+        """Load a draft for serving, in the target's dtype and on its device.
+
+        Args:
+            token_map: target ids int64 ``[Vd]`` that it may propose; all, or those of its own map, when None.
+
+        Raises:
+            UserError: missing, unexpected or misshapen tensors by name, or another target's draft.
+        """
+
+
+class Weights(NamedTuple):
+    """Tensors of a head, every one accounted for.
+
+    Attributes:
+        config: what they make of the architecture.
+        tensors: of the head's parameters, by published names, in the dtypes of the file.
+        copies: of the target's embedding and output layer, which are not used.
+        buffers: by our names.
+        borrows_output: the output layer is the target's, though the kind has one.
+    """
+
+    config: Any
+    tensors: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    borrows_output: bool = False
+
+
+class Start(NamedTuple):
+    """Material for the first weights of a head: the target and its folder, the vocabulary that the data ask
+    for, and the device of the head."""
+
+    target: LlamaModel
+    folder: Path
+    vocab: VocabMap
+    device: torch.device
+
+
+class HeadKind(DraftKind, Generic[Config, Head]):
+    """A draft head: how it is published, checked, described, planned, trained and served.
+
+    Attributes:
+        config_class: of its architecture.
+        head_class: of its module.
+        title: for people.
+        vllm_method: its name in vLLM's ``--speculative-config``, and the tag of its card.
+        trained_as: the values of ``head.kind`` that train it.
+        settings: keys of a training config that have a meaning for it, of those of :data:`KIND_SETTINGS`.
+        needs_layers: its first weights are read from the target's layers.
+    """
+
+    config_class: type[Config]
+    head_class: type[Head]
+    title: ClassVar[str]
+    vllm_method: ClassVar[str]
+    trained_as: ClassVar[tuple[str, ...]]
+    settings: ClassVar[frozenset[str]]
+    needs_layers: ClassVar[bool] = False
+
+    # On disk
+
+    @abstractmethod
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
+        """Read the architecture, of ours or of another trainer.
+
+        Args:
+            target: completes what old configs leave out.
+
+        Raises:
+            UserError: a part that our head has not, or a key that is missing or impossible.
+        """
+
+    @abstractmethod
+    def write_config(self, config: Config) -> dict[str, Any]:
+        """Make the ``config.json`` of a head."""
+
+    def names(self, files: DraftFiles) -> dict[str, str]:
+        """Name the tensors of the head: published name -> name in ``files``. Raises UserError for one tensor
+        under two names."""
+        return our_names(((name.removeprefix("model."), name) for name in files.tensors), files.where)
+
+    def published_name(self, part: str) -> str:
+        """Published name of a part of a parameter (:func:`published_parts`)."""
+        return part
+
+    def take(self, files: DraftFiles, config: Config, target: LlamaModel | None) -> Weights:
+        """Sort the tensors of ``files``, without checking those of parameters.
+
+        Args:
+            target: tells copies of its matrices from a head's own.
+        """
+        names = self.names(files)
+        tensors = {ours: files.tensors[theirs] for ours, theirs in names.items()}
+        copies = {name: tensors.pop(name) for name in (EMBEDDING,) if name in tensors}
+        return Weights(config, tensors, copies, {})
+
+    def weights(self, files: DraftFiles, config: Config, target: LlamaModel | None = None) -> Weights:
+        """Read every tensor and account for it.
+
+        Raises:
+            UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible map.
+        """
+        found = self.take(files, config, target)
+        with torch.device("meta"):
+            head = self.head_class(found.config)
+        parts = (part for group in self.parts(head, found.tensors).values() for part in group)
+        expected = expected_shapes(parts, found.tensors, read_fp8_block(files.config, files.where))
+        tensors = dict(found.tensors)
+        if found.borrows_output:
+            del expected[OUTPUT]
+        if EMBEDDING in found.copies:
+            expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
+            tensors[EMBEDDING] = found.copies[EMBEDDING]
+        check_tensors(tensors, expected, files.where)
+        return found
+
+    def parts(self, head: DraftHead, names: Iterable[str]) -> dict[str, list[Part]]:
+        """Published tensors that each parameter of ``head`` is made of, one on top of the other; ``names``
+        are those of the checkpoint."""
+        found = published_parts(head.named_parameters(), head.config.layer, names)
+        return {
+            name: [Part(self.published_name(part.name), part.shape) for part in parts]
+            for name, parts in found.items()
+        }
+
+    def read(
+        self,
+        files: DraftFiles,
+        target: LlamaModel | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Head:
+        """Load a head, ready to be trained. Warns about a copy of another target's matrix.
+
+        Args:
+            target: the head is bound to it; needed by heads that name no layers or bring no output layer.
+            dtype: of the weights in memory; RoPE and biases of gates stay fp32.
+
+        Raises:
+            UserError: as :meth:`read_config` and :meth:`weights`; sizes that are not the target's.
+        """
+        config = self.read_config(files, None if target is None else target.config)
+        found = self.weights(files, config, target)
+        # Tensors of a file are unaligned, where matmuls add up in another order than a run's own did.
+        tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
+        if target is not None:
+            findings.check_fit(config, target.config)
+            for name, own in ((EMBEDDING, target.embed_tokens.weight), (OUTPUT, target.head_weight)):
+                warn_unless_copy(name, found.copies.get(name), own, files.where)
+        if found.borrows_output:
+            tensors[OUTPUT] = _borrowed_output(config, target, files.where)
+        with torch.device("meta"):
+            head = self.head_class(found.config)
+        block = read_fp8_block(files.config, files.where)
+        fill(head, self.parts(head, tensors), tensors, block, dtype, device)
+        head.make_buffers()
+        for name, buffer in found.buffers.items():
+            head.get_buffer(name).copy_(buffer)
+        head.to(device)
+        return head if target is None else head.bind(target.lm_head)
+
+    def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
+        """Publish a head: tensors on the CPU in ``dtype``, but for biases of gates; nothing of the target."""
+        parts = self.parts(head, ())
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in head.named_parameters():
+            kept = parameter.dtype if name.endswith(EXACT_SUFFIXES) else dtype
+            value = parameter.detach().to("cpu", kept).reshape(-1, *parts[name][0].shape[1:])
+            pieces = value.split([part.shape[0] for part in parts[name]])
+            tensors |= {part.name: piece.clone() for part, piece in zip(parts[name], pieces, strict=True)}
+        return DraftFiles(self.write_config(head.config), tensors)
+
+    # Checked and described
+
+    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+        """See :class:`DraftKind`."""
+        config = self.read_config(files, target.config)
+        return [
+            *self.check(files, config, target.config),
+            findings.check_context(config.max_position_embeddings, target.config),
+            findings.check_rope(config.layer, target.config),
+            findings.check_template(config, target),
+            findings.check_name(config, target),
+            self._check_weights(files, config),
+        ]
+
+    def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
+        """Compare sizes with the target's."""
+        pairs = {
+            "hidden size": (config.target_hidden_size, target.hidden_size),
+            "vocabulary": (config.vocab_size, target.vocab_size),
+        }
+        return findings.check_sizes(pairs)
+
+    def _check_weights(self, files: DraftFiles, config: Config) -> Finding:
+        try:
+            copies = self.weights(files, config).copies
+        except UserError as error:
+            return Finding("error", "weights", error.cause, error.remedy)
+        brought = f" It brings {' and '.join(copies)}; the target's are used." if copies else ""
+        return Finding("ok", "weights", f"every tensor is there and has its shape.{brought}")
+
+    @abstractmethod
+    def describe(self, config: Config, dtype: str) -> str:
+        """Say in a sentence or two what the head is, for its card; ``dtype`` of its weights, in words."""
+
+    def suggested_shape(self, config: Config) -> SpecShape:
+        """The shape in the commands of its card."""
+        return SpecShape(5, 4, 16)
+
+    # Planned
+
+    def saved_states(self, config: Config, width: int) -> tuple[float, float]:
+        """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
+        attention and behind it; what attention and MLP save themselves is not counted.
+
+        Args:
+            width: bytes of a matmul's operand.
+        """
+        return 4 * width, 2 * width
+
+    # Trained
+
+    @abstractmethod
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
+        """The architecture that a training config asks for. Raises UserError when the target has no use for
+        it."""
+
+    def new_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
+        """A head with first weights, in fp32 and bound to the target. Raises UserError when they cannot be
+        had."""
+        head = self.head_class(config).to(device=start.device, dtype=torch.float32)
+        return head.bind(start.target.lm_head)
+
+    def vocab_size(self, settings: HeadConfig) -> int | None:
+        """Tokens to choose from the data; None for all of them, or those of ``start_from``."""
+        chosen = "head.draft_vocab_size" in self.settings and settings.start_from is None
+        return settings.draft_vocab_size if chosen else None
+
+    def regression(self, config: TrainConfig) -> RegressionConfig | None:
+        """Weights of EAGLE-1's loss; None for kinds that learn from ``training.loss``."""
+        if "training.regression" not in self.settings:
+            return None
+        return config.training.regression or RegressionConfig()
+
+    def runs_target(self, config: TrainConfig) -> bool:
+        """True when training needs the target's layers: not with captured states and nothing to judge."""
+        return config.data.store is None or config.judge.every > 0 or self.needs_layers
+
+    # Served
+
+    def draft_model(
+        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+    ) -> HeadDraftModel:
+        """See :class:`DraftKind`."""
+        weight = target.embed_tokens.weight
+        head = self.read(files, target, dtype=weight.dtype, device=weight.device)
+        return head_draft_model(head, target, token_map)
+
+
+def head_draft_model(
+    head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None
+) -> HeadDraftModel:
+    """Make a head of any kind ready to draft for ``target``; it is changed. Raises UserError for one that
+    does not fit."""
+    findings.check_fit(head.config, target.config)
+    weight = target.embed_tokens.weight
+    head = in_dtype(head.to(device=weight.device), weight.dtype).eval().requires_grad_(False)
+    pack_weights(head)
+    return HeadDraftModel(head, target, token_map)
+
+
+def our_names(pairs: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
+    """Published names and those in the file as a table. Raises UserError for one tensor under two names."""
+    names: dict[str, str] = {}
+    for ours, theirs in pairs:
+        if ours in names:
+            raise UserError(f"The draft in {where} has {ours} twice.", "Use a complete checkpoint.")
+        names[ours] = theirs
+    return names
+
+
+def _borrowed_output(config: HeadArchitecture, target: LlamaModel | None, where: str) -> torch.Tensor:
+    """A copy of the target's output layer."""
+    if target is None:
+        raise UserError(
+            f"The draft in {where} has no lm_head because it shares its target's.",
+            "Load it together with its target.",
+        )
+    weight = target.head_weight.detach()
+    shape = (config.draft_vocab_size, config.hidden_size)
+    check_tensors({OUTPUT: weight}, {OUTPUT: shape}, "the target")
+    return weight.clone()
+
+
+def describe_attention(layer: DecoderConfig) -> str:
+    """Sizes of a layer's attention, for a card."""
+    if layer.mla is not None:
+        rope = layer.mla.qk_rope_head_dim
+        return f"{layer.num_heads} heads over latents of {layer.mla.kv_lora_rank} + {rope} values"
+    return f"{layer.num_heads} query and {layer.num_kv_heads} key-value heads of {layer.head_dim}"
+
+
+def soften(norm: nn.Module, target: LlamaModel) -> None:
+    """Start a final norm at a tenth of the target's: a new layer says nothing yet, and at full size its first
+    logits would be confidently wrong (loss 15 where guessing evenly costs 9)."""
+    with torch.no_grad():
+        norm.weight.copy_(target.norm.weight * FIRST_NORM)  # type: ignore[operator]

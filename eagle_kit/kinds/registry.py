@@ -1,0 +1,120 @@
+"""Every kind of draft, and the ways to find one: by files, by algorithm, by architecture, by training config.
+
+Which kind a draft is of is asked here and nowhere else.
+"""
+
+from typing import Any
+
+from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.eagle1 import EAGLE1
+from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.files import DraftFiles
+from eagle_kit.kinds.kind import DraftKind, HeadKind
+from eagle_kit.kinds.mtp import MTP
+from eagle_kit.kinds.standalone import STANDALONE
+from eagle_kit.models.config import HeadArchitecture
+
+KINDS: tuple[DraftKind, ...] = (
+    EAGLE3,
+    MTP,
+    EAGLE1,
+    STANDALONE,
+)
+"""In the order in which they are asked for a draft's files; the last one takes everything."""
+OTHERS = {
+    "medusa": "Medusa heads",
+    "dflash": "a DFlash draft",
+    "peagle": "a P-EAGLE draft",
+    "dspark": "a DSpark draft",
+    "mlpspeculator": "an MLP speculator",
+    "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",
+    "eaglellama4": "an EAGLE head with a Llama 4 layer",
+    "llama4forcausallmeagle": "an EAGLE head with a Llama 4 layer",
+}
+"""Parts of names of architectures -> drafts of a kind that we do not have."""
+KIND_SETTINGS = (
+    *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
+    *("training.loss", "training.regression", "training.feature_noise"),
+)
+"""Keys of a training config that have a meaning for some kinds of head only."""
+
+
+def head_kinds() -> list[HeadKind[Any, Any]]:
+    """Those that are trained and published."""
+    return [kind for kind in KINDS if isinstance(kind, HeadKind)]
+
+
+def find_kind(files: DraftFiles) -> DraftKind:
+    """The kind of a draft. Raises UserError for one that we do not have."""
+    words = [*(files.config.get("architectures") or [])]
+    words += [files.config.get("model_type"), files.config.get("speculators_model_type")]
+    text = " ".join(str(word).lower() for word in words if word)
+    for part, what in OTHERS.items():
+        if part in text:
+            raise UserError(
+                f"The draft in {files.where} is {what} ({words[0]}), which eagle-kit does not run.",
+                "Serve it with the engine it was made for, or train an EAGLE-3 head.",
+            )
+    return next(kind for kind in KINDS if kind.recognises(files))
+
+
+def find_head_kind(files: DraftFiles) -> HeadKind[Any, Any]:
+    """The kind of a draft head. Raises UserError for a whole model too."""
+    kind = find_kind(files)
+    if not isinstance(kind, HeadKind):
+        raise UserError(
+            f"The model in {files.where} ({files.architecture}) is a whole model, not a draft head.",
+            "A whole model drafts as it is, and modules of MTP are served out of their target's folder.",
+        )
+    return kind
+
+
+def find_serving_kind(files: DraftFiles, algorithm: str = "auto") -> DraftKind:
+    """The kind that drafts from ``files``. Raises UserError when it is not what ``algorithm`` asks for."""
+    kind = find_kind(files)
+    if algorithm == "auto" or algorithm in kind.algorithms:
+        return kind
+    if kind.is_whole_model and (asked := kind_in_target(algorithm)) is not None:
+        return asked
+    raise UserError(
+        f"The draft {files.where} is for the algorithm {kind.algorithm}, and {algorithm} was asked for.",
+        f"Ask for {kind.algorithm}, or give another draft.",
+    )
+
+
+def algorithms() -> tuple[str, ...]:
+    """Names that ask for a kind when serving."""
+    return tuple(kind.algorithm for kind in KINDS)
+
+
+def kind_in_target(algorithm: str) -> DraftKind | None:
+    """The kind of that name that may lie in a target's own folder; None when it must not."""
+    return next((kind for kind in KINDS if kind.algorithm == algorithm and kind.is_in_target), None)
+
+
+def kind_of(config: HeadArchitecture) -> HeadKind[Any, Any]:
+    """The kind of a head, by its architecture."""
+    return next(kind for kind in head_kinds() if type(config) is kind.config_class)
+
+
+def training_kind(config: TrainConfig) -> HeadKind[Any, Any]:
+    """The kind of head that a config trains.
+
+    Raises:
+        UserError: ``head.kind`` is not one, or a setting is chosen that has no meaning for it.
+    """
+    name = config.head.kind
+    known = {name: kind for kind in head_kinds() for name in kind.trained_as}
+    if name not in known:
+        raise UserError(f"head.kind is {name!r}.", f"Use one of {', '.join(known)}.")
+    for key in KIND_SETTINGS:
+        section, _, field = key.partition(".")
+        values = getattr(config, section)
+        is_chosen = getattr(values, field) != type(values).model_fields[field].default
+        if is_chosen and key not in known[name].settings:
+            raise UserError(
+                f"{key} has no meaning for a head of the kind {name}.",
+                "Leave it out, or set another head.kind.",
+            )
+    return known[name]

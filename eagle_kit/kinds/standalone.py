@@ -1,0 +1,74 @@
+"""A whole small model that drafts: it reads no states of the target and speaks in its ids."""
+
+from pathlib import Path
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.linear import pack_weights
+from eagle_kit.kinds.files import DraftFiles
+from eagle_kit.kinds.findings import Finding, Target, check_context
+from eagle_kit.kinds.kind import DraftKind
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.loader import load_target, read_target_config
+from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
+
+OTHER_FAMILY = "Use a smaller model of the target's own family."
+
+
+class StandaloneKind(DraftKind):
+    """Any model that is a target too."""
+
+    name, algorithms, is_whole_model = "standalone", ("STANDALONE",), True
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`: everything that is no head."""
+        return True
+
+    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`: vocabulary, tokenizer, context."""
+        folder = Path(files.where)
+        draft = read_target_config(folder)
+        try:
+            _check_vocabulary(draft, target.config)
+        except UserError as error:
+            return [Finding("error", "vocabulary", error.cause, error.remedy)]
+        return [
+            Finding("ok", "vocabulary", f"{draft.vocab_size}, as the target's."),
+            _check_tokenizer(folder, target.folder),
+            check_context(draft.max_position_embeddings, target.config),
+        ]
+
+    def draft_model(
+        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+    ) -> StandaloneDraftModel:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`. Only sizes are compared: ids that mean other tokens
+        keep the output right and are hardly ever accepted."""
+        weight = target.embed_tokens.weight
+        model = load_target(files.where, weight.dtype, weight.device)
+        _check_vocabulary(model.config, target.config)
+        pack_weights(model)
+        return StandaloneDraftModel(model, token_map)
+
+
+STANDALONE = StandaloneKind()
+
+
+def _check_vocabulary(draft: TargetConfig, target: TargetConfig) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise UserError(
+            f"The draft model has a vocabulary of {draft.vocab_size}, the target one of {target.vocab_size}.",
+            OTHER_FAMILY,
+        )
+
+
+def _check_tokenizer(draft: Path, target: Path) -> Finding:
+    try:
+        same = load_tokenizer(draft).get_vocab() == load_tokenizer(target).get_vocab()
+    except UserError:
+        return Finding("warning", "tokenizer", "a tokenizer is missing.", "Compare them by hand.")
+    if same:
+        return Finding("ok", "tokenizer", "its ids mean what the target's mean.")
+    return Finding("warning", "tokenizer", "its ids mean other texts than the target's.", OTHER_FAMILY)

@@ -1,0 +1,154 @@
+"""Every registered kind of head, and one that a test adds with one line, through every room that asks."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kinds.toy_kind import ToyHead, ToyKind
+from tiny_mixtures import YARN
+from tiny_mtp import save_target
+from tiny_run import make_config
+
+from eagle_kit.checkpoints.draft import load_draft, save_draft
+from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.checkpoints.formats.files import refuse
+from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.request import SamplingParams
+from eagle_kit.data.chat.vocab_map import VocabMap
+from eagle_kit.kinds import registry
+from eagle_kit.kinds.files import open_draft
+from eagle_kit.kinds.kind import HeadKind, Start
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.llm import LLM
+from eagle_kit.train.__main__ import main as train
+from eagle_kit.train.plan.sizes import head_sizes
+
+GREEDY = SamplingParams(max_tokens=12)
+TOY = ToyKind()
+HEADS = [*registry.head_kinds(), TOY]
+
+
+@pytest.fixture(autouse=True)
+def with_toy(monkeypatch):
+    """The one line that adds a kind."""
+    monkeypatch.setattr(registry, "KINDS", (TOY, *registry.KINDS))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target that every kind has a head for."""
+    folder = tmp_path_factory.mktemp("targets") / "tiny"
+    save_target(folder, vocab_size=131, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    return folder, load_target(folder)
+
+
+def fresh(kind: HeadKind, target):
+    """A new head, as a run would begin with it."""
+    folder, model = target
+    chosen = {"draft_vocab_size": 67} if "head.draft_vocab_size" in kind.settings else {}
+    settings = HeadConfig(kind=kind.trained_as[0], **chosen)
+    torch.manual_seed(1)
+    sayable = np.arange(131) < 67
+    vocab = VocabMap(np.zeros(67, dtype=np.int64), sayable, 1.0, "", "")
+    config = replace(kind.new_config(settings, model.config), target="tiny")
+    return kind.new_head(settings, config, Start(model, folder, vocab, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_new_head_is_saved_found_and_loaded_to_the_bit(kind, target, tmp_path):
+    head = fresh(kind, target)
+    assert any(parameter.requires_grad for parameter in head.parameters())
+    save_draft(head, tmp_path / "draft", metadata={})
+    files = open_draft(tmp_path / "draft")
+    assert registry.find_kind(files) is registry.kind_of(head.config) is kind
+    loaded = load_draft(tmp_path / "draft", target=target[1])
+    assert type(loaded) is kind.head_class and loaded.config.target == "tiny"
+    assert kind.write_config(loaded.config) == kind.write_config(head.config)
+    found = dict(loaded.named_parameters())
+    for name, parameter in head.named_parameters():
+        assert torch.equal(found.pop(name), parameter), name
+        assert loaded.get_parameter(name).requires_grad == parameter.requires_grad
+    assert not found
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_head_is_checked_and_exported_with_a_card(kind, target, tmp_path):
+    save_draft(fresh(kind, target), tmp_path / "draft", metadata={})
+    findings = validate_draft(tmp_path / "draft", target[0])
+    assert {"layout", "hidden size", "vocabulary", "rope", "weights"} <= {f.subject for f in findings}
+    assert not [finding for finding in findings if finding.level == "error"]
+    export_draft(tmp_path / "draft", tmp_path / "out", target=target[0])
+    card = (tmp_path / "out" / "README.md").read_text()
+    config = kind.read_config(open_draft(tmp_path / "out"))
+    assert f"# {kind.title} for tiny" in card and kind.describe(config, "bfloat16") in card
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_planned_sizes_are_the_counted_ones(kind, target):
+    head = fresh(kind, target)
+    sizes = head_sizes(head.config)
+    assert sizes.total == sum(parameter.numel() for parameter in head.parameters())
+    assert sizes.num_layers == len(head.blocks) == head.config.num_modules
+    assert sizes.output == head.output.weight.numel()
+    assert all(size > 0 for size in kind.saved_states(head.config, 2))
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_greedy_replies_are_those_of_plain_decoding(kind, target, tmp_path):
+    save_draft(fresh(kind, target), tmp_path / "draft", metadata={})
+    prompts = [[5, 17, 3, 88], [9, 2]]
+    plain = LLM(target[1], max_context=64, max_batch_size=2).generate(prompts, GREEDY)
+    llm = LLM(target[1], tmp_path / "draft", max_context=64, max_batch_size=2, algorithm=kind.algorithm)
+    drafted = llm.generate(prompts, GREEDY, shape="2,1,3")
+    assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
+    assert all(reply.stats.num_verifies > 0 for reply in drafted)
+
+
+def test_a_kind_added_with_one_line_is_trained_and_served(tmp_path):
+    """A step of the ordinary trainer, and the ordinary engine behind its checkpoint."""
+    words = [str(make_config(tmp_path)), "head={kind: toy}", "training.max_steps=1"]
+    assert train([*words, "--dry-run"]) == 0
+    assert train(words) == 0
+    draft = tmp_path / "run" / "step-1"
+    assert isinstance(load_draft(draft), ToyHead)
+    levels = {finding.level for finding in validate_draft(draft, tmp_path / "target")}
+    assert levels == {"ok"}
+    plain = LLM(tmp_path / "target", max_context=64)
+    (expected,) = plain.generate(["a cat"], GREEDY)
+    llm = LLM(plain.target, draft, tokenizer=plain.tokenizer, max_context=64)
+    for shape in ("2,1,3", "3,2,6"):
+        (reply,) = llm.generate(["a cat"], GREEDY, shape=shape)
+        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+
+
+def test_settings_of_other_kinds_are_refused(tmp_path):
+    def config(**head):
+        data = {"source": "chats.jsonl"}
+        return TrainConfig(target="t", output_dir="o", data=data, head=HeadConfig(**head))
+
+    assert registry.training_kind(config(kind="toy")) is TOY
+    with pytest.raises(UserError, match="head.fc_bias has no meaning for a head of the kind toy"):
+        registry.training_kind(config(kind="toy", fc_bias=False))
+    with pytest.raises(UserError, match="head.kind is 'tory'.*eagle3-mla"):
+        registry.training_kind(config(kind="tory"))
+
+
+def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):
+    with pytest.raises(UserError, match="is a whole model, not a draft head"):
+        registry.find_head_kind(open_draft(target[0]))
+    (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
+    with pytest.raises(UserError, match="is a DFlash draft"):
+        registry.find_kind(open_draft(tmp_path))
+
+
+def test_other_engines_have_no_class_for_it(target, tmp_path):
+    save_draft(fresh(TOY, target), tmp_path / "draft", metadata={})
+    with pytest.raises(UserError, match="has no class for heads of this kind"):
+        export_draft(tmp_path / "draft", tmp_path / "out", target=target[0], format="vllm")
+    with pytest.raises(UserError, match="cannot be written for SGLang: why"):
+        refuse("sglang", "why")

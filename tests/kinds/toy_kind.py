@@ -1,0 +1,80 @@
+"""A kind of head made up for tests: its module and its kind, as the tree has them in two files.
+
+The head reads the target's last state and the embedding of the token after it: one linear layer, one head of
+attention, no MLP.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.kinds.config_json import layer_to_dict, read_size
+from eagle_kit.kinds.kind import HeadKind
+from eagle_kit.models.blocks.layers import Attention, RMSNorm
+from eagle_kit.models.config import DecoderConfig, TiedArchitecture
+from eagle_kit.models.heads.draft_head import Block, TiedHead
+
+
+@dataclass(frozen=True)
+class ToyConfig(DecoderConfig, TiedArchitecture):
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 8
+    intermediate_size: int = 0
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    target: str = ""
+    template_hash: str = ""
+
+
+class ToyHead(TiedHead, Block):
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = Linear(2 * size, size, bias=False)
+        self.norm = RMSNorm(size, 1e-6)
+        self.self_attn = Attention(size, size, 1, 1, config.head_dim)
+
+    @property
+    def blocks(self):
+        return [self]
+
+    @property
+    def last_norm(self):
+        return self.norm
+
+    def inputs(self, hidden, embeds):
+        x = self.fc(torch.cat((embeds, hidden), -1))
+        return self.norm(x), x
+
+    def finish(self, residual, attended):
+        return residual + self.self_attn.o_proj(attended.flatten(1))
+
+
+class ToyKind(HeadKind[ToyConfig, ToyHead]):
+    name, title = "toy", "Toy draft head"
+    algorithms, vllm_method = ("TOY",), "toy"
+    config_class, head_class = ToyConfig, ToyHead
+    trained_as, settings = ("toy",), frozenset({"training.loss"})
+
+    def recognises(self, files):
+        return files.architecture == "ToyDraft"
+
+    def read_config(self, files, target=None):
+        keys = ("hidden_size", "vocab_size", "max_position_embeddings")
+        sizes = {key: read_size(files.config, key, files.where) for key in keys}
+        return ToyConfig(**sizes, **files.about)
+
+    def write_config(self, config):
+        return {"architectures": ["ToyDraft"], **layer_to_dict(config, 1e-6)}
+
+    def describe(self, config, dtype):
+        return f"One linear layer of {config.hidden_size} values in {dtype}."
+
+    def new_config(self, settings, target):
+        return ToyConfig(target.hidden_size, target.vocab_size, target.max_position_embeddings)
