@@ -31,7 +31,7 @@ NUM_COMPILED = 16
 """Compiled grammars that are remembered; the least recently used go first."""
 NUM_STARTS = 64
 """Replies share the automaton of a compiled grammar, which grows; it is made anew after so many starts."""
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,  # about 15 ms a mask
     "max_lexer_states": 50_000,  # about 20 MB

@@ -165,8 +165,9 @@ class _Branch:
     def __init__(self, schema: Any) -> None:
         given = _named(schema)
         listed = given.get("enum", [given["const"]] if "const" in given else None)
-        named = given.get("type") if isinstance(given.get("type"), list) else [given.get("type")]
-        self.kinds = {{"integer": "number"}.get(kind, kind) for kind in named if isinstance(kind, str)}
+        named = given.get("type")
+        kinds = named if isinstance(named, list) else [named]
+        self.kinds = {"number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str)}
         self.values: list[tuple[str, Any]] | None = None
         if isinstance(listed, list):
             self.kinds = {_kind(value) for value in listed}

@@ -178,12 +178,15 @@ def test_masks_of_a_tree_are_those_of_its_paths(compiler):
 def test_an_automaton_that_has_grown_to_its_limit_is_made_anew(compiler, monkeypatch):
     monkeypatch.setattr(compiler, "_limits", compiler._library.LLParserLimits(max_lexer_states=60))
     grammar = Grammar("regex", "y|x(a|b)*a(a|b){40}")
-    tokens = compiler._tokenizer.tokenize_str("x" + "ab" * 30)
     match = compiler.start(grammar)
-    assert match.advance(tokens) < len(tokens) and match.is_stuck and not match.is_complete
+    draft = [7, *compiler._tokenizer.tokenize_str("x" + "ab" * 30)]
+    bitmask = torch.full((len(draft), -(-300 // 32)), -1, dtype=torch.int32)
+    match.fill(np.maximum(np.arange(len(draft)) - 1, 0), torch.tensor(draft), bitmask)
+    (letter,) = compiler._tokenizer.tokenize_str("y")
+    assert bitmask[-1].eq(-1).all() and match.advance([letter]) == 0 and match.is_stuck
     for _ in range(NUM_STARTS):
         match = compiler.start(grammar)
-    assert match.advance(tokens[:10]) == 10
+    assert match.advance([letter]) == 1
 
 
 class SlowMatcher:
