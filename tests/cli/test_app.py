@@ -25,7 +25,7 @@ OPTIONAL_PACKAGES = (
     "fastapi",
     "uvicorn",
     "prometheus_client",
-    "xgrammar",
+    "llguidance",
     "httpx",
     "wandb",
     "datasets",

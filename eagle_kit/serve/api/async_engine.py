@@ -6,12 +6,14 @@ reader costs memory for one reply and no more.
 """
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
     from eagle_kit.serve.request import Request
 
-MAX_COMPILE_S = 10.0
-"""Longest time of compiling a grammar. Estimates (`schema_rules`) refuse most of the longer ones before."""
-MAX_COMPILING = 4
-"""Most threads that compile, abandoned ones included: they cannot be stopped."""
 Health = Literal["ok", "draining", "unhealthy"]
 
 
@@ -33,6 +31,15 @@ class _Arrival(NamedTuple):
 
     reply: ReplyStream
     taken: "asyncio.Future[None]"
+
+
+class _ToCompile(NamedTuple):
+    """A request whose grammar is to be compiled; the shortest comes first, then the oldest. None ends the
+    thread."""
+
+    num_chars: int
+    number: int
+    arrival: "tuple[Request, asyncio.Future[None]] | None"
 
 
 class _Progress:
@@ -66,8 +73,8 @@ class AsyncEngine:
         self._observer = observer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
-        self._compiling = asyncio.Lock()
-        self._num_compiling = 0
+        self._to_compile = PriorityQueue[_ToCompile]()
+        self._num_to_compile = itertools.count()
         self._num_reserved = 0
         self._live: set[ReplyStream] = set()
         self._idle = asyncio.Event()
@@ -96,6 +103,7 @@ class AsyncEngine:
         """Start the thread; call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        threading.Thread(target=self._compile_all, name="eagle-kit grammar", daemon=True).start()
 
     async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
         """Take requests, all of them or none.
@@ -157,6 +165,7 @@ class AsyncEngine:
         self._refuse(lambda request: not request.token_ids)
         for reply in list(self._live):
             reply.close()
+        self._to_compile.put(_ToCompile(-1, -1, None))
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -180,45 +189,50 @@ class AsyncEngine:
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:
-        """Compile a grammar, one at a time, in a daemon thread that is abandoned when it takes too long, when
-        its client leaves, and at shutdown."""
-        async with self._compiling:
-            self.check_room(0)
-            if self._num_compiling >= MAX_COMPILING:
-                raise Overloaded("The server still compiles grammars that have taken too long.")
-            done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-            thread = threading.Thread(target=self._compile, args=(request, done), daemon=True)
-            thread.name = "eagle-kit grammar"
-            self._num_compiling += 1
-            thread.start()
-            stop = asyncio.ensure_future(self.draining.wait())
-            try:
-                either: set[asyncio.Future[Any]] = {done, stop}
-                await asyncio.wait(either, timeout=MAX_COMPILE_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stop.cancel()
-        if not done.done():
-            self.check_room(0)
-            raise UserError(
-                f"The grammar of the request takes longer than {MAX_COMPILE_S:.0f} seconds to compile.",
-                "Use fewer and shorter patterns, lengths and constants.",
-            )
-        if (error := done.result()) is not None:
-            raise error
+        """Compile a grammar in the thread that does nothing else. It has a bounded amount of work, and short
+        grammars do not wait for long ones that have not begun.
 
-    def _compile(self, request: "Request", done: "asyncio.Future[BaseException | None]") -> None:
-        """Compile a request's grammar, in a thread of its own."""
-        error: BaseException | None = None
+        Raises:
+            UserError: the grammar is of no use.
+            Overloaded: the server shuts down.
+        """
+        self.check_room(0)
+        assert request.params.grammar is not None
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        num_chars = len(request.params.grammar.text)
+        self._to_compile.put(_ToCompile(num_chars, next(self._num_to_compile), (request, done)))
+        stop = asyncio.ensure_future(self.draining.wait())
+        either: set[asyncio.Future[Any]] = {done, stop}
         try:
-            self.engine.prepare(request)
-        except BaseException as raised:  # it belongs to the one who waits
-            error = raised
-        self._call(self._compiled, done, error)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            if not done.done():
+                done.cancel()
+        if done.cancelled():
+            self.check_room(0)
+        await done
 
-    def _compiled(self, done: "asyncio.Future[BaseException | None]", error: BaseException | None) -> None:
-        self._num_compiling -= 1
-        if not done.done():
-            done.set_result(error)
+    def _compile_all(self) -> None:
+        """Run in a thread of its own, for which shutdown does not wait."""
+        while (arrival := self._to_compile.get().arrival) is not None:
+            request, done = arrival
+            if done.cancelled():
+                continue  # its client has gone
+            error: BaseException | None = None
+            try:
+                self.engine.prepare(request)
+            except BaseException as raised:  # it belongs to the one who waits
+                error = raised
+            self._call(self._compiled, done, error)
+
+    def _compiled(self, done: "asyncio.Future[None]", error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
 
     @contextmanager
     def _reserved(self, count: int) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""Structured output: grammar compiler and the rules for schemas and patterns."""
+"""Structured output: the grammar compiler and the bounds of its work."""

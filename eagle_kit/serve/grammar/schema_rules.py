@@ -1,226 +1,214 @@
-"""JSON schemas that a grammar may have. xgrammar ignores some of their keywords without a word, alone or
-beside others; what it does not follow is refused here, before anything is compiled. What is ill-formed is
-left to it.
+"""JSON schemas of requests: every keyword is followed or refused, and the work of compiling has a bound.
 
-What is left is written as xgrammar can follow it: patterns match whole strings, annotations go. Compiling
-is estimated in milliseconds of one core with 49,152 tokens, and rather too high.
+llguidance refuses most of what it cannot follow, but ignores keywords that it does not know, and some schemas
+take it minutes (intersections of patterns, comparisons of the branches of ``oneOf``) or all of its stack
+(chains of references). :func:`check_schema` looks at every value once.
 """
 
-import json
 import re
-from collections.abc import Iterable
-from itertools import combinations
+from decimal import Decimal
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.grammar.regex_rules import Checked, check_pattern
 
-MAX_SUBSCHEMAS = 1000
-MAX_ENUM_VALUES = 4096
-MAX_BRANCHES = 64
-"""Of oneOf, which are compared pair by pair."""
-MAX_SCHEMA_MS = 3000.0
-"""Estimated time to compile one schema."""
-SCHEMA_MS, COUNT_MS, BOUND_MS, MULTIPLE_MS, BYTE_MS = 0.2, 2.0, 2.0, 0.2, 0.008
-"""Of a subschema, a count of items or properties, an end of a range, a one of ``multipleOf``, and a byte of
-names and constants."""
-MAX_MULTIPLE = 1024
-"""xgrammar ignores larger ones."""
-MAX_COUNT = 100_000
-"""Largest sum of all lengths and counts (``maxLength``, ``minItems``, ...) that a schema names."""
-
-ANNOTATIONS = {
-    *("title", "description", "default", "example", "examples", "discriminator"),
-    *("deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"),
+MAX_SCHEMA_CHARS = 131_072
+MAX_SCHEMA_SIZE = 4096
+"""Sum over the schema of ``SUBSCHEMA_SIZE``, ``KEYWORD_SIZES``, one per value of ``enum``, and the digits of
+``multipleOf`` read as one number; this size compiles in at most about half a second."""
+SUBSCHEMA_SIZE = 4
+KEYWORD_SIZES = {
+    **{"format": 16, "pattern": 4},
+    **{"minimum": 4, "maximum": 4, "exclusiveMinimum": 4, "exclusiveMaximum": 4},
 }
+MAX_DEPTH = 256
+"""Subschemas inside one another when each definition is followed once; about 800 exhaust a stack of 8 MiB."""
+
+ALONE = ("$ref", "anyOf", "oneOf", "allOf")
+"""Keywords whose intersection with others takes exponential time."""
+SCHEMA = ("items", "additionalProperties")
+SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 DEFINITIONS = ("$defs", "definitions")
-CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Keywords that xgrammar reads alone, the first it finds."""
-TEXT = ("pattern", "format", "minLength", "maxLength")
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-KEYWORDS = {
-    *CHOICES,
-    *COUNTS,
-    *("type", "pattern", "format"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    *("items", "prefixItems", "unevaluatedItems"),
-    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-    "unevaluatedProperties",
-}
-FORMAT_MS = {
-    **{"date": 2, "time": 2, "date-time": 2, "duration": 3, "email": 20, "hostname": 8, "ipv4": 2, "ipv6": 4},
-    **{"uuid": 2, "uri": 20, "uri-reference": 20, "uri-template": 60},
-}
-"""Formats, and what each takes to compile."""
-FREE_FORMATS = {"path", "binary", "password"}
-"""Say what a text is for, and nothing about its characters."""
-NEVER_EMPTY = FORMAT_MS.keys() - {"uri-reference", "uri-template"}
-_PATH = r"[A-Za-z0-9._~!$&'()*+,;=:@/\-]{0,120}"
-URL = (
-    r"^[a-z][a-z0-9+.\-]{0,15}://[A-Za-z0-9]([A-Za-z0-9.\-]{0,60}[A-Za-z0-9])?" + rf"(/{_PATH})?(\?{_PATH})?$"
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "example", "examples", "discriminator", "deprecated", "readOnly"}
+    | {"writeOnly", "$comment"}
 )
-"""A uri with ``maxLength``, of at most ``MIN_URL_LENGTH`` characters."""
-MIN_URL_LENGTH = 330
-URL_MS = 700.0
-LENGTH_MS, MAX_LENGTH_MS = 9.0, 600.0
-"""Of a string's length, per character and at most. Those beyond 128 take up to 2 s, which is more: otherwise
-few schemas with lengths would be left, and the server has a deadline too."""
+KEYWORDS = frozenset(
+    {*ALONE, *SCHEMA, *SCHEMAS, *NAMED_SCHEMAS, "type", "const", "enum", "required", "pattern", "format"}
+    | {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+FREE_FORMATS = frozenset({"path", "binary", "password"})
+"""Formats that say what a string is for, and nothing about its characters."""
 
 
-def check_schema(schema: Any) -> Any:
-    """A JSON schema as xgrammar is to read it. Raises UserError for one with something in it that would be
-    ignored, or that is too large."""
-    return _Schema(schema).checked()
+def check_schema(schema: Any) -> dict[str, Any]:
+    """Return ``schema`` as llguidance is to read it; it is changed in place.
+
+    Raises:
+        UserError: it holds something that would be ignored, or that takes too long to compile.
+    """
+    if not isinstance(schema, dict):
+        raise _refusal("", "is no object")
+    for name in ("$schema", "$id"):  # a dialect of its own, or another base for references, inside is refused
+        schema.pop(name, None)
+    walk = _Walk(schema)
+    definitions = [one for name in DEFINITIONS for one in _named(schema.get(name)).values()]
+    if walk.depth(schema) + sum(map(walk.depth, definitions)) > MAX_DEPTH:
+        raise _too_deep()
+    return schema
 
 
-class _Schema:
-    """Walks a schema, counts what is in it, and writes it again."""
+def check_pattern(text: str) -> None:
+    """Raise UserError for a regex that ends in half an escape, which llguidance drops."""
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise UserError("The regex ends in a single backslash.", r"Write \\ for the sign itself.")
 
-    def __init__(self, root: Any) -> None:
+
+class _Walk:
+    """One pass over a schema, with the budget of the request."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._num_schemas = self._num_values = self._sum_counts = 0
-        self._ms = 0.0
-        self._seen: set[int] = set()
-        self._references: list[tuple[str, str]] = []
-        self._lengths: set[str] = set()
+        self._size = 0
 
-    def checked(self) -> Any:
-        schema = self.check(self._root, "")
-        for reference, path in self._references:
-            if id(self._target(reference)) not in self._seen:
-                raise _refusal(f"{path}/$ref", "points to no schema in it")
-        return schema
-
-    def _target(self, reference: str) -> Any:
-        at = self._root
-        for part in reference.split("/")[1:]:
-            at = at.get(part) if isinstance(at, dict) else None
-        return at
-
-    def check(self, schema: Any, path: str) -> Any:
+    def depth(self, schema: Any, path: str = "", above: int = 1) -> int:
+        """Check a subschema that lies inside of ``above`` - 1 others -> levels of subschemas in it."""
         if not isinstance(schema, dict):
-            return schema  # true, false, or ill-formed, which xgrammar says
-        self._seen.add(id(schema))
-        given = {
-            name: value
-            for name, value in schema.items()
-            if name not in ANNOTATIONS and name not in DEFINITIONS
-        }
+            return 1  # true, false, or ill-formed, which llguidance refuses
+        if above > MAX_DEPTH:
+            raise _too_deep()
+        self._check_keywords(schema, path)
+        inner = [(name, schema[name]) for name in SCHEMA if name in schema]
+        for name in SCHEMAS:
+            each = schema.get(name)
+            inner += [(f"{name}/{i}", one) for i, one in enumerate(each)] if isinstance(each, list) else []
+        for name in NAMED_SCHEMAS if schema is not self._root else NAMED_SCHEMAS[:2]:
+            inner += [(f"{name}/{key}", one) for key, one in _named(schema.get(name)).items()]
+        for pattern in _named(schema.get("patternProperties")):
+            check_pattern(pattern)
+        return 1 + max((self.depth(one, f"{path}/{at}"[:200], above + 1) for at, one in inner), default=0)
+
+    def _check_keywords(self, schema: dict[str, Any], path: str) -> None:
+        given = [name for name in schema if name not in ANNOTATIONS and name not in DEFINITIONS]
+        self._charge(schema)
         for name in given:
             if name not in KEYWORDS:
-                raise _refusal(_at(path, name), "is not supported")
-        self._count(given)
-        choice = next((name for name in CHOICES if name in given), None)
-        if choice is not None:
-            _check_choice(choice, given, path)
-            if choice == "$ref":
-                self._references.append((str(given["$ref"]), path))
-            self._check_branches(given.get("oneOf"), path)
-        else:
-            given = _plain(given)
-            _check_type(given, path)
-            _check_text(given, path)
-            _check_object(given, path)
-            given = self._written(given)
-        return self._children(schema, given, path)
+                raise _refusal(f"{path}/{name}"[:200], "is not supported")
+        for name in ALONE:
+            if name in schema and len(given) > 1:
+                raise _refusal(f"{path}/{name}", "has keywords beside it, and is supported only alone")
+        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+            raise _refusal(f"{path}/allOf", "joins several schemas")
+        if "$ref" in schema and not re.fullmatch(r"#(/(\$defs|definitions)/[^/]+)?", str(schema["$ref"])):
+            raise _refusal(f"{path}/$ref", "points neither to # nor to a definition of the whole schema")
+        if "oneOf" in schema:
+            self._check_one_of(schema["oneOf"], path)
+        if isinstance(schema.get("pattern"), str):
+            check_pattern(schema["pattern"])
+        if "format" in schema:
+            form = str(schema["format"])[:100]
+            if form in FREE_FORMATS:
+                del schema["format"]
+            elif form not in FORMATS:
+                raise _refusal(f"{path}/format", f"is {form!r}, which is not supported")
+        least, required = schema.get("minProperties"), schema.get("required")
+        num_sure = len(required) if isinstance(required, list) else 0
+        if isinstance(least, int) and least > max(1, num_sure):
+            raise _refusal(
+                f"{path}/minProperties",
+                "is above 1 beside properties that are not required, which may come twice",
+            )
 
-    def _children(self, schema: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
-        nested = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
-        for name in (*nested, "propertyNames"):
-            if name in given:
-                given[name] = self.check(given[name], _at(path, name))
-        for name in ("prefixItems", "anyOf", "oneOf", "allOf"):
-            each = given.get(name)
-            if isinstance(each, list):
-                given[name] = [self.check(one, _at(path, f"{name}/{i}")) for i, one in enumerate(each)]
-        for name in ("properties", "patternProperties", *DEFINITIONS):
-            named = schema.get(name)
-            if isinstance(named, dict):
-                self._charge(BYTE_MS * _num_bytes(list(named)))
-                given[name] = {
-                    self._key(key, name): self.check(one, _at(path, f"{name}/{key}"))
-                    for key, one in named.items()
-                }
-        return given
+    def _charge(self, schema: dict[str, Any]) -> None:
+        values, multiple = schema.get("enum"), schema.get("multipleOf", 0)
+        self._size += SUBSCHEMA_SIZE + sum(size for name, size in KEYWORD_SIZES.items() if name in schema)
+        self._size += len(values) if isinstance(values, list) else 0
+        if type(multiple) in (int, float):
+            self._size += int("".join(map(str, Decimal(str(multiple)).as_tuple().digits))[:9] or 0)
+        if self._size > MAX_SCHEMA_SIZE:
+            raise UserError(
+                f"The json schema is larger than {MAX_SCHEMA_SIZE}, which takes too long to compile.",
+                "Use fewer subschemas, formats and values of enum, and a smaller multipleOf, or ask for a "
+                "json_object.",
+            )
 
-    def _key(self, key: str, name: str) -> str:
-        if name == "patternProperties":
-            pattern = check_pattern(key)
-            self._charge(pattern.ms + COUNT_MS)
-            return pattern.text
-        return key
-
-    def _written(self, given: dict[str, Any]) -> dict[str, Any]:
-        """``given`` with what it says of texts as a pattern, if that can be."""
-        self._charge(FORMAT_MS.get(str(given.get("format")), 0) + self._length_ms(given))
-        if not (pattern := _text_pattern(given)):
-            return given
-        self._charge(pattern.ms + COUNT_MS)
-        return {**{name: value for name, value in given.items() if name not in TEXT}, "pattern": pattern.text}
-
-    def _length_ms(self, given: dict[str, Any]) -> float:
-        """Equal lengths are compiled once."""
-        lengths = given.get("minLength"), given.get("maxLength")
-        longest = max((one for one in lengths if isinstance(one, int)), default=0)
-        if longest < 2 or "format" in given or str(lengths) in self._lengths:
-            return COUNT_MS if longest else 0.0
-        self._lengths.add(str(lengths))
-        return min(LENGTH_MS * longest, MAX_LENGTH_MS)
-
-    def _check_branches(self, branches: Any, path: str) -> None:
-        """xgrammar takes oneOf as anyOf, so no value may match two branches."""
-        each = [self._resolved(one) for one in branches] if isinstance(branches, list) else []
-        if len(each) > MAX_BRANCHES or not all(_are_disjoint(*pair) for pair in combinations(each, 2)):
+    def _check_one_of(self, branches: Any, path: str) -> None:
+        """Refuse ``oneOf`` unless no value can match two branches, since it is compiled as ``anyOf``."""
+        each = [_Branch(self._resolved(one)) for one in branches] if isinstance(branches, list) else []
+        objects = [set(branch.tags) for branch in each if branch.tags]
+        if not any(
+            _are_distinct(each, tag) for tag in (None, *sorted(set.intersection(*objects or [set()])))
+        ):
             raise UserError(
                 f"The json schema's {path.lstrip('/') or 'root'} has branches in oneOf that both may match.",
                 "Use anyOf, or tell them apart by type, or by a required property with different const.",
             )
 
     def _resolved(self, schema: Any) -> Any:
-        """What ``{"$ref": "#/$defs/name"}`` stands for."""
         parts = str(schema.get("$ref", "")).split("/") if isinstance(schema, dict) else []
-        if len(parts) != 3 or parts[0] != "#" or not isinstance(self._root, dict):
-            return schema
-        definitions = self._root.get(parts[1])
-        return definitions.get(parts[2]) if isinstance(definitions, dict) else schema
-
-    def _count(self, given: dict[str, Any]) -> None:
-        self._num_schemas += 1
-        values = given.get("enum")
-        self._num_values += len(values) if isinstance(values, list) else 0
-        self._sum_counts += sum(max(0, value) for name in COUNTS if isinstance(value := given.get(name), int))
-        for what, count, most in (
-            ("subschemas", self._num_schemas, MAX_SUBSCHEMAS),
-            ("values in enum", self._num_values, MAX_ENUM_VALUES),
-            ("as the sum of its lengths and counts", self._sum_counts, MAX_COUNT),
-        ):
-            if count > most:
-                raise UserError(
-                    f"The json schema has more than {most} {what}.", "Ask for less, or for a json_object."
-                )
-        constants = [given[name] for name in ("const", "enum", "required") if name in given]
-        ms = SCHEMA_MS + BYTE_MS * (_num_bytes(constants) if constants else 0)
-        ms += COUNT_MS * sum(name in given for name in COUNTS if not name.endswith("Length"))
-        ms += BOUND_MS * sum(name in given for name in BOUNDS)
-        multiple = given.get("multipleOf")
-        self._charge(ms + MULTIPLE_MS * (min(multiple, MAX_MULTIPLE) if isinstance(multiple, int) else 0))
-
-    def _charge(self, ms: float) -> None:
-        self._ms += ms
-        if self._ms > MAX_SCHEMA_MS:
-            raise UserError(
-                f"The json schema would take more than {MAX_SCHEMA_MS / 1000:.0f} seconds to compile.",
-                "Use fewer and shorter patterns, lengths, names and constants, or ask for a json_object.",
-            )
+        return _named(self._root.get(parts[1])).get(parts[2]) if len(parts) == 3 else schema
 
 
-def _at(path: str, name: str) -> str:
-    return f"{path}/{name}"[:200]
+class _Branch:
+    """The values of one branch of ``oneOf``, as far as they can be told from those of the others.
+
+    Attributes:
+        kinds: their types; an integer is a number. Empty when they are not known.
+        values: all of them, each with its type, when they are listed and neither arrays nor objects.
+        tags: of objects, the values of each required property that lists them.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        given = _named(schema)
+        listed = given.get("enum", [given["const"]] if "const" in given else None)
+        named = given.get("type")
+        kinds = named if isinstance(named, list) else [named]
+        self.kinds = {"number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str)}
+        self.values: list[tuple[str, Any]] | None = None
+        if isinstance(listed, list):
+            self.kinds = {_kind(value) for value in listed}
+            if not self.kinds & {"array", "object"}:
+                self.values = [(_kind(value), value) for value in listed]
+        self.tags: dict[str, list[tuple[str, Any]]] = {}
+        required = given.get("required")
+        if self.kinds == {"object"} and isinstance(required, list):
+            properties = _named(given.get("properties"))
+            inner = {name: _Branch(properties.get(name)) for name in required if isinstance(name, str)}
+            self.tags = {name: branch.values for name, branch in inner.items() if branch.values}
 
 
-def _num_bytes(value: Any) -> int:
-    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+def _are_distinct(branches: list[_Branch], tag: str | None) -> bool:
+    """Return True if no value matches two branches, of which objects may be told apart by their ``tag``."""
+    claims: list[Any] = []
+    whole, partly = set[str](), set[str]()
+    for branch in branches:
+        if not branch.kinds:
+            return False
+        if branch.values is not None:
+            claims += branch.values
+            partly |= branch.kinds
+        elif tag in branch.tags:
+            claims += [(tag, value) for value in branch.tags[str(tag)]]
+            partly.add("object")
+        else:
+            claims += branch.kinds
+            whole |= branch.kinds
+    return len(set(claims)) == len(claims) and not whole & partly
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _refusal(where: str, why: str) -> UserError:
@@ -230,153 +218,8 @@ def _refusal(where: str, why: str) -> UserError:
     )
 
 
-def _check_choice(choice: str, given: dict[str, Any], path: str) -> None:
-    """Beside a keyword that xgrammar reads alone there may be a type that says nothing new."""
-    value = given[choice]
-    where = f"{path}/{choice}"
-    values = [value] if choice == "const" else value if choice == "enum" else None
-    beside = [name for name in given if name != choice]
-    if beside == ["type"] and isinstance(values, list):
-        if not all(_has_type(one, given["type"]) for one in values):
-            raise _refusal(where, f"has values that are not of the type beside {choice}")
-    elif beside:
-        raise _refusal(f"{path}/{beside[0]}", f"stands beside {choice}, which is supported only alone")
-    if choice == "$ref" and not re.match(r"#(/|$)", str(value)):
-        raise _refusal(where, "points out of the schema")
-    if choice == "allOf" and isinstance(value, list) and len(value) > 1:
-        raise _refusal(where, "joins several schemas")
-
-
-def _has_type(value: Any, kind: Any) -> bool:
-    return any(one in _types_of(value) for one in _as_list(kind) if isinstance(one, str))
-
-
-def _types_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        whole = isinstance(value, int) or value.is_integer()
-        return {"number", "integer"} if whole else {"number"}
-    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
-    return {names.get(type(value), "null")}
-
-
-def _plain(given: dict[str, Any]) -> dict[str, Any]:
-    """Without what says nothing."""
-    form, low = given.get("format"), given.get("minLength")
-    result = dict(given)
-    if isinstance(form, str) and form in FREE_FORMATS:
-        del result["format"]
-    elif type(low) is int and low == 1 and isinstance(form, str) and form in NEVER_EMPTY:
-        del result["minLength"]
-    if type(low) is int and low <= 0:
-        del result["minLength"]
-    return result
-
-
-def _text_pattern(given: dict[str, Any]) -> Checked | None:
-    """What the whole text matches, for xgrammar; None when no pattern says it."""
-    if isinstance(given.get("pattern"), str):
-        return check_pattern(given["pattern"])
-    if "format" in given:
-        return Checked(URL, URL_MS) if "maxLength" in given else None
-    return None
-
-
-def _check_type(given: dict[str, Any], path: str) -> None:
-    """Without a type xgrammar takes anything, unless properties or items show what is meant."""
-    shown = ("properties", "additionalProperties", "items", "prefixItems")
-    if given and "type" not in given and not any(name in given for name in shown):
-        raise UserError(
-            f"The json schema's {path.lstrip('/') or 'root'} has {next(iter(given))} without a type.",
-            "Add the type.",
-        )
-    if "multipleOf" in given:
-        if given.get("type") != "integer":
-            raise _refusal(f"{path}/multipleOf", "is supported for the type integer alone")
-        if type(given["multipleOf"]) is not int or not 1 <= given["multipleOf"] <= MAX_MULTIPLE:
-            raise _refusal(f"{path}/multipleOf", f"is not an integer from 1 to {MAX_MULTIPLE}")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _check_text(given: dict[str, Any], path: str) -> None:
-    """Of a string's pattern, format and lengths xgrammar reads one."""
-    kinds: list[str] = [name for name in ("pattern", "format") if name in given]
-    kinds += ["minLength or maxLength"] if "minLength" in given or "maxLength" in given else []
-    is_long_uri = given.get("format") == "uri" and set(given) & set(TEXT) == {"format", "maxLength"}
-    if is_long_uri and type(given["maxLength"]) is int and given["maxLength"] >= MIN_URL_LENGTH:
-        return
-    if len(kinds) > 1:
-        raise _refusal(f"{path}/{kinds[0]}", f"stands beside {kinds[1]}, of which one is supported")
-    if "format" in given and str(given["format"]) not in FORMAT_MS:
-        raise _refusal(f"{path}/format", f"is {str(given['format'])[:100]!r}, which is not supported")
-
-
-def _check_object(given: dict[str, Any], path: str) -> None:
-    """Names are read in one way: listed, by a pattern, or any."""
-    properties, required = given.get("properties", {}), given.get("required", [])
-    if isinstance(properties, dict) and isinstance(required, list):
-        for name in required:
-            if str(name) not in properties:
-                raise UserError(
-                    f"The json schema's {path.lstrip('/') or 'root'} requires {str(name)[:100]!r}, which is "
-                    "not among its properties.",
-                    "Add it there.",
-                )
-    patterns, names = given.get("patternProperties"), given.get("propertyNames")
-    if isinstance(patterns, dict) and (len(patterns) > 1 or properties or names is not None):
-        raise _refusal(f"{path}/patternProperties", "stands beside other names, or has several patterns")
-    if patterns is not None and given.get("additionalProperties", False) is not False:
-        raise _refusal(f"{path}/patternProperties", "stands beside additionalProperties")
-    if names is not None and properties:
-        raise _refusal(f"{path}/propertyNames", "stands beside properties")
-    others = patterns is not None or names is not None or not properties
-    others |= any(
-        given.get(name, False) is not False for name in ("additionalProperties", "unevaluatedProperties")
+def _too_deep() -> UserError:
+    return UserError(
+        f"The json schema has more than {MAX_DEPTH} subschemas inside one another, references followed.",
+        "Use fewer or flatter definitions.",
     )
-    least, num_sure = (
-        given.get("minProperties"),
-        len(set(map(str, required))) if isinstance(required, list) else 0,
-    )
-    if others and isinstance(least, int) and least > max(1, num_sure):
-        raise _refusal(
-            f"{path}/minProperties", "is above 1 beside names that are not listed, which may come twice"
-        )
-
-
-def _are_disjoint(one: Any, other: Any) -> bool:
-    """Whether no value can match both, as far as types and constants show."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return False
-    values = _values(one), _values(other)
-    if values[0] is not None and values[1] is not None:
-        return not any(a == b for a in values[0] for b in values[1])
-    kinds = [_kinds(each) for each in (one, other)]
-    if all(kinds) and not kinds[0] & kinds[1]:
-        return True
-    both = _required(one).keys() & _required(other).keys()
-    return any(_are_disjoint(_required(one)[name], _required(other)[name]) for name in both)
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    values: Iterable[Any] | None = [schema["const"]] if "const" in schema else schema.get("enum")
-    return list(values)[:MAX_ENUM_VALUES] if isinstance(values, list) else None
-
-
-def _kinds(schema: dict[str, Any]) -> set[str]:
-    """Types of its values; an integer is a number too. Empty when they are not known."""
-    values = _values(schema)
-    if values is not None:
-        return set().union(*map(_types_of, values))
-    kinds = {kind for kind in _as_list(schema.get("type")) if isinstance(kind, str)}
-    return kinds | {"integer"} if "number" in kinds else kinds
-
-
-def _required(schema: dict[str, Any]) -> dict[str, Any]:
-    properties, required = schema.get("properties"), schema.get("required")
-    if not (isinstance(properties, dict) and isinstance(required, list)):
-        return {}
-    return {name: properties[name] for name in required if isinstance(name, str) and name in properties}

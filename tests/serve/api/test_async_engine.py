@@ -10,7 +10,6 @@ import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
-from eagle_kit.serve.api import async_engine
 from eagle_kit.serve.api.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
 
@@ -192,46 +191,32 @@ def test_a_shutdown_does_not_wait_for_a_grammar(scripted):
     run(scripted, check)
 
 
-def test_grammars_that_compile_too_long_are_refused_and_hold_no_other_up(scripted, monkeypatch):
-    monkeypatch.setattr(async_engine, "MAX_COMPILE_S", 0.1)
-    gate = threading.Event()
+def test_short_grammars_go_before_long_ones_and_those_of_clients_that_left_are_not_compiled(scripted):
+    gate, begun = threading.Event(), []
 
     async def check(llm, inner, engine):
-        slow = SamplingParams(max_tokens=200, grammar=Grammar("regex", "slow"))
-        quick = SamplingParams(max_tokens=200, grammar=Grammar("regex", "quick"))
-        inner.prepare = lambda request: request.params.grammar.text == "slow" and gate.wait(20)
-        for _ in range(async_engine.MAX_COMPILING):
-            (reply,) = await engine.add([llm.make_request([5], quick)])
-            assert (await reply.collect()).finish_reason == "stop"
-            with pytest.raises(UserError, match="seconds to compile"):
-                await engine.add([llm.make_request([5], slow)])
-        with pytest.raises(Overloaded, match="still compiles"):
-            await engine.add([llm.make_request([5], quick)])
+        def prepare(request):
+            begun.append(request.params.grammar.text)
+            gate.wait(20)
+
+        inner.prepare = prepare
+
+        def add(text):
+            params = SamplingParams(max_tokens=200, grammar=Grammar("regex", text))
+            return asyncio.create_task(engine.add([llm.make_request([5], params)]))
+
+        adding = []
+        for text in ("first", "the longest of all", "a client that left", "longer", "", "b", "a"):
+            adding.append(add(text))
+            await asyncio.sleep(0.02)
+        adding[2].cancel()
+        await asyncio.sleep(0.02)
         gate.set()
-        while engine._num_compiling:
-            await asyncio.sleep(0.01)
-        (reply,) = await engine.add([llm.make_request([5], quick)])
-        assert (await reply.collect()).finish_reason == "stop" and engine._num_reserved == 0
-
-    run(scripted, check)
-
-
-def test_a_client_that_goes_while_its_grammar_is_compiled_holds_no_other_up(scripted):
-    gate = threading.Event()
-
-    async def check(llm, inner, engine):
-        slow = SamplingParams(max_tokens=200, grammar=Grammar("regex", "slow"))
-        quick = SamplingParams(max_tokens=200, grammar=Grammar("regex", "quick"))
-        inner.prepare = lambda request: request.params.grammar.text == "slow" and gate.wait(20)
-        adding = asyncio.ensure_future(engine.add([llm.make_request([5], slow)]))
-        await asyncio.sleep(0.05)
-        adding.cancel()
-        async with asyncio.timeout(5):
-            (reply,) = await engine.add([llm.make_request([5], quick)])
+        for (reply,) in await asyncio.gather(*adding[:2], *adding[3:]):
             assert (await reply.collect()).finish_reason == "stop"
-        gate.set()
+        assert begun == ["first", "", "b", "a", "longer", "the longest of all"] and engine._num_reserved == 0
 
-    run(scripted, check)
+    run(scripted, check, capacity=8)
 
 
 def test_the_process_ends_while_a_grammar_is_compiled():
@@ -244,7 +229,7 @@ async def main():
     inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
     engine = AsyncEngine(inner, capacity=4)
     engine.start()
-    adding = asyncio.ensure_future(engine.add([Any(params=Any(grammar=1), match=None)]))
+    adding = asyncio.ensure_future(engine.add([Any(params=Any(grammar=Any(text='a')), match=None)]))
     await asyncio.sleep(0.1)
     await engine.shutdown(1)
     print(type((await asyncio.gather(adding, return_exceptions=True))[0]).__name__)
