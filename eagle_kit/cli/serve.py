@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             type=float,
             default=1.0,
             metavar="P",
-            help="LOSSY below 1: keep more drafts than the target would (default %(default)s)",
+            help="LOSSY below 1: keep more drafts than the target's distribution allows (default %(default)s)",
         )
     for name, value in (
         ("min-match-window-size", 1),
@@ -250,8 +250,7 @@ def drafting(args: argparse.Namespace) -> dict[str, Any]:
         if args.speculative_sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
         say(
-            "warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's "
-            "distribution."
+            "warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target's distribution."
         )
         options["verifier"] = Relaxed(single, acc)
     prefix = "speculative_ngram_"

@@ -57,8 +57,8 @@ def _window(tokens, parents, b, nodes, NPAD: tl.constexpr):
 
 
 @triton.jit
-def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted,
-            nodes, vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted, nodes,
+            vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
             CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
@@ -256,8 +256,8 @@ def _excess(rows, stats, last, sums, q, tokens, excess, steps, vocab, chunks, DE
 
 
 @triton.jit
-def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted,
-           steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted, steps,
+           vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
            SPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
@@ -412,9 +412,8 @@ def accept_stochastic(
         groups = options["CHUNK"] // _LANE.value
         parts = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
         _walk[(b,)](
-            *rows, probs if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
-            parts, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab, num_chunks(vocab),
-            steps,
+            *rows, probs if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales, parts,
+            *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab, num_chunks(vocab), steps,
             SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
             **options,
         )  # fmt: skip

@@ -472,8 +472,8 @@ def sample(
     if out.numel():
         totals = chunk_sums(rows) if sums is None else sums
         _draw[(out.numel(),)](
-            rows, uniforms, rows if stats is None else stats, rows if last is None else last, totals, out,
-            vocab, num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
+            rows, uniforms, rows if stats is None else stats, rows if last is None else last, totals, out, vocab,
+            num_chunks(vocab), DENSE=sums is None, **sizes(vocab),
         )  # fmt: skip
     return out
 

@@ -29,7 +29,7 @@ from eagle_kit.speculation.verify.proposal import (
     TargetOnly,
     accept,
 )
-from tests.kernels import test_accept_distributions as enumerated
+from tests.kernels.accept import test_accept_distributions as enumerated
 
 S = 4
 PARENTS = [0, 0, 0, 0, 1, 1, 4, 6]
