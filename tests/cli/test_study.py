@@ -41,6 +41,7 @@ def study(tmp_path, monkeypatch):
     return file
 
 
+@pytest.mark.slow
 def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsys):
     words = ["study", str(study), "--stop-after", "1s"]
     script = f"import sys; from eagle_kit.cli.app import main; sys.exit(main({words!r}))"
@@ -128,6 +129,7 @@ def prepared(study, tmp_path):
     return study, replies
 
 
+@pytest.mark.slow
 def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
     study, replies = prepared
     assert main(["study", str(study), "--dry-run"]) == 0

@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.place import pick
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "tests" / "kernels").glob("test_*_triton.py"))
+FILES = sorted((ROOT / "tests" / "kernels").rglob("test_*_triton.py"))
 
 
 @pytest.mark.parametrize("file", pick(FILES, FILES[:1]), ids=lambda file: file.stem)

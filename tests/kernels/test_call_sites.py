@@ -23,7 +23,7 @@ WAITING: dict[str, str] = {
     "accept_greedy": "for predictions that a caller has; the engine has logits: accept_most_likely",
 }
 """Operations without a call site, and why."""
-CALLERS = ("models", "serve", "speculation", "train")
+CALLERS = ("kv", "models", "serve", "speculation", "train")
 """Packages of the engine and of the trainer; their benchmarks do not count."""
 
 

@@ -134,9 +134,9 @@ def trained():
     return trained_models()
 
 
-@pytest.fixture(scope="module")
-def plain_counts(trained):
-    return _pair_counts(trained, 20_000, shape=None)
+@pytest.fixture(scope="module", params=[4_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def plain_counts(trained, request):
+    return _pair_counts(trained, request.param, shape=None)
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,21 @@ def plain_counts(trained):
         {"shape": "3,3,8", "seed": 5, "verifier": Relaxed(1.0, 1.0)},
     ],
 )
-def test_twenty_thousand_continuations_have_the_distribution_of_plain_sampling(
-    trained, plain_counts, options
-):
+def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
     """Two samples of one distribution: chi-square of their difference, over pairs of later tokens."""
-    counts = _pair_counts(trained, 20_000, **options)
+    count = int(plain_counts.sum())
+    counts = _pair_counts(trained, count, **options)
     both = counts + plain_counts
     seen = both > 20
     distance = ((counts - plain_counts) ** 2 / both)[seen].sum()
     freedom = int(seen.sum()) - 1
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
-    assert counts[~seen].sum() < 200
+    assert counts[~seen].sum() < 0.01 * count
 
 
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
-    counts = _pair_counts(trained, 20_000, shape="3,3,8", seed=6, verifier=Relaxed(0.1, 0.3))
+    options = {"shape": "3,3,8", "seed": 6, "verifier": Relaxed(0.1, 0.3)}
+    counts = _pair_counts(trained, int(plain_counts.sum()), **options)
     both = counts + plain_counts
     seen = both > 20
     freedom = int(seen.sum()) - 1

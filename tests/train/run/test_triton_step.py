@@ -9,7 +9,6 @@ from tiny import tiny_head, tiny_target
 from eagle_kit.kernels.backend import use
 from eagle_kit.train.algorithm.teacher import capture_features
 from eagle_kit.train.algorithm.ttt import plan_row, ttt_forward_backward
-from tests.kernels.conftest import triton_device as triton_device
 
 STEPS, LENGTH = 3, 45
 CALLS = {  # a layer of the target, a step of training-time test, its backward, a block of rows
