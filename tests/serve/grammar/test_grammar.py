@@ -15,8 +15,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.request import Grammar, SamplingParams
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.serve.grammar import compiler as grammar_module
 from eagle_kit.serve.grammar.compiler import MAX_FILL_S, GrammarCompiler, GrammarMatch, _Aside
-from eagle_kit.serve.grammar.compiler import compiler as grammar_module
 from eagle_kit.serve.llm import LLM
 
 SCHEMA = {
@@ -261,4 +261,6 @@ def test_a_dot_of_a_regex_is_no_line_end(llm):
 def test_large_counts_compile(llm, kind):
     compiler = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, [2])
     schema = {"type": "string", "pattern": "^[a-z]{1,300}$"}
-    compiler.start(Grammar(kind, "[a-z]{1,300}" if kind == "regex" else json.dumps(schema)))
+    match = compiler.start(Grammar(kind, "[a-z]{1,300}" if kind == "regex" else json.dumps(schema)))._matcher
+    quote = "" if kind == "regex" else '"'
+    assert match.accept_string(quote + "a" * 300) and not match.accept_string("a")
