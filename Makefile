@@ -16,8 +16,8 @@ TORCH_INDEX ?=
 MINUTES ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-# Processes of the tests, one thread each: WORKERS=0 runs them in one, for a debugger.
-WORKERS ?= $(CORES)
+# Processes of the tests, one thread each, at most 16; WORKERS=0 runs them in one, for a debugger.
+WORKERS ?= $(shell echo $$(($(CORES) < 16 ? $(CORES) : 16)))
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 15
 
 help: ## list the targets
