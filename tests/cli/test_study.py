@@ -200,6 +200,7 @@ def _command(study, replies):
     return yaml.safe_load(study.read_text())["prepare"][str(replies)]
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
     study, replies = prepared
     raw = yaml.safe_load(study.read_text())
