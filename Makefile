@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-all lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,20 +16,27 @@ TORCH_INDEX ?=
 MINUTES ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# Processes of the tests, one thread each, at most 16; WORKERS=0 runs them in one, for a debugger.
+WORKERS ?= $(shell echo $$(($(CORES) < 16 ? $(CORES) : 16)))
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 15
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: install ## train a head for MINUTES minutes, serve it, measure it beside the shipped one
 	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
 	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
 
-test: install ## run the tests
-	@echo "== tests, $(CORES) threads"
-	@OMP_NUM_THREADS=$(CORES) $(BIN)/python -m pytest -q $(ARGS)
+test: install ## run the tests but those marked slow, at most 6 minutes on two cores
+	@echo "== tests, $(WORKERS) processes"
+	@$(PYTEST) -m "not slow" $(ARGS)
 
-lint: install ## ruff, mypy, import layers
-	@echo "== ruff"; $(BIN)/ruff check .
+test-all: install ## run all tests, at most 15 minutes on two cores
+	@echo "== all tests, $(WORKERS) processes"
+	@$(PYTEST) $(ARGS)
+
+lint: install ## ruff (checks and format), mypy, import layers
+	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "== mypy"; $(BIN)/mypy
 	@echo "== import-linter"; $(BIN)/lint-imports
 

@@ -15,6 +15,18 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
+@pytest.fixture(scope="session")
+def triton_device() -> str:
+    """Where Triton kernels run: `cuda`, or `cpu` under the repaired interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return "cuda"
+    from eagle_kit.kernels.interpreter import repair
+
+    repair()
+    return "cpu"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` without a CUDA device and `real` without the demo's packages."""
     missing = [

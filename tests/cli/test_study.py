@@ -41,6 +41,7 @@ def study(tmp_path, monkeypatch):
     return file
 
 
+@pytest.mark.slow
 def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsys):
     words = ["study", str(study), "--stop-after", "1s"]
     script = f"import sys; from eagle_kit.cli.app import main; sys.exit(main({words!r}))"
@@ -128,6 +129,7 @@ def prepared(study, tmp_path):
     return study, replies
 
 
+@pytest.mark.slow
 def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
     study, replies = prepared
     assert main(["study", str(study), "--dry-run"]) == 0
@@ -188,6 +190,7 @@ def _command(study, replies):
     return yaml.safe_load(study.read_text())["prepare"][str(replies)]
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
     study, replies = prepared
     raw = yaml.safe_load(study.read_text())

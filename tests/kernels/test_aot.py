@@ -66,6 +66,24 @@ def test_faults_are_found(tmp_path):
     assert any("stack" in fault or "shared" in fault for fault in reports["spills"]["faults"])
 
 
+FIRST = """
+import dataclasses, json
+from eagle_kit.kernels.aot import compile_variant, kernel_modules, load_variants
+
+for module in kernel_modules():
+    variant = load_variants(module)[0]
+    print(json.dumps(dataclasses.asdict(compile_variant(variant, variant.archs[-1]))))
+"""
+
+
+def test_the_first_variant_of_every_kernel_compiles(tmp_path):
+    script = tmp_path / "first.py"
+    script.write_text(FIRST)
+    reports = run(str(script))
+    assert [(r["name"], r["faults"]) for r in reports if r["faults"]] == [] and len(reports) > 10
+
+
+@pytest.mark.slow
 def test_what_ships_compiles():
     reports = run("-m", "eagle_kit.kernels.aot")
     assert [(r["name"], r["arch"], r["faults"]) for r in reports if r["faults"]] == []

@@ -130,16 +130,16 @@ def replies(backend=None, shape="3,1,4", max_tokens=24, device="cpu", prompts=PR
     return llm, [answer.token_ids for answer in answers]
 
 
-def test_an_engine_by_kernels_says_what_the_reference_says(triton_device):
+@pytest.mark.parametrize("kv_dtype", [pytest.param("auto", marks=pytest.mark.slow), "fp8_e4m3"])
+def test_an_engine_by_kernels_says_what_the_reference_says(triton_device, kv_dtype):
     """A prompt in chunks beside another, then one that is in the prefix cache, and some cycles."""
     needs_fp8(triton_device)
     prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
     options = {"max_tokens": 2, "prefill_tokens": 12, "page_size": 4, "shape": "1,1,2", "prompts": prompts}
-    for kv_dtype in ("auto", "fp8_e4m3"):
-        sizes = {"kv_dtype": kv_dtype, "device": triton_device, **options}
-        (llm, ours), (_, theirs) = replies("triton", **sizes), replies("reference", **sizes)
-        assert ours == theirs and ours[0] == ours[2]
-        assert llm.engine().totals.num_cached_prompt_tokens == 16
+    sizes = {"kv_dtype": kv_dtype, "device": triton_device, **options}
+    (llm, ours), (_, theirs) = replies("triton", **sizes), replies("reference", **sizes)
+    assert ours == theirs and ours[0] == ours[2]
+    assert llm.engine().totals.num_cached_prompt_tokens == 16
 
 
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])

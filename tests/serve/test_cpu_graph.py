@@ -223,8 +223,15 @@ def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):
         check_recorded(graphs)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("tree", "sampled"),
+    [
+        ("dynamic", False),
+        ("static", True),
+        pytest.param("dynamic", True, marks=pytest.mark.slow),
+        pytest.param("static", False, marks=pytest.mark.slow),
+    ],
+)
 def test_lengths_that_grow_over_columns_change_nothing(tree, sampled):
     target = tiny_target(vocab_size=64)
     head = tiny_head(target, 50)

@@ -128,14 +128,22 @@ def _pair_counts(models, count, **engine_options) -> torch.Tensor:
     return torch.bincount(pairs, minlength=121).double()
 
 
+def _chi_square(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
+    """Chi-square of the difference of two samples of one size, and its degrees of freedom. Rare values count
+    together."""
+    rare = one + other <= 20
+    one, other = (torch.cat((counts[~rare], counts[rare].sum()[None])) for counts in (one, other))
+    return float(((one - other) ** 2 / (one + other).clamp(min=1)).sum()), len(one) - 1
+
+
 @pytest.fixture(scope="module")
 def trained():
     return trained_models()
 
 
-@pytest.fixture(scope="module")
-def plain_counts(trained):
-    return _pair_counts(trained, 20_000, shape=None)
+@pytest.fixture(scope="module", params=[4_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def plain_counts(trained, request):
+    return _pair_counts(trained, request.param, shape=None)
 
 
 @pytest.mark.parametrize(
@@ -148,27 +156,16 @@ def plain_counts(trained):
         {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
     ],
 )
-def test_twenty_thousand_continuations_have_the_distribution_of_plain_sampling(
-    trained, plain_counts, options
-):
+def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
     """Two samples of one distribution: chi-square of their difference, over pairs of later tokens."""
-    counts = _pair_counts(trained, 20_000, **options)
-    both = counts + plain_counts
-    seen = both > 20
-    distance = ((counts - plain_counts) ** 2 / both)[seen].sum()
-    freedom = int(seen.sum()) - 1
+    distance, freedom = _chi_square(_pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
-    assert counts[~seen].sum() < 200
 
 
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
-    counts = _pair_counts(
-        trained, 20_000, shape="3,3,8", seed=6, accept_threshold_single=0.1, accept_threshold_acc=0.3
-    )
-    both = counts + plain_counts
-    seen = both > 20
-    freedom = int(seen.sum()) - 1
-    assert ((counts - plain_counts) ** 2 / both)[seen].sum() > freedom + 10 * (2 * freedom) ** 0.5
+    options = {"shape": "3,3,8", "seed": 6, "accept_threshold_single": 0.1, "accept_threshold_acc": 0.3}
+    distance, freedom = _chi_square(_pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
+    assert distance > freedom + 10 * (2 * freedom) ** 0.5
 
 
 def test_sampled_drafts_leave_greedy_requests_alone(models):

@@ -1,6 +1,6 @@
-"""Two hundred thousand random events: whatever arrives, stops, is aborted or sent back, no page or token is
-lost. The models are replaced by random results; scheduler, prefix cache, n-gram log and engine are the real
-ones."""
+"""Random events, two hundred thousand in all with the slow ones: whatever arrives, stops, is aborted or sent
+back, no page or token is lost. The models are replaced by random results; scheduler, prefix cache, n-gram log
+and engine are the real ones."""
 
 import random
 from types import SimpleNamespace
@@ -100,6 +100,7 @@ def _prompt(rng: random.Random) -> list[int]:
     return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
 
 
+@pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("page_size", "lag", "shape", "with_ngram", "share_of_grammars"),
     [
@@ -111,7 +112,7 @@ def _prompt(rng: random.Random) -> list[int]:
         (1, 1, "4,1,5", True, 0.2),
     ],
 )
-def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, share_of_grammars):
+def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, share_of_grammars, num_events):
     rng = random.Random(page_size)
     options = {"algorithm": "NGRAM", "ngram": {"capacity": 500}} if with_ngram else {}
     sizes = {"kv_tokens": 128, "page_size": page_size, "prefill_tokens": 24, "lag": lag}
@@ -127,7 +128,7 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
     alive: list[Request] = []
     finished: list[Request] = []
     number, events = 0, 0
-    while events < 33_400:
+    while events < num_events:
         events += 1
         event = rng.random()
         if event < 0.25 and engine.num_waiting < 20:
@@ -163,8 +164,9 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
     reasons = engine.totals.num_finished
-    assert all(reasons[reason] > 50 for reason in ("stop", "length", "context", "abort")), reasons
-    assert engine.totals.num_preemptions > 50 and engine.page_pool.num_evicted > 100
-    assert engine.totals.num_cached_prompt_tokens > 1000
+    often = num_events // 700
+    assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort")), reasons
+    assert engine.totals.num_preemptions > often and engine.page_pool.num_evicted > 2 * often
+    assert engine.totals.num_cached_prompt_tokens > 20 * often
     if with_ngram:
-        assert not engine._num_indexed and engine.totals.num_draft_tokens > 1000
+        assert not engine._num_indexed and engine.totals.num_draft_tokens > 20 * often

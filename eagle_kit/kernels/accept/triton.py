@@ -59,8 +59,8 @@ def _window(tokens, parents, b, nodes, NPAD: tl.constexpr):
 
 
 @triton.jit
-def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted, nodes,
-            vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
+def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted,
+            nodes, vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
             CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
@@ -258,8 +258,8 @@ def _excess(rows, stats, last, sums, q, tokens, excess, steps, vocab, chunks, DE
 
 
 @triton.jit
-def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted, steps,
-           vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted,
+           steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
            SPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)

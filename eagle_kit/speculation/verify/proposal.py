@@ -150,8 +150,8 @@ def accept(
             )
     raise TypeError(
         f"{type(verifier).__name__} is not sound for {type(proposal).__name__} drafts. Use "
-        "TargetOnly or Relaxed for Deterministic, RejectionSampling or BlockVerification for SampledChain, RejectionSampling for "
-        "SampledTree."
+        "TargetOnly or Relaxed for Deterministic, RejectionSampling or BlockVerification for SampledChain, "
+        "RejectionSampling for SampledTree."
     )
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -123,10 +124,12 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
     )
 
 
+@cache
 def measure_matmul_rate(
     device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 0.4
 ) -> float:
-    """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device now, in FLOP/s."""
+    """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device in FLOP/s, measured once a
+    process."""
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
     x, w = (torch.randn(rows, 1024, device=device, dtype=dtype, generator=generator) for rows in (1024, 4096))
     flops = 2.0 * 1024 * 1024 * 4096

@@ -16,7 +16,10 @@ import torch
 from eagle_kit.checkpoints.draft import load_draft
 
 REPOSITORY = Path(__file__).parents[3]
-STRATEGIES = ("multi-gpu", "fsdp2", "zero2", "zero3")
+STRATEGIES = (
+    "fsdp2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("multi-gpu", "zero2", "zero3")),
+)
 TRAINING = {"ttt_length": 3, "learning_rate": 1e-3, "epochs": 20, "sequences_per_step": 4, "warmup_steps": 1}
 NAMED = {
     "fsdp2": ("sharded-target=training.target_placement=fsdp training.cache_hidden_states=disk",),

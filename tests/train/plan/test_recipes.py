@@ -211,7 +211,12 @@ def test_a_file_with_everything_set_can_be_overridden(tmp_path: Path, overrides:
         "target: t\noutput_dir: o\ndata: {source: chats.jsonl}\njudge: {every: 9, prompts: 5}\ntraining: "
         "{warmup_steps: 9, min_learning_rate_ratio: 0.03, epochs: 2, max_steps: 99, step_decay: 0.8}\n"
     )
-    load_config(TrainConfig, path, overrides)
+    config = load_config(TrainConfig, path, overrides).model_dump()
+    for override in overrides:
+        name, _, text = override.partition("=")
+        section, _, key = name.partition(".")
+        value = config[section][key]
+        assert (list(value) if isinstance(value, tuple) else value) == yaml.safe_load(text)
 
 
 def test_noise_on_states_that_a_head_does_not_read_is_refused(tmp_path: Path) -> None:

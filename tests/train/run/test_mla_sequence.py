@@ -59,7 +59,10 @@ def target(tmp_path_factory: pytest.TempPathFactory):
     return root
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-mla", "eagle1", "mtp"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "eagle3-mla", "eagle1"))],
+)
 def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState
 

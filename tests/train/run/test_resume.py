@@ -53,7 +53,7 @@ def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) 
     assert run.metrics() == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     make_run: Callable, number: signal.Signals
 ) -> None:
@@ -123,6 +123,7 @@ def test_two_processes_started_by_torchrun_equal_one(make_run: Callable) -> None
     assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "1") == 0

@@ -11,7 +11,6 @@ from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.teacher import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
-from tests.kernels.conftest import triton_device as triton_device
 
 STEPS, LENGTH = 3, 45
 CALLS = {  # a layer of the target, a step of training-time test, its backward, a block of rows

@@ -2,7 +2,10 @@
 
 import json
 import random
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,7 +21,15 @@ VERBS = ("sees", "likes", "finds", "makes")
 
 
 def make_target(folder: Path, *, seed: int = 0) -> Path:
-    """Save a two-layer Llama (hidden 64, byte vocabulary) as a Hugging Face folder."""
+    """Save a four-layer Llama (hidden 64, byte vocabulary) as a Hugging Face folder."""
+    shutil.copytree(_saved_target(seed).name, folder, dirs_exist_ok=True)
+    torch.manual_seed(seed)  # whether the model was made just now or before
+    return folder
+
+
+@cache
+def _saved_target(seed: int) -> "TemporaryDirectory[str]":
+    """The folder that the others are copies of, made once a process and removed with it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,7 +44,8 @@ def make_target(folder: Path, *, seed: int = 0) -> Path:
     )
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    saved = TemporaryDirectory()
+    fast.save_pretrained(saved.name)
 
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -49,8 +61,8 @@ def make_target(folder: Path, *, seed: int = 0) -> Path:
         bos_token_id=1,
         initializer_range=0.25,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    LlamaForCausalLM(config).save_pretrained(saved.name)
+    return saved
 
 
 def make_conversations(path: Path, *, count: int = 40, seed: int = 0) -> Path:
