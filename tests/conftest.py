@@ -37,15 +37,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("real") and missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
-
-
-@pytest.fixture(scope="session")
-def triton_device() -> str:
-    """Device of the Triton kernels: ``cuda``, or ``cpu`` under the repaired interpreter."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        return "cuda"
-    from eagle_kit.kernels.interpreter import repair
-
-    repair()
-    return "cpu"

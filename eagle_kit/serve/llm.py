@@ -86,7 +86,7 @@ class LLM:
                 self.tokenizer = load_tokenizer(folder)
         pack_weights(self.target)
         if self._options.kv_dtype == "fp8_e4m3":
-            _check_fp8(self.target.embed_tokens.weight.device)
+            check_fp8(self.target.embed_tokens.weight.device)
         self._engine: Engine | None = None
         self._numbers = itertools.count()
         self.memory_plan: MemoryPlan | None = None
@@ -322,7 +322,8 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _check_fp8(device: torch.device) -> None:
+def check_fp8(device: torch.device) -> None:
+    """Raise UserError for a GPU that cannot read keys and values in fp8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
             "Keys and values in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or later.",

@@ -15,8 +15,7 @@ from eagle_kit.kernels.rope import reference as rope
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.keys_values import PagedKV, Segment
 from eagle_kit.kv.store import PoolLayout
-from eagle_kit.serve import llm as facade
-from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.llm import LLM, check_fp8
 
 FP8 = torch.float8_e4m3fn
 CHUNKS = ((1, 4, 1), (5, 30, 12), (9, 10, 9))
@@ -154,9 +153,10 @@ def test_speculation_over_an_fp8_pool_is_plain_decoding_over_it(shape):
 
 
 def test_what_fp8_cannot_do_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="dtype 'int4' is not known"):
+    with pytest.raises(UserError, match="kv_dtype is 'int4'"):
         replies(kv_dtype="int4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(UserError, match=r"compute capability 8\.9"):
-        facade._kv_dtype("fp8_e4m3", torch.device("cuda"))
-    assert facade._kv_dtype("auto", torch.device("cuda")) is None
+        check_fp8(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_fp8(torch.device("cuda"))

@@ -126,12 +126,12 @@ def entered(models, kind, prompts, **options) -> torch.Tensor:
         drafter = engine.runner.drafter
         propose = drafter.propose
 
-        def recorded(state, roots, seq_lens, page_table, *rest):
-            slots = torch.arange(int(seq_lens[0]) + 1)[None]
+        def recorded(state, *rest):
+            slots = torch.arange(int(state.seq_lens[0]) + 1)[None]
             for store in getattr(drafter, "stores", [drafter.kv]):
-                rows = store.slots(page_table[:1], slots)[0, store.first_slot :]
+                rows = store.slots(state.page_table[:1], slots)[0, store.first_slot :]
                 found.setdefault(len(slots[0]), []).append(store.tensors[0][:, ..., rows, :].clone())
-            return propose(state, roots, seq_lens, page_table, *rest)
+            return propose(state, *rest)
 
         drafter.propose = recorded
 
@@ -175,8 +175,8 @@ def test_a_proposed_chain_is_that_of_the_published_forward(models, count, prompt
         drafter = engine.runner.drafter
         propose = drafter.propose
 
-        def recorded(*args):
-            proposals.append((int(args[2][0]), propose(*args)))
+        def recorded(state, *rest):
+            proposals.append((int(state.seq_lens[0]), propose(state, *rest)))
             return proposals[-1][1]
 
         drafter.propose = recorded

@@ -164,7 +164,7 @@ def test_fake_tensors_pass():
         k = torch.ones(2, 3, 9, 4)
         rows = torch.ones(2, dtype=torch.int64)
         commit_path(k, None, rows[:, None], 2, rows[:, None], rows, rows, 5, 2, backend="triton")
-    assert all(isinstance(x, FakeTensor) and x.shape == (2, 3, 9, 4) for x in (k, v))
+    assert isinstance(k, FakeTensor) and k.shape == (2, 3, 9, 4)
 
 
 def test_the_operators_declare_what_they_do(triton_device):

@@ -83,8 +83,8 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
     drafter = engine.runner.drafter
     propose = drafter.propose
 
-    def recorded(*args):
-        proposals.append((args[2].item(), propose(*args)))
+    def recorded(state, *rest):
+        proposals.append((state.seq_lens.item(), propose(state, *rest)))
         return proposals[-1][1]
 
     drafter.propose = recorded

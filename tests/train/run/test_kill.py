@@ -56,7 +56,7 @@ for output, (owner, name, times, after) in outputs.items():
 """
 MOMENTS = {  # what is called for the n-th time, and whether the kill comes after it; save_every is 2
     "before-the-first-save": ("safetensors", "save_file", 1, False),
-    "between-optimizer-and-counters": ("torch", "save", 4, True),
+    "between-optimizer-and-counters": ("torch", "save", 2, True),
     "after-the-rename": ("folder", "rotate", 2, False),
     "while-an-old-one-is-deleted": ("os", "unlink", 2, True),
     "behind-a-row-of-metrics": ("rows", "append", 5, True),
