@@ -14,7 +14,7 @@ RESULTS = Path("kernels/results")
 
 @dataclass(frozen=True)
 class Options:
-    """How a benchmark runs.
+    """Options of a benchmark run.
 
     Attributes:
         out: the JSON file; None is a new one.

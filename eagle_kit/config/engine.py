@@ -155,7 +155,7 @@ class EngineConfig(Options):
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether a threshold makes acceptance lossy."""
+        """True if a threshold makes acceptance lossy."""
         return (self.accept_threshold_single, self.accept_threshold_acc) != (1.0, 1.0)
 
     def resolve(

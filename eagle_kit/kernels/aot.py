@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SHARED_BYTES = {80: 166912, 90: 232448}
-"""What one program may use, by compute capability: A100, H100 and H200."""
+"""Limits of one program, by compute capability: A100, H100 and H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compiler made of a variant; ``faults`` is empty when all is as it should be."""
+    """Compiler output of a variant; ``faults`` is empty when all is as it should be."""
 
     name: str
     arch: int
@@ -157,7 +157,7 @@ def kernel_modules() -> list[str]:
 
 
 def load_variants(module: str) -> list[Variant]:
-    """What a module ships: the result of its ``variants()``."""
+    """Variants that a module ships: the result of its ``variants()``."""
     return list(importlib.import_module(module).variants())
 
 

@@ -47,7 +47,7 @@ class Check(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the error is a rounding error."""
+        """True if the error is a rounding error."""
         return self.error <= TOLERANCE
 
 

@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _reads(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation gives a number, or a tensor whose size depends on numbers."""
+    """Return True if an operation returns a number, or a tensor whose size depends on numbers."""
     name = function._schema.name
     if name == "aten::index":
         kinds = [index.dtype for index in args[1] if index is not None]
@@ -290,7 +290,7 @@ def _as_written() -> Iterator[None]:
 
 
 def available() -> bool:
-    """Whether this torch has the parts of TorchScript that recordings need."""
+    """Return True if this torch has the parts of TorchScript that recordings need."""
     needed = ("Graph", "_create_function_from_graph", "_set_graph_executor_optimize", "TupleType")
     return all(hasattr(torch._C, name) for name in needed)
 

@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has something to do."""
+        """True if :meth:`step` has something to do."""
         return bool(self.scheduler.running or self.num_waiting or self._pending)
 
     @property

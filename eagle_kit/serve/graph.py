@@ -56,7 +56,7 @@ class CycleGraphs(Protocol):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether graphs are made for the longest context and few kinds of batches, not for those at hand."""
+        """True if graphs are made for the longest context and few kinds of batches, not for those at hand."""
 
     @property
     def num_graphs(self) -> int:

@@ -73,7 +73,7 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether part of the prompt is still to be computed."""
+        """True if part of the prompt is still to be computed."""
         return self.num_computed < self.num_to_compute
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -76,12 +76,12 @@ class SamplingTables:
 
 
 def counts_tokens(sampling: SamplingBatch) -> bool:
-    """Whether a request's distribution depends on the tokens of its reply."""
+    """Return True if a request's distribution depends on the tokens of its reply."""
     return any(part is not None for part in (sampling.repetition, sampling.frequency, sampling.presence))
 
 
 def is_rare(sampling: SamplingBatch) -> bool:
-    """Whether logits are adjusted before they are filtered, which takes tables of the vocabulary. Such
+    """Return True if logits are adjusted before they are filtered, which takes tables of the vocabulary. Such
     batches are not captured: there would be a graph for every combination of adjustments."""
     return counts_tokens(sampling) or sampling.bias is not None
 

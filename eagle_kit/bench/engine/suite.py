@@ -34,7 +34,7 @@ K = 1024
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: ``points`` of (batch, context) as graphs, ``eager_points`` without graphs,
+    """Measured cases: ``points`` of (batch, context) as graphs, ``eager_points`` without graphs,
     ``contexts`` and ``windows`` of verification at batch 1."""
 
     points: tuple[tuple[int, int], ...] = (

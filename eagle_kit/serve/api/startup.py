@@ -92,7 +92,7 @@ class SelfTest:
 
     @property
     def is_low(self) -> bool:
-        """Whether tokens per verify are so few that a weak head does not explain them."""
+        """True if tokens per verify are so few that a weak head does not explain them."""
         return 0 < self.accept_length < LOW_ACCEPT_LENGTH["tree" if self.is_tree else "chain"]
 
 

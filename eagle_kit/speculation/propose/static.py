@@ -106,7 +106,7 @@ class StaticDrafter(SampledDrafter):
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     topology = Topology.parse(EAGLE1_CHOICES)
     samples = False
-    """Whether siblings are sampled for requests that sample."""
+    """True if siblings are sampled for requests that sample."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

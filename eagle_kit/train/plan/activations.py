@@ -19,7 +19,7 @@ GPU_LOGIT_ROWS = 4096
 
 
 class Numerics(NamedTuple):
-    """What decides how many bytes a saved value takes.
+    """Precision and device, which decide the bytes of a saved value.
 
     Attributes:
         operand: bytes of what matmuls read: 2 under bfloat16 autocast, else 4.

@@ -1,4 +1,4 @@
-"""How large heads and targets are, counted from their modules without weights.
+"""Sizes of heads and targets, counted from their modules without weights.
 
 Legend: T tokens, R rows with loss, K experts of a token, E experts.
 """
