@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle_kit.config.engine import EngineConfig
-    from eagle_kit.core.request import RequestOutput, SamplingParams
+    from eagle_kit.core.output import RequestOutput
+    from eagle_kit.core.sampling_params import SamplingParams
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.serve.llm import LLM
 
@@ -14,8 +15,8 @@ __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpecShape"
 _HOMES = {
     "EngineConfig": "eagle_kit.config.engine",
     "LLM": "eagle_kit.serve.llm",
-    "RequestOutput": "eagle_kit.core.request",
-    "SamplingParams": "eagle_kit.core.request",
+    "RequestOutput": "eagle_kit.core.output",
+    "SamplingParams": "eagle_kit.core.sampling_params",
     "SpecShape": "eagle_kit.core.shape",
 }
 

@@ -12,7 +12,7 @@ import torch
 
 from eagle_kit.bench.case import Case, Form, Machine, wall_seconds
 from eagle_kit.bench.engine.load import decoding, loaded, random_prompts, window_forms
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.serve.llm import LLM

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.memory import free_memory
@@ -63,7 +63,7 @@ def make_models(
     torch.manual_seed(seed)
     with torch.device(device), _default(dtype), torch.no_grad():
         target = LlamaModel(config)
-        head = Eagle3Head(DraftConfig.for_target(config, draft_vocab_size))
+        head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size))
         for model in (target, head):
             for parameter in model.parameters():
                 if parameter.ndim > 1:

@@ -16,7 +16,7 @@ from eagle_kit.bench.case import Case, Machine, wall_seconds
 from eagle_kit.bench.engine.load import decoding, host_work, random_prompts
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.runner import Benchmark, conduct
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.ngram import NgramIndex

@@ -10,8 +10,8 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, replacing
-from eagle_kit.kinds.files import CONFIG, METADATA, WEIGHTS, open_draft
 from eagle_kit.kinds.registry import find_head_kind, kind_of
+from eagle_kit.kinds.support.files import CONFIG, METADATA, WEIGHTS, open_draft
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.files import open_draft
-from eagle_kit.kinds.findings import Finding, Target
 from eagle_kit.kinds.registry import find_kind
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.kinds.support.findings import Finding, Target
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.options import OptionError, Options
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}

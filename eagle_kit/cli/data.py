@@ -117,12 +117,12 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _data(config: "TrainConfig") -> "PreparedData":
     """The config's data, tokenised now or read from the cache."""
-    from eagle_kit.data.states.fit import dataset_of
+    from eagle_kit.data.packed_data import load_packed_data
     from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return dataset_of(
+    return load_packed_data(
         config.data, tokenizer, training_kind(config).vocab_size(config.head), config.head.vocab_map
     )
 

@@ -19,7 +19,7 @@ from eagle_kit.cli.arguments import (
 )
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.output import RequestOutput
 
 FLAGS = {**DECODING, **LOADING, "algorithm": "--algorithm", "token_map": "--token-map"}
 

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.eval.tasks import Task
 
 Messages = list[dict[str, str]]
@@ -43,7 +44,7 @@ def make_engines(
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
     """
     from eagle_kit.checkpoints.validate import validate_draft
-    from eagle_kit.kinds.findings import raise_on_errors
+    from eagle_kit.kinds.support.findings import raise_on_errors
     from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM, choose_device
 

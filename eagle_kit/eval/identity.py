@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.output import RequestOutput
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.eval.answers import (
     ANSWERS_FILE,
     PLAIN,

@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import accept_greedy, accept_rejection_chain
 from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_head import draft_topk
 from eagle_kit.kernels.draft_loss import linear_draft_loss
+from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn
 from eagle_kit.kernels.mla_attention import mla_window_attention

@@ -14,11 +14,12 @@ from typing import Any
 
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.config_json import LAYER_SIZES, layer_to_dict, read_layer
-from eagle_kit.kinds.files import DraftFiles
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
-from eagle_kit.models.config import FAMILIES, DraftConfig, TargetConfig
+from eagle_kit.kinds.support.config_json import LAYER_SIZES, layer_to_dict, read_layer
+from eagle_kit.kinds.support.files import DraftFiles
+from eagle_kit.models.config import FAMILIES, TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config
 from eagle_kit.models.targets.llama import LlamaModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -103,7 +104,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens, behind
         EAGLE-1's ``fc``."""
-        like = DraftConfig.for_target(target, target.vocab_size)
+        like = Eagle3Config.for_target(target, target.vocab_size)
         sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
         width = settings.intermediate_size or like.intermediate_size
         return Eagle1Config(**sizes | {"intermediate_size": width}, fc_bias=settings.fc_bias)

@@ -12,15 +12,15 @@ import torch
 
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds import findings
-from eagle_kit.kinds.config_json import layer_to_dict, named_keys, read_layer, read_size
-from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
-from eagle_kit.kinds.findings import OWN_TARGET, Finding
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, our_names, soften
-from eagle_kit.kinds.vocab import complete_map, map_fingerprint
-from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.config_json import layer_to_dict, named_keys, read_layer, read_size
+from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
+from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
+from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import read_mla
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -34,12 +34,12 @@ SHIFTS = {"input": 0, "output": 1}
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
 
-class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
+class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
     """EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""
 
     name, title = "eagle3", "EAGLE-3 draft head"
     algorithms, vllm_method = ("EAGLE3",), "eagle3"
-    config_class, head_class = DraftConfig, Eagle3Head
+    config_class, head_class = Eagle3Config, Eagle3Head
     trained_as = ("eagle3", "eagle3-mla")
     settings = frozenset(
         {
@@ -53,7 +53,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
         return files.architecture in ARCHITECTURES or "Eagle3" in files.architecture
 
-    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> DraftConfig:
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle3Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the usual layer ids to a config that
         names none, as the first EAGLE-3 heads' do."""
         where, config = files.where, flatten_config(files.config, files.where)
@@ -69,7 +69,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
             mla = read_mla(config) if name in LATENT_LAYER else None
         if mla is not None:
             sizes |= {"num_kv_heads": sizes["num_heads"], "head_dim": mla.qk_head_dim}
-        return DraftConfig(
+        return Eagle3Config(
             **sizes,
             target_hidden_size=read_size(config, "target_hidden_size", where, sizes["hidden_size"]),
             draft_vocab_size=read_size(config, "draft_vocab_size", where, sizes["vocab_size"]),
@@ -83,7 +83,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
             **files.about,
         )
 
-    def write_config(self, config: DraftConfig) -> dict[str, Any]:
+    def write_config(self, config: Eagle3Config) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return {
             "architectures": [(LATENT_LAYER if config.mla else LLAMA_LAYER)[0]],
@@ -111,7 +111,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
 
-    def take(self, files: DraftFiles, config: DraftConfig, target: LlamaModel | None) -> Weights:
+    def take(self, files: DraftFiles, config: Eagle3Config, target: LlamaModel | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`.
 
         A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries
@@ -137,7 +137,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
         borrows = is_whole and OUTPUT not in tensors
         return found._replace(buffers={"d2t": d2t, "t2d": t2d}, borrows_output=borrows)
 
-    def check(self, files: DraftFiles, config: DraftConfig, target: TargetConfig) -> list[Finding]:
+    def check(self, files: DraftFiles, config: Eagle3Config, target: TargetConfig) -> list[Finding]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the captured layers too."""
         own_width = {"embedding size": (config.hidden_size, target.hidden_size)}
         return [
@@ -146,7 +146,7 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
             _check_layers(files, config, target),
         ]
 
-    def describe(self, config: DraftConfig, dtype: str) -> str:
+    def describe(self, config: Eagle3Config, dtype: str) -> str:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         text = (
             f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a "
@@ -156,13 +156,13 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
         variant = [flag for flag in FLAGS if getattr(config, flag)]
         return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
 
-    def saved_states(self, config: DraftConfig, width: int) -> tuple[float, float]:
+    def saved_states(self, config: Eagle3Config, width: int) -> tuple[float, float]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; both projections of latent attention keep a copy of
         their input ``[2 H]`` in half precision."""
         before, behind = super().saved_states(config, width)
         return before + (2 * width if config.mla and width < 4 else 0), behind
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> DraftConfig:
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
             return _old_config(settings, target)
@@ -188,9 +188,9 @@ class Eagle3Kind(HeadKind[DraftConfig, Eagle3Head]):
                     f"Name inputs of layers, for example {list(target.default_aux_layer_ids)}.",
                 )
             overrides["aux_layer_ids"] = ids
-        return DraftConfig.for_target(target, settings.draft_vocab_size, latent=latent, **overrides)
+        return Eagle3Config.for_target(target, settings.draft_vocab_size, latent=latent, **overrides)
 
-    def new_head(self, settings: HeadConfig, config: DraftConfig, start: Start) -> Eagle3Head:
+    def new_head(self, settings: HeadConfig, config: Eagle3Config, start: Start) -> Eagle3Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
             old = self.read(open_draft(settings.start_from), start.target, device=start.device)
@@ -330,7 +330,7 @@ def numbering(files: DraftFiles) -> str | None:
     return next((name for name, shift in SHIFTS.items() if is_usual(ids, shift)), None)
 
 
-def _check_layers(files: DraftFiles, draft: DraftConfig, target: TargetConfig) -> Finding:
+def _check_layers(files: DraftFiles, draft: Eagle3Config, target: TargetConfig) -> Finding:
     """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
     eagle = flatten_config(files.config, files.where).get("eagle_config") or {}
     ids, count, usual = list(draft.aux_layer_ids), target.num_layers, list(target.default_aux_layer_ids)
@@ -355,7 +355,7 @@ def _check_layers(files: DraftFiles, draft: DraftConfig, target: TargetConfig) -
     return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
 
 
-def _old_config(settings: HeadConfig, target: TargetConfig) -> DraftConfig:
+def _old_config(settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
     """The architecture of the head that ``start_from`` names. Raises UserError for one of another target or
     kind, and for one that names layers without saying whether their inputs or outputs are meant, and does not
     look as if inputs were."""

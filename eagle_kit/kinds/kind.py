@@ -18,10 +18,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kernels.linear import pack_weights
-from eagle_kit.kinds import findings
-from eagle_kit.kinds.copies import warn_unless_copy
-from eagle_kit.kinds.files import DraftFiles
-from eagle_kit.kinds.findings import Finding, Target
+from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.copies import warn_unless_copy
+from eagle_kit.kinds.support.files import DraftFiles
+from eagle_kit.kinds.support.findings import Finding, Target
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, check_tensors, fill, in_dtype

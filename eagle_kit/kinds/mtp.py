@@ -16,9 +16,6 @@ from torch import nn
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kinds.config_json import layer_to_dict, named_keys
-from eagle_kit.kinds.copies import is_copy
-from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.kind import (
     EMBEDDING,
     OUTPUT,
@@ -29,6 +26,9 @@ from eagle_kit.kinds.kind import (
     our_names,
     soften,
 )
+from eagle_kit.kinds.support.config_json import layer_to_dict, named_keys
+from eagle_kit.kinds.support.copies import is_copy
+from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule

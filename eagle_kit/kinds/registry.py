@@ -9,10 +9,10 @@ from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.kinds.eagle3 import EAGLE3
-from eagle_kit.kinds.files import DraftFiles
 from eagle_kit.kinds.kind import DraftKind, HeadKind
 from eagle_kit.kinds.mtp import MTP
 from eagle_kit.kinds.standalone import STANDALONE
+from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import HeadArchitecture
 
 KINDS: tuple[DraftKind, ...] = (

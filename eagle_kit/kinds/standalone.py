@@ -6,9 +6,9 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights
-from eagle_kit.kinds.files import DraftFiles
-from eagle_kit.kinds.findings import Finding, Target, check_context
 from eagle_kit.kinds.kind import DraftKind
+from eagle_kit.kinds.support.files import DraftFiles
+from eagle_kit.kinds.support.findings import Finding, Target, check_context
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.loading.source import load_tokenizer

@@ -1,6 +1,6 @@
 """Architectures of targets and draft heads, parsed from Hugging Face ``config.json`` dictionaries."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -241,74 +241,6 @@ class TiedArchitecture(HeadArchitecture):
     def owns_output(self) -> bool:
         """False: the output layer is the target's."""
         return False
-
-
-@dataclass(frozen=True)
-class DraftConfig(DecoderConfig, HeadArchitecture):
-    """Architecture of an EAGLE-3 head.
-
-    Attributes:
-        fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
-        norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
-        norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
-    """
-
-    hidden_size: int
-    target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    max_position_embeddings: int
-    aux_layer_ids: tuple[int, ...]
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-    attention_bias: bool = False
-    mla: MLAConfig | None = None
-    target: str = ""
-    template_hash: str = ""
-
-    @classmethod
-    def for_target(
-        cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
-    ) -> "DraftConfig":
-        """Default head for a target: its sizes, its RoPE, its default captured layers.
-
-        The head's layer is a Llama layer for any target, or, with ``latent``, has latent attention of the
-        target's sizes. A Llama layer for a target with latent attention has heads of the size of the target's
-        values, as many as the hidden size holds, grouped for at most 8 keys, and plain RoPE: engines disagree
-        on YaRN's magnitudes outside of latent attention.
-        """
-        num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
-        assert model.mla is not None or not latent
-        is_llama = model.mla is not None and not latent
-        if model.mla is not None and is_llama:
-            head_dim = model.mla.v_head_dim
-            num_heads = max(1, model.hidden_size // head_dim)
-            num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
-        base = cls(
-            hidden_size=model.hidden_size,
-            target_hidden_size=model.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=model.intermediate_size,
-            vocab_size=model.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            rms_norm_eps=model.rms_norm_eps,
-            rope_theta=model.rope_theta,
-            rope_scaling=None if is_llama else model.rope_scaling,
-            max_position_embeddings=model.max_position_embeddings,
-            aux_layer_ids=model.default_aux_layer_ids,
-            mla=model.mla if latent else None,
-        )
-        return replace(base, **overrides)
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

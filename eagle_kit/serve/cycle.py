@@ -17,10 +17,11 @@ from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logpro
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import decide
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, TargetOnly, Verifier
+from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
 
 
 class CycleModels(NamedTuple):
@@ -91,7 +92,7 @@ def cycle(
 ) -> CycleOutput:
     """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
     window = propose(models.drafter, state, settings, sampling)
-    return verify_cycle(models, state, window, settings, sampling)
+    return finish_cycle(models, state, window, settings, sampling)
 
 
 def propose(
@@ -103,7 +104,7 @@ def propose(
     return drafter.propose(state, settings.shape, settings.num_columns, sampling)
 
 
-def verify_cycle(
+def finish_cycle(
     models: CycleModels,
     state: CycleState,
     window: DraftOutput,
@@ -116,12 +117,12 @@ def verify_cycle(
     Args:
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
-    verified = verify(models, state, window, settings, sampling, allowed)
+    verified = verify_and_commit(models, state, window, settings, sampling, allowed)
     next_state = draft_extend(models.drafter, state, verified, settings)
     return CycleOutput(next_state, verified.emitted, verified.counts)
 
 
-def verify(
+def verify_and_commit(
     models: CycleModels,
     state: CycleState,
     window: DraftOutput,

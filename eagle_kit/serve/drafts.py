@@ -7,10 +7,10 @@ from pathlib import Path
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.kernels.linear import packed_parts
-from eagle_kit.kinds.files import open_draft
-from eagle_kit.kinds.findings import raise_on_errors
 from eagle_kit.kinds.kind import head_draft_model
 from eagle_kit.kinds.registry import find_kind, find_serving_kind
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.kinds.support.findings import raise_on_errors
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import DraftModel

@@ -16,7 +16,7 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import FinishReason, TokenLogprobs
+from eagle_kit.core.output import FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PagePool
@@ -29,7 +29,7 @@ from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex
-from eagle_kit.speculation.verify.proposal import make_verifier
+from eagle_kit.speculation.verify.verifiers import make_verifier
 
 
 @dataclass

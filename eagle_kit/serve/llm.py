@@ -11,7 +11,8 @@ import torch
 
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks

@@ -1,11 +1,11 @@
-"""ReplyStream of one request as an async iterator of deltas."""
+"""Reply of one request as an async iterator of deltas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from eagle_kit.core.request import TokenLogprobs
+from eagle_kit.core.output import TokenLogprobs
 
 if TYPE_CHECKING:
     from eagle_kit.serve.request import Request
@@ -49,7 +49,7 @@ class Observer(Protocol):
 
 
 class ReplyStream:
-    """ReplyStream of an admitted request: an async iterator of :class:`Delta`, the last of which has the
+    """Reply of an admitted request: an async iterator of :class:`Delta`, the last of which has the
     finish reason.
 
     :meth:`close` may be called at any time, any number of times; it aborts an unfinished request.

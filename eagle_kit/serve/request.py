@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from eagle_kit.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from eagle_kit.core.output import FinishReason, RequestOutput, TokenLogprobs
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PageAllocation
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.config.engine import ResolvedConfig
-from eagle_kit.core.request import MAX_LOGPROBS, SamplingParams
+from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
 from eagle_kit.kernels.transfer import to_device
@@ -24,31 +24,25 @@ from eagle_kit.serve.cycle import (
     Emitted,
     Logprobs,
     cycle,
+    finish_cycle,
     propose,
     root_only,
-    verify_cycle,
 )
 from eagle_kit.serve.grammar.compiler import allowed_tokens
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.sampling import SamplingTables, counts_tokens, is_rare
+from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_rare
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
-from eagle_kit.speculation.verify.proposal import (
-    Deterministic,
-    DraftOutput,
-    Relaxed,
-    TargetOnly,
-    Verifier,
-    make_verifier,
-)
+from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
 COLUMN_BUCKET = 64
 GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
@@ -299,7 +293,7 @@ class Runner:
         if inputs.window is None:
             out = cycle(self.models, state, settings, sampling)
         else:
-            out = verify_cycle(self.models, state, inputs.window, settings, sampling, inputs.allowed)
+            out = finish_cycle(self.models, state, inputs.window, settings, sampling, inputs.allowed)
         self.slots.scatter(inputs.rows, out.state, out.counts)
         return out.emitted
 

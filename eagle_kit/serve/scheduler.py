@@ -57,7 +57,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (*_rank(request), request))
 
     def plan(self) -> StepPlan:
-        """SchedulerOutput the next step, and allocate its pages."""
+        """Plan the next step, and allocate its pages."""
         preempted = self._make_room()
         decoding = [request for request in self.running if not request.is_prefilling]
         budget, chunks = self.prefill_tokens, []
@@ -87,7 +87,7 @@ class Scheduler:
         self.page_pool.release(request.allocation)
 
     def _make_room(self) -> list[Request]:
-        """PageAllocation pages for the next cycle of every decoding request, in order -> the preempted
+        """Allocate pages for the next cycle of every decoding request, in order -> the preempted
         ones."""
         preempted: list[Request] = []
         for request in sorted(self.running, key=_rank):

@@ -22,8 +22,8 @@ from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
 from eagle_kit.report.environment import describe_versions
-from eagle_kit.train.algorithm.batch import make_forward
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.batch import make_micro_batch
+from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.parallel.launch import go_on
 from eagle_kit.train.parallel.placement import place_target
 from eagle_kit.train.parallel.processes import largest, make_process_state
@@ -31,9 +31,9 @@ from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.interrupt import Interrupt
-from eagle_kit.train.run.new_head import draft_config
+from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.progress import format_seconds
-from eagle_kit.train.run.setup import TrainingComponents, gather, states_manifest
+from eagle_kit.train.run.setup import TrainingComponents, load_components, states_manifest
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -82,10 +82,10 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = options.out.expanduser()
     _check_out(out)
     process = make_process_state(config)
-    found = gather(config, process)
+    found = load_components(config, process)
     unjudged = config.judge.model_copy(update={"every": 0})
     place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
-    draft = draft_config(config, found.target.config, found.tokenizer)
+    draft = head_architecture(config, found.target.config, found.tokenizer)
     manifest = states_manifest(
         config,
         found,
@@ -106,12 +106,16 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
         keeps_step = config.training.target_placement == "fsdp"
         for row in _rows_to_run(mine, keeps_step, interrupt, process):
-            forward = make_forward(found.data, [0 if row is None else row], 1, process.device)
+            micro_batch = make_micro_batch(found.data, [0 if row is None else row], 1, process.device)
             features = capture_features(
-                found.target, forward.ids, forward.doc_start, draft.aux_layer_ids, forward.plan.needed
+                found.target,
+                micro_batch.ids,
+                micro_batch.doc_start,
+                draft.aux_layer_ids,
+                micro_batch.plan.needed,
             )
             if row is not None:
-                store.add([row], forward.lengths, features._asdict())
+                store.add([row], micro_batch.lengths, features._asdict())
         store.flush()
     return _conclude(store, options, interrupt.requested, process)
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, sole_writer, write_json_atomically
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.records import Conversation, SkipLog, read_conversations
 

@@ -19,12 +19,11 @@ from eagle_kit.bench.models import check_room, make_models, preset_named
 from eagle_kit.bench.options import Options
 from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.timing import Timer
-from eagle_kit.models.config import DraftConfig
 from eagle_kit.models.config_parts import MoEConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
@@ -55,7 +54,7 @@ def llama_without_weights():
     config, draft_vocab_size = preset_named("llama-3.1-8b")
     with torch.device("meta"):
         target = LlamaModel(config).bfloat16()
-        head = Eagle3Head(DraftConfig.for_target(config, draft_vocab_size)).bfloat16()
+        head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size)).bfloat16()
     return target, HeadDraftModel(head, target)
 
 

@@ -17,7 +17,7 @@ from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kinds.eagle3 import EAGLE3
-from eagle_kit.kinds.files import open_draft, read_metadata
+from eagle_kit.kinds.support.files import open_draft, read_metadata
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

@@ -14,7 +14,7 @@ from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, find_checkpoint, without_folders
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
-from eagle_kit.kinds.files import read_metadata
+from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.loading.loader import load_target
 
 METADATA = {

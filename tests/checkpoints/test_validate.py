@@ -10,7 +10,7 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import template_hash
-from eagle_kit.kinds.findings import Finding, raise_on_errors, target_name
+from eagle_kit.kinds.support.findings import Finding, raise_on_errors, target_name
 
 
 def make_target(folder, **changes):
@@ -139,7 +139,7 @@ class Tokenizer:
 def test_the_chat_template_is_compared(tmp_path, target, monkeypatch):
     ours, other = Tokenizer("{{ messages }}"), Tokenizer("{{ other }}")
     draft = make_draft(tmp_path / "draft", template=template_hash(ours))
-    module = "eagle_kit.kinds.findings.load_tokenizer"
+    module = "eagle_kit.kinds.support.findings.load_tokenizer"
     monkeypatch.setattr(module, lambda folder: ours)
     assert by_subject(validate_draft(draft, target))["chat template"].level == "ok"
     monkeypatch.setattr(module, lambda folder: other)

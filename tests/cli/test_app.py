@@ -14,7 +14,7 @@ from eagle_kit.cli import app, doctor
 from eagle_kit.cli.demo import last_line
 from eagle_kit.cli.generate import as_record, as_text, read_prompts
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
 HELPS = [[name] for name in app.COMMANDS] + [

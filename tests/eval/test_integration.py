@@ -12,7 +12,7 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row

@@ -9,7 +9,7 @@ from fake_llm import VOCABULARY, FakeLLM
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.output import RequestOutput
 from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.identity import first_difference
 from eagle_kit.eval.runner import name_drafts, run_eval

@@ -10,7 +10,7 @@ from tiny import tiny_head, tiny_target
 from tiny_trained import trained_models
 
 from eagle_kit.config.engine import GraphMode
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM

@@ -5,7 +5,7 @@ import torch
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
 from tests.gpu.near import assert_same_bits
 from tests.gpu.place import DEVICE, DTYPES, FP8, generator, pick, randn

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_target
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write

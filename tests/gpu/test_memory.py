@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from tests.gpu.engines import make, random_models
 from tests.gpu.place import DEVICE, ON_GPU, memory, pick, synchronize
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from tests.gpu.place import DEVICE, ON_GPU, pick

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_most_likely
 from eagle_kit.kernels.sampling import (
     make_sampling_batch,
@@ -16,14 +16,11 @@ from eagle_kit.kernels.sampling import (
     window_uniforms,
 )
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.verify.proposal import (
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
+from eagle_kit.speculation.verify.verifiers import (
     BlockVerification,
-    Deterministic,
-    DraftOutput,
     RejectionSampling,
     Relaxed,
-    SampledChain,
-    SampledTree,
     TargetOnly,
     accept,
 )

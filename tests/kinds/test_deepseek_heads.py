@@ -22,10 +22,9 @@ from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kinds.eagle3 import EAGLE3
-from eagle_kit.kinds.files import open_draft
 from eagle_kit.kinds.mtp import MTP
-from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
@@ -67,7 +66,7 @@ def test_an_eagle3_head_with_latent_attention_has_the_published_names_and_forwar
     config = v3(vocab_size=131, rope_parameters=ROPE, q_lora_rank=bottleneck)
     save_target(tmp_path / "t", vocab_size=131, rope_parameters=ROPE, q_lora_rank=bottleneck)
     target = load_target(tmp_path / "t")
-    head = randomise(Eagle3Head(DraftConfig.for_target(target.config, 67, latent=True)), 1, 0.2)
+    head = randomise(Eagle3Head(Eagle3Config.for_target(target.config, 67, latent=True)), 1, 0.2)
     save_draft(head, tmp_path / "draft", metadata={})
     raw = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert raw["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and raw["kv_lora_rank"] == 36

@@ -17,11 +17,11 @@ from eagle_kit.checkpoints.formats.files import refuse
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kinds import registry
-from eagle_kit.kinds.files import open_draft
 from eagle_kit.kinds.kind import HeadKind, Start
+from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.__main__ import main as train

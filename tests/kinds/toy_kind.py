@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.kinds.config_json import layer_to_dict, read_size
 from eagle_kit.kinds.kind import HeadKind
+from eagle_kit.kinds.support.config_json import layer_to_dict, read_size
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig, TiedArchitecture
 from eagle_kit.models.heads.draft_head import Block, TiedHead

@@ -9,7 +9,7 @@ from tiny import tiny_head, tiny_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.rope import reference as rope
 from eagle_kit.kernels.window_attention import chain_bits

@@ -3,7 +3,8 @@
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import DraftConfig, TargetConfig, read_rope
+from eagle_kit.models.config import TargetConfig, read_rope
+from eagle_kit.models.heads.eagle3 import Eagle3Config
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,7 +133,7 @@ def test_the_usual_captured_layers_exist_however_few_there_are(layers, ids):
 
 def test_a_draft_takes_its_targets_sizes_unless_told_otherwise():
     target = read(rope_scaling=LLAMA3, rope_theta=5e5)
-    draft = DraftConfig.for_target(target, 67, intermediate_size=50, fc_norm=True)
+    draft = Eagle3Config.for_target(target, 67, intermediate_size=50, fc_norm=True)
     assert (draft.hidden_size, draft.target_hidden_size, draft.vocab_size) == (64, 64, 300)
     assert (draft.draft_vocab_size, draft.intermediate_size, draft.fc_norm) == (67, 50, True)
     assert (draft.rope_theta, draft.rope_scaling, draft.aux_layer_ids) == (5e5, LLAMA3, (2, 6, 9))

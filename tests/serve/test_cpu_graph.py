@@ -10,7 +10,7 @@ from tiny import tiny_head, tiny_target
 from tiny_mixtures import randomised
 from tiny_run import make_target
 
-from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.experts import experts, pack_experts
 from eagle_kit.kernels.recording import guarded_choice

@@ -8,16 +8,16 @@ from tiny import tiny_head, tiny_target
 from tiny_engine import resolved
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.sampling import make_sampling_batch
-from eagle_kit.serve.cycle import CycleModels, CycleSettings, cycle, verify_cycle
+from eagle_kit.serve.cycle import CycleModels, CycleSettings, cycle, finish_cycle
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import EAGLE1_SHAPE
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 BATCH = 3
 SAMPLING_PARAMS = {
@@ -63,7 +63,7 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
     with _traced(backend):
         state = engine.runner.slots.gather(torch.arange(BATCH))._replace(draft=None)
         window = DraftOutput(tree, Deterministic())
-        out = verify_cycle(
+        out = finish_cycle(
             CycleModels(target, engine.runner.kv),
             state,
             window,

@@ -11,11 +11,10 @@ from tiny_mtp import save_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.cycle import CycleSettings, cycle
 from eagle_kit.serve.drafts import load_draft_model
@@ -40,7 +39,7 @@ class Models:
             for count, folder in self.folders.items()
         }
         self.target = load_target(self.folders[1])
-        config = DraftConfig.for_target(self.target.config, 9, latent=True)
+        config = Eagle3Config.for_target(self.target.config, 9, latent=True)
         latent = randomise(Eagle3Head(config), 3, 0.2)
         llama = tiny_head(self.target, draft_vocab_size=9)
         latent.set_vocab_map(llama.d2t, llama.t2d)

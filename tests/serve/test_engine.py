@@ -7,7 +7,7 @@ from tiny import tiny_target
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.tree_build import Tree
@@ -15,7 +15,7 @@ from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.verify.proposal import DraftOutput
+from eagle_kit.speculation.proposal import DraftOutput
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])

@@ -7,7 +7,7 @@ from tiny_engine import PROMPTS, decode, make_engine, serve
 from tiny_trained import trained_models
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import adjust_logits, make_sampling_batch, target_probs
 from eagle_kit.serve.llm import LLM

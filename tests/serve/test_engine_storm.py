@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_target
 from tiny_engine import resolved
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine

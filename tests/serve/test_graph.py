@@ -11,7 +11,7 @@ from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
@@ -27,7 +27,7 @@ from eagle_kit.serve.graph import (
     write,
 )
 from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.verify.proposal import SampledChain
+from eagle_kit.speculation.proposal import SampledChain
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20], [3, 4, 3, 4, 3, 4], [30, 31]]
 SAMPLING_PARAMS = {

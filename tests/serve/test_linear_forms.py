@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels import linear as module
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.linear import linear

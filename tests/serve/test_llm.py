@@ -6,7 +6,7 @@ from tiny import tiny_head, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import CycleInputs

@@ -7,7 +7,7 @@ from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from tiny_mixtures import LITE_YARN, YARN, randomised, v2, v3
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.window_attention import chain_bits

@@ -3,7 +3,7 @@
 import pytest
 from tiny_run import make_target
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.llm import LLM

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 

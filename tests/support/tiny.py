@@ -2,8 +2,8 @@
 
 import torch
 
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 
 
@@ -34,7 +34,7 @@ def tiny_head(
 ) -> Eagle3Head:
     """A random head for ``target`` with a random, unsorted hot-token map."""
     head = randomise(
-        Eagle3Head(DraftConfig.for_target(target.config, draft_vocab_size, **changes)), seed, std
+        Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size, **changes)), seed, std
     )
     hot = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))[
         :draft_vocab_size

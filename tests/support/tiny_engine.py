@@ -1,7 +1,7 @@
 """An engine around tiny random models, and requests that run it."""
 
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request

@@ -19,7 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.models.loading.source import target_fingerprint, target_revision
 from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
-from eagle_kit.train.algorithm.batch import make_forward
+from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.capture import CaptureOptions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -246,19 +246,19 @@ def test_a_store_has_what_the_target_says_of_every_row(make_run: Callable) -> No
 
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
-    from eagle_kit.data.states.fit import dataset_of
+    from eagle_kit.data.packed_data import load_packed_data
     from eagle_kit.models.loading.source import load_tokenizer
 
     run = make_run()
     store = Store(run)
     assert store.capture() == 0
     config = load_config(TrainConfig, run.config, [f"data.store={store.path}"])
-    data = dataset_of(config.data, load_tokenizer(run.folder / "target"), 250)
+    data = load_packed_data(config.data, load_tokenizer(run.folder / "target"), 250)
     model = AutoModelForCausalLM.from_pretrained(str(run.folder / "target"), dtype=torch.float32)
     ids = store.manifest()["layer_ids"]
     kept = StateStore(store.path)
     for row in (0, len(data) - 1):
-        states, forward = kept.load([row], HERE), make_forward(data, [row], 1, HERE)
+        states, forward = kept.load([row], HERE), make_micro_batch(data, [row], 1, HERE)
         assert states is not None
         starts = forward.doc_start.unique().tolist()
         for start, stop in zip(starts, [*starts[1:], len(forward.ids)], strict=True):

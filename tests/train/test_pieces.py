@@ -11,11 +11,11 @@ import pytest
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
+from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
 from eagle_kit.train.parallel.launch import check_launcher, go_on, sharding_asked_for
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.order import DataOrder
-from eagle_kit.train.run.schedule import Schedule, ttt_length_at
 
 
 def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:

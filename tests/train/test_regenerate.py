@@ -7,7 +7,8 @@ import pytest
 
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput, SamplingParams
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.train.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
 
 

@@ -15,18 +15,18 @@ import torch
 
 from eagle_kit.bench.case import Form, Machine
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify
+from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify_and_commit
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import CycleGraphs
 from eagle_kit.serve.llm import LLM
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 ROOM = 768
 """Tokens behind a context: 96 cycles of the deepest shape."""
@@ -160,4 +160,4 @@ def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
     with runner.linear_forms.measuring():
         draft = DraftOutput(tree, Deterministic())
         models = CycleModels(llm.target, runner.kv)
-        return verify(models, state, draft, settings).accepted.tokens
+        return verify_and_commit(models, state, draft, settings).accepted.tokens

@@ -19,7 +19,7 @@ from eagle_kit.kernels.accept import (
 )
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution

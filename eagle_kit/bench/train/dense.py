@@ -18,7 +18,7 @@ from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.train.algorithm.align import teacher_of, token_of
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import RowPlan
-from eagle_kit.train.algorithm.teacher import TargetFeatures, positions_of, vocab_argmax
+from eagle_kit.train.algorithm.target_features import TargetFeatures, positions_of, vocab_argmax
 from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 
 

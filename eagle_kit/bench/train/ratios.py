@@ -24,11 +24,11 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.timing import Timing
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.target_features import capture_features
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: in
     device = torch.device(options.device)
     config, size = _shapes(options, target)
     torch.manual_seed(0)
-    head = Eagle3Head(DraftConfig.for_target(config, size)).to(device)
+    head = Eagle3Head(Eagle3Config.for_target(config, size)).to(device)
     row = Row(*(part.to(device) for part in made_up_row(options, config.vocab_size)))
     work = _work(options, head, config, target, row)
     if work.plan.counts[-1] == 0:

@@ -21,14 +21,13 @@ from eagle_kit.bench.train.ratios import RatioOptions, made_up_row, measure_rati
 from eagle_kit.bench.verdict import Rows, Verdict, at_most
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.timing import Timer, matmul_rates
-from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
-from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
+from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 from eagle_kit.train.plan.costs import Workload, capture_flops, head_flops
 
@@ -82,7 +81,7 @@ def measure_rate(target: LlamaModel, options: RatioOptions = ROW) -> dict[str, A
     rates = matmul_rates()
     torch.manual_seed(0)
     size = min(options.draft_vocab_size or 8192, target.config.vocab_size)
-    head = Eagle3Head(DraftConfig.for_target(target.config, size))
+    head = Eagle3Head(Eagle3Config.for_target(target.config, size))
     ids, doc_start, reply = made_up_row(options, size)
     plan = plan_row(reply, doc_start, options.ttt_length)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)

@@ -9,8 +9,8 @@ from eagle_kit.checkpoints.formats.files import FORMATS, Format, Served, config_
 from eagle_kit.checkpoints.formats.recognise import Layout, recognise
 from eagle_kit.checkpoints.formats.table import converter
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.kind import HeadKind
+from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.config import TargetConfig
 
 IMPORTED = "imported"

@@ -12,8 +12,8 @@ import torch
 
 from eagle_kit.checkpoints.formats.files import Format, Served, refuse, with_dtype, zeros_for
 from eagle_kit.kinds.eagle1 import ARCHITECTURE, EAGLE1, LAYER
-from eagle_kit.kinds.files import OWN, DraftFiles, without_keys
 from eagle_kit.kinds.kind import OUTPUT
+from eagle_kit.kinds.support.files import OWN, DraftFiles, without_keys
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config
 

@@ -15,7 +15,6 @@ from eagle_kit.checkpoints.formats.files import (
     with_dtype,
     zeros_for,
 )
-from eagle_kit.kinds.config_json import layer_to_dict
 from eagle_kit.kinds.eagle3 import (
     CONVENTION,
     EAGLE3,
@@ -29,10 +28,12 @@ from eagle_kit.kinds.eagle3 import (
     numbering,
     refuse_other_parts,
 )
-from eagle_kit.kinds.files import OWN, DraftFiles, without_keys
 from eagle_kit.kinds.kind import EMBEDDING
-from eagle_kit.kinds.vocab import map_fingerprint
-from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.kinds.support.config_json import layer_to_dict
+from eagle_kit.kinds.support.files import OWN, DraftFiles, without_keys
+from eagle_kit.kinds.support.vocab import map_fingerprint
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config
 
 MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -95,7 +96,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     return DraftFiles({**raw, "eagle_config": eagle, OWN: own}, tensors, files.metadata)
 
 
-def _check(config: DraftConfig, files: DraftFiles, peer: Format) -> None:
+def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
     """Raise UserError for what ``peer`` would lose or read otherwise."""
     ids = list(config.aux_layer_ids)
     if ids != sorted(set(ids)):
@@ -126,7 +127,7 @@ def _check(config: DraftConfig, files: DraftFiles, peer: Format) -> None:
             refuse(peer, f"it captures the layers 2, L//2 and L-3, and this head reads {ids}")
 
 
-def _sglang_ids(config: DraftConfig, served: Served) -> tuple[list[int], str]:
+def _sglang_ids(config: Eagle3Config, served: Served) -> tuple[list[int], str]:
     """The numbers that SGLang turns into our layers, and the convention that they are then written in."""
     ids = list(config.aux_layer_ids)
     lowered = [layer - 1 for layer in ids]
@@ -146,7 +147,7 @@ def _sglang_ids(config: DraftConfig, served: Served) -> tuple[list[int], str]:
 
 
 def _speculators(
-    raw: dict[str, Any], own: dict[str, Any], config: DraftConfig, files: DraftFiles, served: Served
+    raw: dict[str, Any], own: dict[str, Any], config: Eagle3Config, files: DraftFiles, served: Served
 ) -> dict[str, Any]:
     """The config of an ``Eagle3SpeculatorConfig``."""
     layer = [*layer_to_dict(config, config.rms_norm_eps), "model_type", "num_hidden_layers", "attention_bias"]

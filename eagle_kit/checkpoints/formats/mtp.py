@@ -8,8 +8,8 @@ first SGLang hands on the normed state, as we do, and vLLM the state before that
 from typing import Any
 
 from eagle_kit.checkpoints.formats.files import Format, Served, refuse, with_dtype
-from eagle_kit.kinds.files import OWN, DraftFiles, without_keys
 from eagle_kit.kinds.mtp import MTP
+from eagle_kit.kinds.support.files import OWN, DraftFiles, without_keys
 from eagle_kit.models.config import TargetConfig
 
 QUANTISED = "quantization_config"

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from eagle_kit.checkpoints.formats.files import Format, Served, refuse
-from eagle_kit.kinds.files import DraftFiles
+from eagle_kit.kinds.support.files import DraftFiles
 
 
 def layout(files: DraftFiles) -> tuple[Format, str]:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from eagle_kit.checkpoints.formats.files import FORMATS, PEERS, Format
 from eagle_kit.checkpoints.formats.table import converter
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.files import OWN, DraftFiles
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.registry import find_head_kind
+from eagle_kit.kinds.support.files import OWN, DraftFiles
 
 
 class Layout(NamedTuple):

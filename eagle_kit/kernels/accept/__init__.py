@@ -6,7 +6,7 @@ Deterministic drafts: ``accept_greedy``, ``accept_most_likely``, ``accept_target
 """
 
 from eagle_kit.kernels.accept.block import accept_block
-from eagle_kit.kernels.accept.reference import Accepted, accept_greedy, accept_most_likely
+from eagle_kit.kernels.accept.greedy import Accepted, accept_greedy, accept_most_likely
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
 from eagle_kit.kernels.accept.target_only import accept_target_only

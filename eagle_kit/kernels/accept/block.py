@@ -42,7 +42,7 @@ Legend: B requests, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.accept.greedy import Accepted
 from eagle_kit.kernels.accept.rejection import chain_accepted, node_rows, weights_or
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample

@@ -6,7 +6,7 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.accept.greedy import Accepted
 from eagle_kit.kernels.accept.rejection import node_rows, step_to, tree_accepted, weights_or
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample

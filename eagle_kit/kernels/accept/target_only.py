@@ -11,7 +11,7 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.kernels.accept.reference import Accepted, accept_greedy
+from eagle_kit.kernels.accept.greedy import Accepted, accept_greedy
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling.nearest import nearest
 from eagle_kit.kernels.transfer import to_device

@@ -4,8 +4,11 @@ Legend: T packed tokens, H hidden, Vd draft vocabulary, V target vocabulary.
 
 The feature is the fused target states of three layers, then the head's own output of the step before. The
 decoder layer is a Llama layer, or has latent attention. EAGLE-3.1 (arXiv 2605.09992) is two flags of
-:class:`~eagle_kit.models.config.DraftConfig`.
+:class:`Eagle3Config`.
 """
+
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +16,83 @@ from torch import nn
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import MLP, RMSNorm
 from eagle_kit.models.blocks.mla import make_attention
-from eagle_kit.models.config import DraftConfig
+from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.heads.draft_head import Block, DraftHead
+
+
+@dataclass(frozen=True)
+class Eagle3Config(DecoderConfig, HeadArchitecture):
+    """Architecture of an EAGLE-3 head.
+
+    Attributes:
+        fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
+        norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
+        norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    aux_layer_ids: tuple[int, ...]
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+    mla: MLAConfig | None = None
+    target: str = ""
+    template_hash: str = ""
+
+    @classmethod
+    def for_target(
+        cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
+    ) -> "Eagle3Config":
+        """Default head for a target: its sizes, its RoPE, its default captured layers.
+
+        The head's layer is a Llama layer for any target, or, with ``latent``, has latent attention of the
+        target's sizes. A Llama layer for a target with latent attention has heads of the size of the target's
+        values, as many as the hidden size holds, grouped for at most 8 keys, and plain RoPE: engines disagree
+        on YaRN's magnitudes outside of latent attention.
+        """
+        num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        assert model.mla is not None or not latent
+        is_llama = model.mla is not None and not latent
+        if model.mla is not None and is_llama:
+            head_dim = model.mla.v_head_dim
+            num_heads = max(1, model.hidden_size // head_dim)
+            num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
+        base = cls(
+            hidden_size=model.hidden_size,
+            target_hidden_size=model.hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=model.intermediate_size,
+            vocab_size=model.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            rms_norm_eps=model.rms_norm_eps,
+            rope_theta=model.rope_theta,
+            rope_scaling=None if is_llama else model.rope_scaling,
+            max_position_embeddings=model.max_position_embeddings,
+            aux_layer_ids=model.default_aux_layer_ids,
+            mla=model.mla if latent else None,
+        )
+        return replace(base, **overrides)
 
 
 class Eagle3Layer(Block):
     """Decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
@@ -48,10 +120,10 @@ class Eagle3Head(DraftHead):
     Buffers: ``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``); ``t2d`` bool ``[V]``.
     """
 
-    config: DraftConfig
+    config: Eagle3Config
     d2t: torch.Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from eagle_kit.core.request import TokenLogprobs
+from eagle_kit.core.output import TokenLogprobs
 from eagle_kit.serve.api.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 from eagle_kit.serve.reply import Delta
 from eagle_kit.serve.text_stream import REPLACEMENT, Detokenizer

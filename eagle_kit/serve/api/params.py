@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 
 NUMBERS = (

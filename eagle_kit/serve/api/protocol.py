@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eagle_kit.core.request import MAX_LOGPROBS
+from eagle_kit.core.sampling_params import MAX_LOGPROBS
 
 MAX_CHOICES = 128
 Token = Annotated[int, Field(ge=0, lt=2**31)]

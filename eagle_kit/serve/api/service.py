@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.serve.api.async_engine import AsyncEngine
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.logprobs import TokenNames
@@ -20,6 +19,7 @@ from eagle_kit.serve.api.params import sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
+from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, ReplyStream
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
 
 if TYPE_CHECKING:
     from eagle_kit.core.shape import SpecShape
-    from eagle_kit.kinds.findings import Finding
+    from eagle_kit.kinds.support.findings import Finding
     from eagle_kit.serve.llm import LLM
 
 LOW_ACCEPT_LENGTH = {"chain": 1.2, "tree": 1.3}
@@ -31,8 +31,8 @@ NUM_TOKENS = 32
 
 @dataclass(frozen=True)
 class ServedModel:
-    """ServedModel of a command line: ``target`` as ``resolve_target`` takes it, and perhaps a draft's
-    folder."""
+    """Target and draft that a command line names: ``target`` as ``resolve_target`` takes it, and perhaps a
+    draft's folder."""
 
     target: str
     draft: Path | None
@@ -46,8 +46,8 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
             its own, for STANDALONE, looks like a target).
         default_target: of drafts that name none.
     """
-    from eagle_kit.kinds.files import open_draft
     from eagle_kit.kinds.registry import find_kind
+    from eagle_kit.kinds.support.files import open_draft
 
     folder = Path(draft_or_target).expanduser()
     if target is not None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import Grammar
+from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
 

@@ -18,7 +18,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.draft_head import MAX_TOPK, draft_topk
+from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
@@ -26,9 +26,10 @@ from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.latents import open_store
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, Relaxed, TargetOnly
+from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly
 
 
 class DraftState(NamedTuple):
@@ -41,7 +42,7 @@ class DraftState(NamedTuple):
 
 
 class Drafter:
-    """DraftOutput model with its key-value store. Mutates only the store.
+    """Draft model with its key-value store. Mutates only the store.
 
     Args:
         vocab_size: V of the target.

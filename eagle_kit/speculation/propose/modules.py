@@ -26,10 +26,10 @@ from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.latents import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput
 
 
 class ModulesState(NamedTuple):

@@ -15,16 +15,11 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.proposal import (
-    BlockVerification,
-    Deterministic,
-    DraftOutput,
-    RejectionSampling,
-    SampledChain,
-)
+from eagle_kit.speculation.verify.verifiers import BlockVerification, RejectionSampling
 
 
 class SampledDraftState(NamedTuple):
@@ -91,7 +86,7 @@ class SampledDrafter(Drafter):
         )
 
     def _distribution(self, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """DraftOutput distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own
+        """Draft distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own
         filters.
 
         Penalties and bias are left to the target: q may be any distribution, and theirs change along the

@@ -15,17 +15,11 @@ from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_distinct, window_uniforms
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledTree
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.proposal import (
-    Deterministic,
-    DraftOutput,
-    RejectionSampling,
-    Relaxed,
-    SampledTree,
-    TargetOnly,
-)
+from eagle_kit.speculation.verify.verifiers import RejectionSampling, Relaxed, TargetOnly
 
 EAGLE1_CHOICES = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 """EAGLE-1's published tree: a node is its ranks from the root on."""

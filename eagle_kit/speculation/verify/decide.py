@@ -20,7 +20,8 @@ from eagle_kit.kernels.sampling import (
     target_distribution,
 )
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.verify.proposal import Deterministic, DraftOutput, Verifier, accept
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
+from eagle_kit.speculation.verify.verifiers import Verifier, accept
 
 
 def choose(

@@ -1,6 +1,7 @@
-"""Rows of an optimiser step as forwards: packed rows end to end, and the weight of the loss of every row.
+"""Rows of an optimiser step as micro_batches: packed rows end to end, and the weight of the loss of every
+row.
 
-Legend: T packed tokens of a forward, K steps of training-time test, R_k rows with loss at step k.
+Legend: T packed tokens of a micro_batch, K steps of training-time test, R_k rows with loss at step k.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 
 
 @dataclass(frozen=True)
-class Forward:
+class MicroBatch:
     """One forward of one process: packed rows laid end to end, each document by itself.
 
     Attributes:
@@ -36,13 +37,13 @@ class Forward:
         return int(torch.unique(self.doc_start[self.plan.rows[0]]).shape[0])
 
 
-def make_forward(
+def make_micro_batch(
     data: PreparedData,
     numbers: list[int],
     ttt_length: int,
     device: torch.device,
     loss_rows: str = "serving",
-) -> Forward:
+) -> MicroBatch:
     """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart."""
     lengths: list[int] = []
     reply: list[np.ndarray] = []
@@ -57,11 +58,11 @@ def make_forward(
         lengths.append(len(row.ids))
     packed = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, reply, doc_start)]
     plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
-    return Forward(numbers, lengths, packed[0], packed[2], plan)
+    return MicroBatch(numbers, lengths, packed[0], packed[2], plan)
 
 
 def row_weights(
-    forward: Forward,
+    micro_batch: MicroBatch,
     weights: Sequence[float],
     normalisation: str,
     counts: Sequence[float],
@@ -76,26 +77,26 @@ def row_weights(
 
     Args:
         weights: step weights w.
-        counts: R_k over all forwards and processes, K numbers.
+        counts: R_k over all micro_batches and processes, K numbers.
         num_documents: D.
 
     Returns:
-        K tensors fp32 ``[R_k of this forward]``.
+        K tensors fp32 ``[R_k of this micro_batch]``.
     """
     shares = [weight / sum(weights) for weight in weights]
     if normalisation == "tokens":
         return [
             torch.full(rows.shape, share / max(1.0, count), dtype=torch.float32, device=rows.device)
-            for rows, share, count in zip(forward.plan.rows, shares, counts, strict=True)
+            for rows, share, count in zip(micro_batch.plan.rows, shares, counts, strict=True)
         ]
     if normalisation == "published":
-        tokens = torch.bincount(forward.doc_start)
+        tokens = torch.bincount(micro_batch.doc_start)
         return [
-            weight / max(1.0, num_documents) / tokens[forward.doc_start[rows]].float()
-            for rows, weight in zip(forward.plan.rows, weights, strict=True)
+            weight / max(1.0, num_documents) / tokens[micro_batch.doc_start[rows]].float()
+            for rows, weight in zip(micro_batch.plan.rows, weights, strict=True)
         ]
     result = []
-    for rows, share in zip(forward.plan.rows, shares, strict=True):
-        sizes = torch.bincount(forward.doc_start[rows], minlength=forward.ids.shape[0])
-        result.append(share / max(1.0, num_documents) / sizes[forward.doc_start[rows]].float())
+    for rows, share in zip(micro_batch.plan.rows, shares, strict=True):
+        sizes = torch.bincount(micro_batch.doc_start[rows], minlength=micro_batch.ids.shape[0])
+        result.append(share / max(1.0, num_documents) / sizes[micro_batch.doc_start[rows]].float())
     return result

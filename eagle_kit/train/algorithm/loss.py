@@ -17,7 +17,8 @@ from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.align import teacher_of
 from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import RowPlan
-from eagle_kit.train.algorithm.teacher import TargetFeatures, draft_vocab_mass, draft_vocab_probs
+from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
 """Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:

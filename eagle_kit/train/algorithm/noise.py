@@ -4,37 +4,40 @@ EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head read
 depends on the seed, the optimiser step and the row's number alone: not on the process that has it, on the
 rows beside it, on the device, or on what was sampled before. So a run resumes to the bit.
 
-Legend: T packed tokens of a forward, L captured layers, H hidden of the target.
+Legend: T packed tokens of a micro_batch, L captured layers, H hidden of the target.
 """
 
 import numpy as np
 import torch
 
 from eagle_kit.config.train import FeatureNoise
-from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.batch import MicroBatch
 
 _STREAM = 0x6E6F6973
 """Keeps these draws apart from others that begin with the run's seed."""
 
 
 def add_noise(
-    aux: torch.Tensor, forward: Forward, noise: FeatureNoise, num_layers: int, seed: int, step: int
+    aux: torch.Tensor, micro_batch: MicroBatch, noise: FeatureNoise, num_layers: int, seed: int, step: int
 ) -> torch.Tensor:
     """Copy of ``aux`` with noise.
 
     Args:
-        aux: ``[T, L * H]``, states of the packed rows of ``forward``; not changed. The final states alone are
-            one layer.
+        aux: ``[T, L * H]``, states of the packed rows of ``micro_batch``; not changed. The final states alone
+            are one layer.
         num_layers: L.
         seed: of the run.
         step: finished optimiser steps.
     """
-    scales = _scales(noise, forward.doc_start)
+    scales = _scales(noise, micro_batch.doc_start)
     return torch.cat(
         [
             _noisy(part, noise, num_layers, scale, _generator(seed, step, number))
             for part, scale, number in zip(
-                aux.split(forward.lengths), scales.split(forward.lengths), forward.numbers, strict=True
+                aux.split(micro_batch.lengths),
+                scales.split(micro_batch.lengths),
+                micro_batch.numbers,
+                strict=True,
             )
         ]
     )

@@ -22,7 +22,7 @@ from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.align import token_of
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch, TTTOutput, ttt_loss
 from eagle_kit.train.algorithm.row_plan import RowPlan
-from eagle_kit.train.algorithm.teacher import positions_of
+from eagle_kit.train.algorithm.target_features import positions_of
 
 CROSS_ENTROPY = Objective()
 

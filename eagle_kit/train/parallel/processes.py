@@ -27,7 +27,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
     accelerate = _accelerate()
     accelerator: Accelerator = accelerate.Accelerator(
         cpu=_is_on_cpu(),
-        mixed_precision="no",  # see eagle_kit.train.run.module.autocast
+        mixed_precision="no",  # see eagle_kit.train.algorithm.module.autocast
         log_with=list(tracker_options(config)) or None,
         project_config=accelerate.utils.ProjectConfiguration(
             project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")

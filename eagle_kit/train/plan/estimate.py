@@ -22,8 +22,8 @@ class Session:
 
     Attributes:
         work: one forward of one process.
-        forwards_per_step: forwards of one process in an optimiser step.
-        rows_per_forward: packed rows of one forward.
+        micro_batches_per_step: forwards of one process in an optimiser step.
+        rows_per_micro_batch: packed rows of one forward.
         num_rows: packed rows of the data set, for the state cache.
         num_captures: those of them that this session visits and the cache lacks; 0 without a cache.
         num_steps: optimiser steps still to do.
@@ -32,8 +32,8 @@ class Session:
     """
 
     work: Workload
-    forwards_per_step: int
-    rows_per_forward: int
+    micro_batches_per_step: int
+    rows_per_micro_batch: int
     num_rows: int
     num_captures: int
     num_steps: int
@@ -109,7 +109,7 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
     )
     rates = Rates(session.flops_per_s * EXPECTED_EFFICIENCY)
     per_forward = head_flops(costs.draft, work) + (0.0 if kept else capture_flops(costs.target, work))
-    captured = costs.capture_seconds(work, layout, rates) / session.rows_per_forward / num_processes
+    captured = costs.capture_seconds(work, layout, rates) / session.rows_per_micro_batch / num_processes
     memory = costs.memory(layout, work.tokens, work.rows)
     timed = Layout(num_processes, "stored" if kept else layout.target, sharding)
     return Estimate(
@@ -117,8 +117,8 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
         memory=memory,
         peak=costs.peak(memory),
         disk=costs.disk(session.num_rows),
-        flops_per_step=per_forward * session.forwards_per_step * num_processes,
-        seconds_per_step=costs.step_seconds(work, session.forwards_per_step, timed, rates),
+        flops_per_step=per_forward * session.micro_batches_per_step * num_processes,
+        seconds_per_step=costs.step_seconds(work, session.micro_batches_per_step, timed, rates),
         capture_seconds=session.num_captures * captured,
         num_parameters=costs.head.total,
     )

@@ -10,7 +10,7 @@ from eagle_kit.models.loading.known_targets import target_architecture
 from eagle_kit.train.plan.costs import Costs
 from eagle_kit.train.plan.gpus import find_gpu
 from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Placement, Planner
-from eagle_kit.train.run.new_head import draft_config
+from eagle_kit.train.run.new_head import head_architecture
 
 COUNTS = (1, 8)
 HONESTY = (
@@ -57,7 +57,7 @@ def make_planner(path: str, overrides: Sequence[str], gpu: str) -> Planner:
     """Read a config and the architectures it speaks of. Raises UserError as a run would."""
     config = load_config(TrainConfig, path, overrides)
     target, _ = target_architecture(config.target)
-    draft = draft_config(config, target, None)
+    draft = head_architecture(config, target, None)
     return Planner(Costs(config, target, draft, is_gpu=True), find_gpu(gpu))
 
 

@@ -16,10 +16,10 @@ from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
 from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
+from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents
-from eagle_kit.train.run.state import TrainState
 from eagle_kit.train.run.step import Stepper
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def estimate_run(
     data, training = components.data, config.training
     device, half = accelerator.device, training.precision == "bfloat16"
     session = Session(
-        work=data_workload(config, data, stepper.rows_per_forward),
-        forwards_per_step=stepper.forwards_per_step,
-        rows_per_forward=stepper.rows_per_forward,
+        work=data_workload(config, data, stepper.rows_per_micro_batch),
+        micro_batches_per_step=stepper.micro_batches_per_step,
+        rows_per_micro_batch=stepper.rows_per_micro_batch,
         num_rows=len(data),
         num_captures=num_captures(stepper, steps),
         num_steps=len(steps),

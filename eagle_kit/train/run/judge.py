@@ -11,7 +11,7 @@ import torch
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.linear import packed_parts

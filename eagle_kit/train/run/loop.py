@@ -17,14 +17,16 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kinds.files import read_metadata
 from eagle_kit.kinds.kind import Start
 from eagle_kit.kinds.registry import training_kind
+from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.train.optim.schedule import Schedule
+from eagle_kit.train.optim.strategy import on_device
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
 from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
-from eagle_kit.train.parallel.strategy import on_device
+from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.describe import (
     describe,
@@ -38,12 +40,10 @@ from eagle_kit.train.run.describe import (
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
-from eagle_kit.train.run.new_head import check_steps, draft_config, new_head
+from eagle_kit.train.run.new_head import check_steps, head_architecture, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.report import write_report
-from eagle_kit.train.run.schedule import Schedule
-from eagle_kit.train.run.setup import gather, state_store
-from eagle_kit.train.run.state import Checkpoint, TrainState, load_checkpoint, save_checkpoint
+from eagle_kit.train.run.setup import load_components, state_store
 from eagle_kit.train.run.step import Stepper, StepResult
 from eagle_kit.train.run.trackers import check_trackers, draws_report, start_trackers
 
@@ -124,7 +124,7 @@ class Trainer:
         self, config: TrainConfig, options: RunOptions, folder: RunFolder, accelerator: "Accelerator"
     ) -> None:
         self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
-        self.components = gather(config, accelerator)
+        self.components = load_components(config, accelerator)
         data = self.components.data
         context = self.components.target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
@@ -320,7 +320,7 @@ class Trainer:
 
     def _new_head(self) -> DraftHead:
         config, found = self.config, self.components
-        draft = draft_config(config, found.target.config, found.tokenizer)
+        draft = head_architecture(config, found.target.config, found.tokenizer)
         start = Start(found.target, found.folder, found.data.vocab_map, self.accelerator.device)
         return new_head(config, draft, start)
 

@@ -15,7 +15,7 @@ from eagle_kit.models.config import HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 
 
-def draft_config(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
+def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
     """The architecture of a run's head. Raises UserError when the target has no use for it, or the run asks
     several modules for other steps than they have."""
     draft = training_kind(config).new_config(config.head, target)

@@ -11,8 +11,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.dataset import PreparedData, cache_root
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
+from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
-from eagle_kit.data.states.fit import dataset_of
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import HeadArchitecture
@@ -47,12 +47,12 @@ class TrainingComponents:
     data: PreparedData
 
 
-def gather(config: TrainConfig, accelerator: "Accelerator | PartialState") -> TrainingComponents:
+def load_components(config: TrainConfig, accelerator: "Accelerator | PartialState") -> TrainingComponents:
     """Resolve and load the target, prepare the data. The main process goes first and fills the caches."""
     with accelerator.local_main_process_first():
         folder = resolve_target(config.target)
         tokenizer = load_tokenizer(folder)
-        data = dataset_of(
+        data = load_packed_data(
             config.data,
             tokenizer,
             training_kind(config).vocab_size(config.head),

@@ -1,6 +1,6 @@
 """One optimiser step: rows of the global batch -> gradients -> optimiser -> average of weights.
 
-Legend: T packed tokens of a forward, K steps of training-time test.
+Legend: T packed tokens of a micro_batch, K steps of training-time test.
 """
 
 import itertools
@@ -16,20 +16,20 @@ from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.batch import Forward, make_forward, row_weights
+from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
+from eagle_kit.train.algorithm.module import TTTModule, autocast
 from eagle_kit.train.algorithm.noise import add_noise
-from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.parallel.choose import make_strategy
+from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.train.optim.choose import make_strategy
+from eagle_kit.train.optim.ema import Ema
+from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
 from eagle_kit.train.parallel.processes import sum_numbers
+from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.clock import StepClock
-from eagle_kit.train.run.ema import Ema
-from eagle_kit.train.run.features import FeatureSource
-from eagle_kit.train.run.module import TTTModule, autocast
+from eagle_kit.train.run.feature_source import FeatureSource
 from eagle_kit.train.run.order import DataOrder
-from eagle_kit.train.run.schedule import Schedule, ttt_length_at
 from eagle_kit.train.run.setup import TrainingComponents
-from eagle_kit.train.run.state import TrainState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -123,8 +123,8 @@ class Stepper:
         self.features = FeatureSource(self.target, head.capture, store, everyone)
         self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
         share = training.sequences_per_step // accelerator.num_processes
-        self.forwards_per_step = training.gradient_accumulation or share
-        self.rows_per_forward = share // self.forwards_per_step
+        self.micro_batches_per_step = training.gradient_accumulation or share
+        self.rows_per_micro_batch = share // self.micro_batches_per_step
         device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
@@ -142,20 +142,20 @@ class Stepper:
         clock = StepClock(self.accelerator.device)
         if state.step != self._expected_step:
             self.features.expect(self._rows_from(state.step))
-        forwards = self._forwards(state.step)
+        micro_batches = self._micro_batches(state.step)
         clock.lap("data")
         steps = self._ttt_length(state.step)
         totals = sum_numbers(
             self.accelerator,
             [
-                *(sum(forward.plan.counts[k] for forward in forwards) for k in range(steps)),
-                sum(forward.num_documents for forward in forwards),
-                sum(len(forward.ids) for forward in forwards),
+                *(sum(micro_batch.plan.counts[k] for micro_batch in micro_batches) for k in range(steps)),
+                sum(micro_batch.num_documents for micro_batch in micro_batches),
+                sum(len(micro_batch.ids) for micro_batch in micro_batches),
             ],
         )
         clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        loss, sums = self._backward(forwards, counts, num_documents, state.step, clock)
+        loss, sums = self._backward(micro_batches, counts, num_documents, state.step, clock)
         rate = self.schedule.learning_rate(state.step)
         grad_norm = self.strategy.update(rate, self.training.clip_norm)
         if self.ema is not None:
@@ -195,16 +195,16 @@ class Stepper:
         self._expected_step = -1
         self.features.close()
 
-    def _forwards(self, step: int) -> list[Forward]:
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
         length, rule = self._ttt_length(step), self.training.loss_rows
         return [
-            make_forward(self.data, rows, length, self.accelerator.device, rule)
+            make_micro_batch(self.data, rows, length, self.accelerator.device, rule)
             for rows in self._rows_of(step, self.order)
         ]
 
     def _rows_of(self, step: int, order: DataOrder) -> list[list[int]]:
         """The rows of each forward of this process."""
-        size = self.rows_per_forward
+        size = self.rows_per_micro_batch
         mine = order.share_of(step, self.accelerator.process_index, self.accelerator.num_processes)
         return [mine[i : i + size] for i in range(0, len(mine), size)]
 
@@ -220,7 +220,7 @@ class Stepper:
 
     def _backward(
         self,
-        forwards: list[Forward],
+        micro_batches: list[MicroBatch],
         counts: Sequence[float],
         num_documents: float,
         step: int,
@@ -228,17 +228,17 @@ class Stepper:
     ) -> tuple[float, torch.Tensor]:
         """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.sums`."""
         total, sums = 0.0, torch.zeros(4, len(counts), dtype=torch.float64)
-        for number, forward in enumerate(forwards, 1):
-            last = number == len(forwards)
+        for number, micro_batch in enumerate(micro_batches, 1):
+            last = number == len(micro_batches)
             step_weights = self.training.weights[: len(counts)]
             normalisation = self.training.loss_normalisation
-            weights = row_weights(forward, step_weights, normalisation, counts, num_documents)
+            weights = row_weights(micro_batch, step_weights, normalisation, counts, num_documents)
             clock.lap("data")
-            features = self.features.get(forward)
+            features = self.features.get(micro_batch)
             clock.lap("capture")
-            inputs = self._with_noise(features, forward, step)
-            with autocast(self.training, forward.ids.device):
-                out = self.strategy.forward(forward, inputs, features.hidden, weights, last=last)
+            inputs = self._with_noise(features, micro_batch, step)
+            with autocast(self.training, micro_batch.ids.device):
+                out = self.strategy.forward(micro_batch, inputs, features.hidden, weights, last=last)
                 clock.lap("forward")
                 self.strategy.backward(out.loss, last=last)
             clock.lap("backward")
@@ -246,11 +246,11 @@ class Stepper:
             sums += out.sums
         return total, sums
 
-    def _with_noise(self, features: TargetFeatures, forward: Forward, step: int) -> TargetFeatures:
+    def _with_noise(self, features: TargetFeatures, micro_batch: MicroBatch, step: int) -> TargetFeatures:
         """Features that the head reads, with noise; the teacher's states stay as they are."""
         noise, layers = self.training.feature_noise, len(self.head.capture)
         if noise is None:
             return features
         clean = features.aux if layers else features.hidden
-        noisy = add_noise(clean, forward, noise, max(1, layers), self.seed, step)
+        noisy = add_noise(clean, micro_batch, noise, max(1, layers), self.seed, step)
         return features._replace(**{"aux" if layers else "hidden": noisy})

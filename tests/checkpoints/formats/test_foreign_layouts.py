@@ -16,7 +16,7 @@ from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
-from eagle_kit.kinds.files import open_draft
+from eagle_kit.kinds.support.files import open_draft
 
 LLAMA = {
     "model_type": "llama",

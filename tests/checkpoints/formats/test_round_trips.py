@@ -17,10 +17,10 @@ from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.files import open_draft
-from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 
 PEERS = ("sglang", "vllm", "speculators", "eagle")
 SHIPPED = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
@@ -40,7 +40,7 @@ def latent(**changes) -> Eagle3Head:
             v3(num_hidden_layers=12, architectures=["DeepseekV3ForCausalLM"]).to_json_string(use_diff=False)
         )
     )
-    head = Eagle3Head(DraftConfig.for_target(config, 67, latent=True, **changes))
+    head = Eagle3Head(Eagle3Config.for_target(config, 67, latent=True, **changes))
     hot = torch.arange(67) * 2
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[hot] = True

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.accept import (
     accept_block,
     accept_greedy,
@@ -19,13 +19,11 @@ from eagle_kit.kernels.accept import (
 )
 from eagle_kit.kernels.sampling import make_sampling_batch, probabilities, target_distribution, target_probs
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.verify.proposal import (
+from eagle_kit.speculation.proposal import Deterministic, SampledChain, SampledTree
+from eagle_kit.speculation.verify.verifiers import (
     BlockVerification,
-    Deterministic,
     RejectionSampling,
     Relaxed,
-    SampledChain,
-    SampledTree,
     TargetOnly,
     accept,
 )

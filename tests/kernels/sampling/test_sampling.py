@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.sampling import (
     adjust_logits,
     counts_after,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.sampling import (
     DRAFT_UNIFORMS,
     VERIFY_UNIFORMS,

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import DraftConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target, read_target_config
 
 SIZES = {
@@ -173,7 +172,7 @@ def test_rope_frequencies_survive_a_half_type(folder):
     model = load_target(folder)
     exact = model.rope.inv_freq.clone()
     assert torch.equal(load_target(folder, dtype=torch.bfloat16).rope.inv_freq, exact)
-    head = Eagle3Head(DraftConfig.for_target(model.config, 17))
+    head = Eagle3Head(Eagle3Config.for_target(model.config, 17))
     assert torch.equal(head.to(torch.bfloat16).rope.inv_freq, exact)
     assert head.lm_head.weight.dtype == torch.bfloat16
 

@@ -9,9 +9,9 @@ from tiny import randomise
 from tiny_mixtures import DEEPSEEK, MIXTURES, randomised, v3
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.config import DraftConfig, TargetConfig
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -232,9 +232,9 @@ def test_the_scale_of_the_scores_has_yarns_magnitude_squared():
 def test_a_head_for_latent_attention_has_llamas_sizes():
     sizes = {"hidden_size": 7168, "num_attention_heads": 128, "v_head_dim": 128, "num_hidden_layers": 61}
     target = config_of("v3: YaRN", **sizes)
-    draft = DraftConfig.for_target(target, 32000)
+    draft = Eagle3Config.for_target(target, 32000)
     assert (draft.num_heads, draft.num_kv_heads, draft.head_dim, draft.rope_scaling) == (56, 8, 128, None)
-    tiny = Eagle3Head(DraftConfig.for_target(config_of(V3), 67))
+    tiny = Eagle3Head(Eagle3Config.for_target(config_of(V3), 67))
     assert tiny.config.num_heads * tiny.config.head_dim == 40
 
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams, TokenLogprobs
+from eagle_kit.core.output import TokenLogprobs
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import prompt_token_ids

@@ -56,7 +56,7 @@ def test_a_seed_draws_the_same_whatever_it_is_batched_with(real_server):
 
 
 def test_greedy_text_is_what_the_engine_decodes_alone(real_server, target_folder):
-    from eagle_kit.core.request import SamplingParams
+    from eagle_kit.core.sampling_params import SamplingParams
 
     text = create(real_server, temperature=0).choices[0].message.content
     alone = LLM(str(target_folder), max_context=128)

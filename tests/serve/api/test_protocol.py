@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 
-from eagle_kit.core.request import TokenLogprobs
+from eagle_kit.core.output import TokenLogprobs
 from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
 from eagle_kit.serve.reply import Delta
 from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM

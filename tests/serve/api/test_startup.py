@@ -12,7 +12,7 @@ from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, shape_of
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import RequestOutput
+from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.server import bind

@@ -12,7 +12,7 @@ from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.grammar import compiler as grammar_module

@@ -16,8 +16,8 @@ from tiny import randomise, tiny_head, tiny_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.kinds.files import open_draft
 from eagle_kit.kinds.standalone import STANDALONE
+from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.speculation.propose.draft_model import (
     DraftModel,

@@ -11,7 +11,7 @@ from tiny_engine import PROMPTS, resolved, serve
 
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.serve.drafts import load_draft_model

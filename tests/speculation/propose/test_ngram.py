@@ -10,7 +10,7 @@ from tiny_engine import PROMPTS, resolved, serve
 
 from eagle_kit.config.engine import NgramConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request

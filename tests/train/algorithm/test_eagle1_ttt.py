@@ -10,12 +10,12 @@ from eagle_kit.kernels.soft_cross_entropy import Teacher
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Head
 from eagle_kit.models.loading.published import published_names
-from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
 
@@ -115,7 +115,7 @@ def forward(numbers, lengths, doc_start=None):
     """Packed rows of ``lengths`` tokens, without tokens or plan."""
     if doc_start is None:
         doc_start = torch.zeros(sum(lengths), dtype=torch.int64)
-    return Forward(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
+    return MicroBatch(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
 
 
 def test_noise_on_final_states_depends_on_seed_step_and_row_alone():

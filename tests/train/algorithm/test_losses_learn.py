@@ -6,15 +6,15 @@ from tiny import tiny_head
 from tiny_trained import trained_models
 
 from eagle_kit.config.train import JudgeConfig, TrainingConfig
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
+from eagle_kit.train.optim.optimizer import make_optimizer
 from eagle_kit.train.run.judge import Judge, share_weights
-from eagle_kit.train.run.optimizer import make_optimizer
 
 PROMPT, REPLY, TEXTS, STEPS, SHAPE = 4, 20, 24, 3, "3,1,4"
 VOCAB, DRAFT_VOCAB = 11, 9

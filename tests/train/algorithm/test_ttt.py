@@ -9,7 +9,7 @@ from tiny import packed_row, tiny_head, tiny_target
 from eagle_kit.kernels.rope.reference import rotate
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
+from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
 STEPS = 5

@@ -14,13 +14,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from eagle_kit.kernels.ttt_attention import plan_rows
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import _attention, ttt_forward_backward
 
 V = 131
@@ -117,7 +117,7 @@ def compare(named, theirs, rename=lambda name: name):
 
 def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target):
     steps, weights = 4, [0.8**k for k in range(4)]
-    head = randomise(Eagle3Head(DraftConfig.for_target(target.config, 101, latent=True)), 1, 0.2)
+    head = randomise(Eagle3Head(Eagle3Config.for_target(target.config, 101, latent=True)), 1, 0.2)
     hot = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:101]
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[hot] = True

@@ -9,12 +9,12 @@ from tiny import randomise, tiny_target
 from tiny_mixtures import v3
 
 from eagle_kit.kernels.backend import triton_available, use
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 from eagle_kit.train.algorithm.loss import LOSS_BLOCK, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import TargetFeatures
+from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 from eagle_kit.train.plan.activations import Numerics, saved_bytes, training_bytes
 
@@ -27,10 +27,10 @@ def make_head(kind):
     raw = v3(hidden_size=64, vocab_size=701).to_dict()
     deepseek = TargetConfig.from_dict({**raw, "architectures": ["DeepseekV3ForCausalLM"]})
     if kind == "llama":
-        return Eagle3Head(DraftConfig.for_target(llama, 601))
+        return Eagle3Head(Eagle3Config.for_target(llama, 601))
     if "mtp" in kind:
         return randomise(MTPHead(MTPConfig(deepseek, 3 if kind == "three mtp" else 1)), 0, 0.2)
-    return Eagle3Head(DraftConfig.for_target(deepseek, 301, latent=kind == "latent"))
+    return Eagle3Head(Eagle3Config.for_target(deepseek, 301, latent=kind == "latent"))
 
 
 class Row:

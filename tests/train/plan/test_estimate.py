@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle_kit.config.train import DataConfig, TrainConfig
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
@@ -39,15 +39,15 @@ def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, 
     )
     session = Session(
         work=WORK,
-        forwards_per_step=3,
-        rows_per_forward=2,
+        micro_batches_per_step=3,
+        rows_per_micro_batch=2,
         num_rows=100,
         num_captures=num_captures,
         num_steps=50,
         flops_per_s=1e9,
         free_disk=1e12,
     )
-    costs = Costs(config, TARGET, DraftConfig.for_target(TARGET, 64), is_gpu=False)
+    costs = Costs(config, TARGET, Eagle3Config.for_target(TARGET, 64), is_gpu=False)
     return make_estimate(costs, session, num_processes=2)
 
 
@@ -55,7 +55,7 @@ def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, 
     "flags", [{}, {"fc_norm": True}, {"attention_bias": True}, {"intermediate_size": 77}]
 )
 def test_number_of_trained_weights_is_exact(flags: dict[str, object]) -> None:
-    draft = DraftConfig.for_target(TARGET, 64, **flags)
+    draft = Eagle3Config.for_target(TARGET, 64, **flags)
     assert head_sizes(draft).total == sum(p.numel() for p in Eagle3Head(draft).parameters())
 
 
@@ -69,7 +69,7 @@ def test_number_of_target_weights_leaves_out_norms_only(tied: bool) -> None:
 
 
 def test_arithmetic_of_the_head_grows_with_steps() -> None:
-    draft = DraftConfig.for_target(TARGET, 64)
+    draft = Eagle3Config.for_target(TARGET, 64)
     per_step = head_flops(draft, Workload(128, 70, 5, 40)) - head_flops(draft, WORK)
     matmuls = 6 * 70 * (2 * 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100 + 48 * 64)
     assert per_step == pytest.approx(matmuls + 3 * 70 * 4 * 40 * 48)
@@ -79,7 +79,7 @@ def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
     """One TTT step over all rows without attention: forward counted by torch, backward twice that."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    draft = DraftConfig.for_target(TARGET, 64)
+    draft = Eagle3Config.for_target(TARGET, 64)
     head = Eagle3Head(draft)
     work = Workload(tokens=32, rows=32, steps=1, mean_context=0)
     aux, embeds = torch.randn(32, 3 * 48), torch.randn(32, 48)

@@ -9,11 +9,11 @@ from typing import Literal
 import pytest
 import torch
 
-from eagle_kit.models.config import DraftConfig, TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import TargetFeatures
+from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.ttt import ttt_forward
 
 LONG = """
@@ -62,7 +62,7 @@ def make_head(heads: int = 2) -> Eagle3Head:
         }
     )
     torch.manual_seed(0)
-    return Eagle3Head(DraftConfig.for_target(target, 96))
+    return Eagle3Head(Eagle3Config.for_target(target, 96))
 
 
 def rows_of(length: int, supervised: int) -> tuple[torch.Tensor, torch.Tensor]:

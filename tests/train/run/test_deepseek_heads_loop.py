@@ -12,7 +12,7 @@ from tiny_mtp import save_target
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.checkpoints.validate import validate_draft
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.run.simulate import match_table
@@ -213,9 +213,9 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     from eagle_kit.data.chat.dataset import load_prepared
     from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
     from eagle_kit.models.loading.source import load_tokenizer
-    from eagle_kit.train.algorithm.batch import make_forward, row_weights
-    from eagle_kit.train.algorithm.teacher import capture_features
-    from eagle_kit.train.run.module import TTTModule
+    from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
+    from eagle_kit.train.algorithm.module import TTTModule
+    from eagle_kit.train.algorithm.target_features import capture_features
 
     run = deepseek_run()
     assert run("--max-steps", "1") == 0
@@ -224,7 +224,7 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     target = load_target(tmp_path / "target")
     head = MTPHead(MTPConfig(target.config, 2)).bind(target.lm_head)
     module = TTTModule(head, target.embed_tokens.weight, target.head_weight, TrainingConfig(ttt_length=2))
-    forward = make_forward(data, [0], 1, torch.device("cpu"))
+    forward = make_micro_batch(data, [0], 1, torch.device("cpu"))
     features = capture_features(target, forward.ids, forward.doc_start, (), forward.plan.needed)
     weights = row_weights(forward, [1.0], "tokens", forward.plan.counts, 1)
     module(forward, *features, features.hidden, weights).loss.backward()

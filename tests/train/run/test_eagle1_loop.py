@@ -16,7 +16,7 @@ from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.cli import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target

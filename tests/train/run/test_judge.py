@@ -11,17 +11,17 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig, TrainingConfig
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
+from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.parallel.processes import make_accelerator
+from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.judge import Judge
-from eagle_kit.train.run.schedule import Schedule
 from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.simulate import match_table, walk
-from eagle_kit.train.run.state import TrainState
 from eagle_kit.train.run.step import Stepper
 
 SHAPES = ("1,1,2", "3,1,4", "5,1,6", "3,2,6")

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 
 
@@ -341,7 +341,7 @@ def test_a_used_output_folder_is_refused(make_run: Callable, capsys: pytest.Capt
 def test_no_disk_space_is_said_and_leaves_nothing_half_written(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from eagle_kit.train.run import state
+    from eagle_kit.train.run import checkpoint as state
 
     run = make_run()
     monkeypatch.setattr(

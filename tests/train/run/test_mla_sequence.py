@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from eagle_kit.cli import main
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 
 ANIMALS = ("cat", "dog", "hen", "fox", "owl", "bee")

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.train.run.state import load_checkpoint
+from eagle_kit.train.run.checkpoint import load_checkpoint
 
 REPOSITORY = Path(__file__).parents[3]
 

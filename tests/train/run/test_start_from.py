@@ -70,12 +70,11 @@ def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, head, said):
 def test_a_head_that_can_say_more_than_the_tokenizer_has_is_a_beginning(trained, tmp_path, capsys):
     """A target's vocabulary is often padded: a head over all of it names rows that no token has."""
     from eagle_kit.checkpoints.draft import save_draft
-    from eagle_kit.models.config import DraftConfig
-    from eagle_kit.models.heads.eagle3 import Eagle3Head
+    from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
     from eagle_kit.models.loading.loader import read_target_config
 
     target = read_target_config(trained / "target")
-    head = Eagle3Head(DraftConfig.for_target(target, target.vocab_size))
+    head = Eagle3Head(Eagle3Config.for_target(target, target.vocab_size))
     head.t2d.fill_(True)
     save_draft(head, tmp_path / "full", metadata={})
     words = [str(trained / "config.yaml"), f"head={{start_from: {tmp_path / 'full'}}}"]

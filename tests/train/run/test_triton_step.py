@@ -9,7 +9,7 @@ from tiny import tiny_head, tiny_target
 from eagle_kit.kernels.backend import use
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.teacher import capture_features
+from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
 STEPS, LENGTH = 3, 45

@@ -12,11 +12,11 @@ from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_disk_space, replacing
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.run.ema import Ema
-from eagle_kit.train.run.optimizer import optimizer_name
+from eagle_kit.train.optim.ema import Ema
+from eagle_kit.train.optim.optimizer import optimizer_name
 
 if TYPE_CHECKING:
-    from eagle_kit.train.parallel.strategy import Strategy
+    from eagle_kit.train.optim.strategy import Strategy
 
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from eagle_kit.kernels.draft_head import draft_topk
+from eagle_kit.kernels.draft_topk import draft_topk
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def test_fake_tensors_pass():
 
 
 def test_the_operator_is_well_formed(triton_device):
-    from eagle_kit.kernels.draft_head import triton
+    from eagle_kit.kernels.draft_topk import triton
 
     x, weight = make(2, 40, 16, torch.float32, triton_device)
     tests = ("test_schema", "test_faketensor")

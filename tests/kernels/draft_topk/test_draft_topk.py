@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.draft_head import draft_topk
-from eagle_kit.kernels.draft_head.reference import best_of, topk_of_logits
+from eagle_kit.kernels.draft_topk import draft_topk
+from eagle_kit.kernels.draft_topk.reference import best_of, topk_of_logits
 
 
 def test_the_best_are_those_of_a_stable_sort():

@@ -1,7 +1,7 @@
 """Training step as one module, to be wrapped by DDP, FSDP2 and DeepSpeed.
 
-They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a weight
-of the head happens in here.
+They hook a module's ``micro_batch`` and the backward pass of what it returns, so everything that reads a
+weight of the head happens in here.
 
 Legend: T packed tokens, K steps of training-time test, H hidden, Vd draft vocabulary.
 """
@@ -13,9 +13,9 @@ from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch, TTTOutput
-from eagle_kit.train.algorithm.teacher import TargetFeatures
+from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.ttt import CROSS_ENTROPY, ttt_forward
 
 
@@ -43,31 +43,31 @@ class TTTModule(nn.Module):
 
     def forward(
         self,
-        forward: Forward | None,
+        micro_batch: MicroBatch | None,
         aux: torch.Tensor,
         hidden: torch.Tensor,
         argmax: torch.Tensor,
         taught: torch.Tensor,
         row_weights: list[torch.Tensor],
     ) -> TTTOutput:
-        """Loss of one forward.
+        """Loss of one micro_batch.
 
         Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
         the other processes wait for it. Hooks see tensors only when they are arguments themselves, so the
         parts of :class:`TargetFeatures` come one by one.
 
         Args:
-            forward: packed rows; None for gradients of zeros.
+            micro_batch: packed rows; None for gradients of zeros.
             aux, hidden, argmax: what the head reads, see :class:`TargetFeatures`.
             taught: ``hidden`` without the noise that the head may read; the teacher is made of it.
             row_weights: see :class:`TTTBatch`.
         """
-        if forward is None:
+        if micro_batch is None:
             return TTTOutput.nothing(self._nothing(aux, hidden), 0)
         embed_weight, target_head = self._frozen
         batch = TTTBatch(
-            ids=forward.ids,
-            plan=forward.plan,
+            ids=micro_batch.ids,
+            plan=micro_batch.plan,
             row_weights=row_weights,
             features=TargetFeatures(aux, taught, argmax),
             embed_weight=embed_weight,
@@ -75,9 +75,11 @@ class TTTModule(nn.Module):
             inputs=TargetFeatures(aux, hidden, argmax),
         )
         recompute = self.training_config.gradient_checkpointing == "steps"
-        with autocast(self.training_config, forward.ids.device):
+        with autocast(self.training_config, micro_batch.ids.device):
             out = ttt_forward(self.head, batch, self.objective, recompute=recompute)
-        has_idle_blocks = len(forward.plan.rows) < len(self.head.blocks)  # a curriculum has not come to them
+        has_idle_blocks = len(micro_batch.plan.rows) < len(
+            self.head.blocks
+        )  # a curriculum has not come to them
         if out.loss.requires_grad and not has_idle_blocks:
             return out
         return out._replace(loss=out.loss + self._nothing(aux, hidden))

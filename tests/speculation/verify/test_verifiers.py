@@ -13,14 +13,11 @@ from eagle_kit.kernels.sampling import (
 )
 from eagle_kit.kernels.tree_build import Tree, chain_build
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.speculation.verify.proposal import (
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
+from eagle_kit.speculation.verify.verifiers import (
     BlockVerification,
-    Deterministic,
-    DraftOutput,
     RejectionSampling,
     Relaxed,
-    SampledChain,
-    SampledTree,
     TargetOnly,
     accept,
 )

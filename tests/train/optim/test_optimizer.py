@@ -11,13 +11,13 @@ from torch.testing import assert_close
 
 from eagle_kit.config.train import FeatureNoise, TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.batch import MicroBatch
+from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.noise import add_noise
-from eagle_kit.train.parallel.strategy import Replicated
-from eagle_kit.train.run.ema import Ema
-from eagle_kit.train.run.module import TTTModule
-from eagle_kit.train.run.optimizer import MuonAdamW, make_optimizer, set_learning_rate
-from eagle_kit.train.run.state import restore_optimizer
+from eagle_kit.train.optim.ema import Ema
+from eagle_kit.train.optim.optimizer import MuonAdamW, make_optimizer, set_learning_rate
+from eagle_kit.train.optim.strategy import Replicated
+from eagle_kit.train.run.checkpoint import Checkpoint, TrainState
 
 MUON = TrainingConfig(
     optimizer="muon", learning_rate=0.02, weight_decay=0.1, muon_learning_rate_ratio=3.0, betas=(0.8, 0.9)
@@ -39,6 +39,11 @@ def give_gradients(head, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in head.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def restore(folder, strategy, optimizer_state) -> None:
+    """Restore an optimiser from a checkpoint without an average of the weights."""
+    Checkpoint(folder, strategy.head, optimizer_state, TrainState(), None).restore(strategy, None)
 
 
 def test_muon_moves_inner_matrices_and_adamw_the_output_layer_and_norms() -> None:
@@ -92,7 +97,7 @@ def test_a_saved_optimiser_goes_on_to_the_bit(training, tmp_path) -> None:
     copied = copy.deepcopy(head)
     strategy = alone(copied, training)
     again = strategy.optimizer
-    restore_optimizer(tmp_path, strategy, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    restore(tmp_path, strategy, torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for step in range(2, 4):
         for model, each in ((head, optimizer), (copied, again)):
             give_gradients(model, step)
@@ -106,7 +111,7 @@ def test_the_state_of_another_optimiser_is_refused_by_name(tmp_path) -> None:
         state = make_optimizer(make_head(), TrainingConfig(optimizer=saved)).state_dict()
         strategy = alone(make_head(), TrainingConfig(optimizer=wanted))
         with pytest.raises(UserError, match=f"is of {saved}; training.optimizer is {wanted}") as caught:
-            restore_optimizer(tmp_path, strategy, state)
+            restore(tmp_path, strategy, state)
         assert f"training.optimizer={saved}" in caught.value.remedy
 
 
@@ -121,7 +126,7 @@ def test_muon_s_state_of_another_head_is_refused(tmp_path) -> None:
     first = state["param_groups"][0]["params"][0]
     state["state"][first]["momentum_buffer"] = torch.zeros(3, 3)
     with pytest.raises(UserError, match="another head"):
-        restore_optimizer(tmp_path, strategy, state)
+        restore(tmp_path, strategy, state)
 
 
 def test_the_average_is_the_recurrence_and_changes_places_with_the_weights() -> None:
@@ -153,7 +158,7 @@ def forward(numbers, lengths, doc_start=None):
     """Packed rows of ``lengths`` tokens, without tokens or plan."""
     if doc_start is None:
         doc_start = torch.zeros(sum(lengths), dtype=torch.int64)
-    return Forward(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
+    return MicroBatch(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
 
 
 @pytest.mark.parametrize(

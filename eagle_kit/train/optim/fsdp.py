@@ -8,9 +8,9 @@ from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.parallel.strategy import Strategy, copy_head
-from eagle_kit.train.run.module import TTTModule
-from eagle_kit.train.run.optimizer import check_moments, make_optimizer, set_learning_rate
+from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.train.optim.optimizer import check_moments, make_optimizer, set_learning_rate
+from eagle_kit.train.optim.strategy import Strategy, copy_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

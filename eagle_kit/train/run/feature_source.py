@@ -7,12 +7,12 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.prefetch import Prefetcher
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.algorithm.batch import Forward
-from eagle_kit.train.algorithm.teacher import TargetFeatures, capture_features
+from eagle_kit.train.algorithm.batch import MicroBatch
+from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 
 
 class FeatureSource:
-    """Features of forwards, one after the other.
+    """Features of micro_batches, one after the other.
 
     Args:
         target: run over rows that no store has.
@@ -45,34 +45,34 @@ class FeatureSource:
         pin = self.target.embed_tokens.weight.is_cuda
         self._ahead = Prefetcher(self.store, order, pin=pin)
 
-    def get(self, forward: Forward) -> TargetFeatures:
-        """The target's view of the rows of ``forward``.
+    def get(self, micro_batch: MicroBatch) -> TargetFeatures:
+        """The target's view of the rows of ``micro_batch``.
 
         Raises:
             UserError: a store that cannot be read or written, or that may not grow and lacks a row.
         """
         store, started = self.store, time.perf_counter()
         if store is not None:
-            device = forward.ids.device
-            parts = None if self._ahead is None else self._ahead.take(forward.numbers)
-            kept = store.load(forward.numbers, device) if parts is None else store.decode(parts, device)
+            device = micro_batch.ids.device
+            parts = None if self._ahead is None else self._ahead.take(micro_batch.numbers)
+            kept = store.load(micro_batch.numbers, device) if parts is None else store.decode(parts, device)
             self.wait_s += time.perf_counter() - started
             has_all = self.everyone(kept is not None)
             if kept is not None and has_all:
                 return TargetFeatures(**kept)
             if kept is None and not store.can_grow:
                 raise UserError(
-                    f"The store {store.folder} lacks one of the rows {forward.numbers}.",
+                    f"The store {store.folder} lacks one of the rows {micro_batch.numbers}.",
                     "Run its eagle-kit data capture command again.",
                 )
             started = time.perf_counter()
         features = capture_features(
-            self.target, forward.ids, forward.doc_start, self.layer_ids, forward.plan.needed
+            self.target, micro_batch.ids, micro_batch.doc_start, self.layer_ids, micro_batch.plan.needed
         )
         if store is not None:
-            parts = store.add(forward.numbers, forward.lengths, features._asdict())
+            parts = store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())
             if not store.is_exact:  # learn from the same now as later
-                features = TargetFeatures(**store.decode(parts, forward.ids.device))
+                features = TargetFeatures(**store.decode(parts, micro_batch.ids.device))
         self.capture_s += time.perf_counter() - started
         return features
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.request import Grammar, SamplingParams
-from eagle_kit.serve.api.async_engine import AsyncEngine
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
 
 GREEDY = SamplingParams(max_tokens=200)
@@ -224,7 +224,7 @@ def test_the_process_ends_while_a_grammar_is_compiled():
     code = """
 import asyncio, time
 from types import SimpleNamespace as Any
-from eagle_kit.serve.api.async_engine import AsyncEngine
+from eagle_kit.serve.async_engine import AsyncEngine
 async def main():
     inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
     engine = AsyncEngine(inner, capacity=4)

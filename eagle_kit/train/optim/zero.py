@@ -11,10 +11,10 @@ import torch
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.parallel.strategy import Strategy, copy_head
-from eagle_kit.train.run.module import TTTModule
-from eagle_kit.train.run.optimizer import make_optimizer, set_learning_rate
+from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.train.optim.optimizer import make_optimizer, set_learning_rate
+from eagle_kit.train.optim.strategy import Strategy, copy_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,13 +46,13 @@ class Zero(Strategy):
         if stage == 3:  # gathered as one unit: its forward reads weights of all of it
             deepspeed.utils.set_z3_leaf_modules(module, [TTTModule])
         share = training.sequences_per_step // self.num_processes
-        forwards = training.gradient_accumulation or share
+        micro_batches = training.gradient_accumulation or share
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": forwards,
+                "gradient_accumulation_steps": micro_batches,
                 "gradient_clipping": training.clip_norm or 0.0,
                 "zero_optimization": {"stage": stage, "overlap_comm": False},
                 "zero_allow_untested_optimizer": True,

@@ -1,20 +1,15 @@
-"""Types of proposals, deterministic and sampled, and the verifiers that are sound for each.
-
-A deterministic draft is a function of the text: its tokens were not sampled, so it has no q, and dividing by
-a softmax in its place would emit another distribution than the target's. A sampled draft was sampled from q
-and carries q. The types keep them apart: :func:`accept` refuses a verifier that does not fit.
+"""Verifiers, and the choice of the kernel that accepts a window: see ``kernels/accept`` for the arithmetic.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.kernels.accept.block import accept_block
-from eagle_kit.kernels.accept.reference import Accepted
+from eagle_kit.kernels.accept.greedy import Accepted
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
 from eagle_kit.kernels.accept.target_only import accept_target_only
@@ -26,39 +21,7 @@ from eagle_kit.kernels.sampling import (
     position_uniforms,
     window_uniforms,
 )
-from eagle_kit.kernels.tree_build import Tree
-
-
-@dataclass(frozen=True)
-class Deterministic:
-    """Proposal of any topology that depends on the text only: top-k drafts, n-grams."""
-
-
-@dataclass(frozen=True, eq=False)
-class SampledChain:
-    """Chain of sampled tokens; ``q [B, S, V]`` is the distribution that the child of each node was sampled
-    from."""
-
-    q: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class SampledTree:
-    """Tree of a fixed topology, whose siblings were sampled without replacement and lie in the window in that
-    order (``sample_distinct`` draws them); ``q [B, Q, V]`` is the distribution that the children of each of
-    the first Q nodes were sampled from, nodes from Q on have none."""
-
-    q: torch.Tensor
-
-
-Proposal = Deterministic | SampledChain | SampledTree
-
-
-class DraftOutput(NamedTuple):
-    """A window to verify, and how its tokens were made."""
-
-    tree: Tree
-    proposal: Proposal
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
 
 
 @dataclass(frozen=True)
@@ -153,24 +116,3 @@ def accept(
         "TargetOnly or Relaxed for Deterministic, RejectionSampling or BlockVerification for SampledChain, "
         "RejectionSampling for SampledTree."
     )
-
-
-def check_distinct_siblings(tokens: torch.Tensor, parents: torch.Tensor) -> None:
-    """Check that no node of a window has two children of one token; for tests, since it reads tensors on the
-    host.
-
-    Args:
-        tokens, parents: int64 ``[B, N]``; -1 is an unused node.
-
-    Raises:
-        ValueError: two siblings are the same token.
-    """
-    for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
-        first: dict[tuple[int, int], int] = {}
-        for node in range(1, len(row)):
-            other = first.setdefault((above[node], row[node]), node)
-            if other != node and row[node] >= 0:
-                raise ValueError(
-                    f"Request {b}: nodes {other} and {node}, children of node {above[node]}, are both token "
-                    f"{row[node]}. Siblings must be sampled without replacement."
-                )

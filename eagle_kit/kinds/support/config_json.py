@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.files import OWN
+from eagle_kit.kinds.support.files import OWN
 from eagle_kit.models.config import HeadArchitecture, read_rope
 from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.loading.loader import check_activation

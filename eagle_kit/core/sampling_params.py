@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and the finished reply."""
+"""Sampling parameters of a request."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.stats import SpecStats
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
-
-FinishReason = Literal["stop", "length", "context", "abort"]
 
 
 class Grammar(NamedTuple):
@@ -102,40 +99,3 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if logits depend on the tokens before them."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probability of one emitted token under the target, and its most likely alternatives ``top`` as
-    (token id, log-probability), best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass
-class RequestOutput:
-    """One finished reply.
-
-    Attributes:
-        prompt_ids: the prompt as tokens.
-        token_ids: the reply, its stop token included.
-        text: the reply decoded, special tokens left out, cut before a stop text.
-        finish_reason: ``"stop"`` (a stop token or text), ``"length"`` (max_tokens), ``"context"`` (the
-            context is full) or ``"abort"``.
-        stats: acceptance of this reply.
-        logprobs: one entry per token, empty unless requested.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-        prefill_s: seconds from admission to the first token.
-        decode_s: seconds from the first token to the last, during which other requests of the batch decode
-            too.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    stats: SpecStats = field(default_factory=SpecStats)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from eagle_kit.core.request import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch
 from eagle_kit.serve.request import Request
 

@@ -6,7 +6,7 @@ Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
-from eagle_kit.kernels.draft_head import reference
+from eagle_kit.kernels.draft_topk import reference
 
 MAX_TOPK = 16
 
@@ -37,7 +37,7 @@ def draft_topk(
     """
     assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk must be 1 to 16 and at most Vd"
     if uses_triton(x, backend):
-        from eagle_kit.kernels.draft_head import triton
+        from eagle_kit.kernels.draft_topk import triton
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
     return reference.draft_topk(x, weight, topk, normalized, token_map)

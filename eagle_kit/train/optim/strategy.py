@@ -18,11 +18,11 @@ from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.batch import Forward
+from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.loss import TTTOutput
-from eagle_kit.train.algorithm.teacher import TargetFeatures
-from eagle_kit.train.run.module import TTTModule
-from eagle_kit.train.run.optimizer import check_moments, make_optimizer, set_learning_rate
+from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.train.optim.optimizer import check_moments, make_optimizer, set_learning_rate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,7 +48,7 @@ class Strategy(ABC):
 
     def forward(
         self,
-        forward: Forward,
+        micro_batch: MicroBatch,
         inputs: TargetFeatures,
         taught: torch.Tensor,
         row_weights: list[torch.Tensor],
@@ -57,7 +57,7 @@ class Strategy(ABC):
     ) -> TTTOutput:
         """Call :attr:`module`; ``last`` as for :meth:`backward`."""
         self._prepare(inputs, last)
-        return self.module(forward, *inputs, taught, row_weights)
+        return self.module(micro_batch, *inputs, taught, row_weights)
 
     @abstractmethod
     def update(self, learning_rate: float, clip_norm: float | None) -> float:

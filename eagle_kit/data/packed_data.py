@@ -11,7 +11,7 @@ from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.states.manifest import DATA, check_data_files, check_fields, field, need_manifest
 
 
-def dataset_of(
+def load_packed_data(
     settings: DataConfig,
     tokenizer: Any,
     draft_vocab_size: int | None,

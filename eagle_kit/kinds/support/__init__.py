@@ -1,0 +1,1 @@
+"""Shared by the kinds: draft files, compatibility findings, config.json, vocabulary maps."""
