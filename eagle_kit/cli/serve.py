@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from eagle_kit.serve.api.startup import ServedModel
     from eagle_kit.serve.llm import LLM
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NEXTN", "NONE")
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
@@ -70,7 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_flags(http, ServerConfig, SERVER_FLAGS)
     spec = parser.add_argument_group("speculation")
     spec.add_argument(
-        "--speculative-algorithm", choices=ALGORITHMS, metavar="NAME", help=f"of {', '.join(ALGORITHMS)}"
+        "--speculative-algorithm",
+        metavar="NAME",
+        help="EAGLE3, EAGLE, NEXTN or STANDALONE, NGRAM or NONE; default: that of the draft",
     )
     for name, (flag, text) in SHAPE_FLAGS.items():
         spec.add_argument(flag, type=int, dest=name, metavar="N", help=f"{text}; in place of --shape")
@@ -136,12 +137,16 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     """Return the model, without its draft where the algorithm has no use for one.
 
     Raises:
-        UserError: an algorithm without the draft it needs.
+        UserError: an unknown algorithm, or one without the draft it needs.
     """
-    name = args.speculative_algorithm
+    from eagle_kit.kinds.registry import algorithms, kind_in_target
+
+    name, known = args.speculative_algorithm, (*algorithms(), "NGRAM", "NONE")
+    if name not in (None, *known):
+        raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
     if name in ("NONE", "NGRAM"):
         model = type(model)(model.target, None)
-    if model.draft is None and name not in (None, "NONE", "NGRAM", "NEXTN"):
+    if model.draft is None and name in algorithms() and kind_in_target(name) is None:
         raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
     if model.draft is None and name != "NEXTN" and args.token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")

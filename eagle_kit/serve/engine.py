@@ -231,8 +231,7 @@ class Engine:
                 request.admitted_at = time.perf_counter()
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.num_cached_tokens
-        with self.runner.linear_forms.using():
-            results = self.runner.prefill(chunks)
+        results = self.runner.prefill(chunks)
         for request, _, stop in chunks:
             request.num_computed = stop
             if not request.is_prefilling and self.page_pool.publish(

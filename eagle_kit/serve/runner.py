@@ -136,6 +136,10 @@ class Runner:
 
     def prefill(self, chunks: Sequence[Chunk]) -> Results | None:
         """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens."""
+        with self.linear_forms.using():
+            return self._prefill(chunks)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> Results | None:
         drafter = self.models.drafter
         ids, next_ids, segments, last, finished = [], [], [], [], []
         lookback = drafter.lookback if drafter is not None else 0

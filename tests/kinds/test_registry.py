@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kinds.toy_kind import ToyHead, ToyKind
 from tiny_mixtures import YARN
 from tiny_mtp import save_target
 from tiny_run import make_config
+from toy_kind import ToyHead, ToyKind
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft

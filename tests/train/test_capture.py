@@ -15,12 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
-from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.models.loading.source import target_fingerprint, target_revision
 from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
 from eagle_kit.train.algorithm.batch import make_micro_batch
-from eagle_kit.train.capture import CaptureOptions
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = torch.device("cpu")
@@ -510,6 +508,7 @@ def test_a_shard_lost_while_training_ends_the_run_with_its_name(
     assert "cannot be read any more" in capsys.readouterr().err
 
 
-def test_a_part_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UserError, match="shard is 2/2"):
-        CaptureOptions(Path("x"), shard=(2, 2))
+def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["data", "capture", "run.yaml", "--out", "x", "--shard", "2/2"])
+    assert caught.value.code == 2 and "from 0/n to (n-1)/n" in capsys.readouterr().err

@@ -163,7 +163,7 @@ def _speculators(
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier = {"name_or_path": served.name or config.target, "architectures": list(served.architectures)}
     return {
-        "architectures": ["HeadDraftModel"],
+        "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": CHECKED_VERSIONS["speculators"],
         "speculators_config": {

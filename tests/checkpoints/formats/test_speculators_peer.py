@@ -40,12 +40,12 @@ def load(folder: Path, target: Path):
     raw = json.loads(path.read_text())
     raw["speculators_config"]["verifier"]["name_or_path"] = str(target)
     path.write_text(json.dumps(raw))
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig, HeadDraftModel
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = speculators.SpeculatorModel.from_pretrained(folder, config=config)
-    assert type(model) is HeadDraftModel
+    assert type(model) is Eagle3DraftModel
     # without an embedding in the checkpoint, 0.9.0 leaves its own as torch.empty made it
     model._load_verifier_weights(overwrite_embed_tokens=True)
     return model.eval()

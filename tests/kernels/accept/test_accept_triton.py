@@ -19,7 +19,7 @@ from eagle_kit.kernels.accept import (
 )
 from eagle_kit.kernels.sampling import make_sampling_batch, probabilities, target_distribution, target_probs
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.proposal import Deterministic, SampledChain, SampledTree
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
 from eagle_kit.speculation.verify.verifiers import (
     BlockVerification,
     RejectionSampling,
@@ -206,14 +206,17 @@ def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
     for verifier in (TargetOnly(), RejectionSampling(), BlockVerification(), Relaxed(0.4, 0.8)):
         tree, proposal, steps = draft_of(verifier, q, generator)
         seeds = batch_on("cpu").seeds
-        theirs = accept(probs, tree, proposal, verifier, seeds, roots, steps, backend="reference")
+        theirs = accept(
+            probs, DraftOutput(tree, proposal), verifier, seeds, roots, steps, backend="reference"
+        )
         assert theirs.num_accepted.sum() > 0
         there = [x.to(triton_device) for x in (seeds, roots)]
         tree = Tree(*(x.to(triton_device) for x in tree))
         if not isinstance(proposal, Deterministic):
             proposal = type(proposal)(proposal.q.to(triton_device))
         for backend in ("triton", "reference"):
-            ours = accept(distribution, tree, proposal, verifier, *there, steps, backend=backend)
+            window = DraftOutput(tree, proposal)
+            ours = accept(distribution, window, verifier, *there, steps, backend=backend)
             assert_same(ours, theirs, backend == "triton")
 
 

@@ -173,7 +173,7 @@ def test_the_match_table_of_several_modules_is_what_serving_drafts(tmp_path):
     propose = engine.runner.drafter.propose
 
     def record(*args):
-        seen.append((int(args[2][0]), propose(*args)))
+        seen.append((int(args[0].seq_lens[0]), propose(*args)))
         return seen[-1][1]
 
     engine.runner.drafter.propose = record

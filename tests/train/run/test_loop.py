@@ -341,11 +341,11 @@ def test_a_used_output_folder_is_refused(make_run: Callable, capsys: pytest.Capt
 def test_no_disk_space_is_said_and_leaves_nothing_half_written(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from eagle_kit.train.run import checkpoint as state
+    from eagle_kit.core import files
 
     run = make_run()
     monkeypatch.setattr(
-        state.shutil, "disk_usage", lambda folder: Path and type("Usage", (), {"free": 1000})()
+        files.shutil, "disk_usage", lambda folder: Path and type("Usage", (), {"free": 1000})()
     )
     assert run("--max-steps", "2") == 2
     assert "MB" in capsys.readouterr().err

@@ -28,6 +28,8 @@ class ToyConfig(DecoderConfig, TiedArchitecture):
     intermediate_size: int = 0
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
     target: str = ""
     template_hash: str = ""
 
@@ -38,7 +40,7 @@ class ToyHead(TiedHead, Block):
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=False)
         self.norm = RMSNorm(size, 1e-6)
-        self.self_attn = Attention(size, size, 1, 1, config.head_dim)
+        self.self_attn = Attention(config, size)
 
     @property
     def blocks(self):
