@@ -101,7 +101,7 @@ class EngineConfig(Options):
             tokens.
         kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
             another dtype, not equal.
-        lag: steps between a cycle and its results on the host; default 0 on a CPU, 1 on a GPU.
+        lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.
         batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on a
             GPU.
         dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
@@ -132,7 +132,7 @@ class EngineConfig(Options):
     kv_tokens: int | None = Field(default=None, ge=1)
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    lag: int | None = Field(default=None, ge=0)
+    lag: int | None = Field(default=None, ge=0, le=1)
     batch_sizes: tuple[int, ...] | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

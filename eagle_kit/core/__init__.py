@@ -1,1 +1,1 @@
-"""Plain data shared by every layer: errors, speculation shapes, requests, statistics. No models here."""
+"""Plain data shared by every layer: errors, sampling parameters, outputs, shapes, statistics. No models."""

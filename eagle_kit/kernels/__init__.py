@@ -1,2 +1,1 @@
-"""Operations, one folder each: a torch ``reference.py``, faster implementations beside it, and one function
-that dispatches between them."""
+"""Operations, one folder each: torch reference, faster implementations beside it, and the dispatch."""

@@ -1,4 +1,4 @@
-"""Paged store of latent attention, and the choice of a store for a model.
+"""Paged store of latent attention.
 
 A token is one row a layer, from which all heads' keys and values are made (``models/blocks/mla.py``).
 Windows attend in the absorbed form, which reads each row once for all heads and nodes. Prompts attend in the
@@ -17,18 +17,9 @@ from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.window_attention import WindowPlan
-from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
-from eagle_kit.models.config_parts import CacheSpec, LatentSpec
-
-
-def open_store(spec: CacheSpec, layout: PoolLayout, **options: Any) -> PagedStore:
-    """Open the store of a model that keeps ``spec`` of a token; ``options`` are those of
-    :class:`PagedStore`."""
-    if isinstance(spec, LatentSpec):
-        return PagedLatents(spec, layout, **options)
-    return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, layout, **options)
+from eagle_kit.models.config_parts import LatentSpec
 
 
 class PagedLatents(PagedStore):

@@ -40,10 +40,10 @@ class PageAllocation:
 
 
 class PagePool:
-    """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of finished requests.
+    """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of computed tokens.
 
     Args:
-        prefix_cache: keep pages of finished requests until their memory is needed.
+        prefix_cache: keep pages after their requests have left, until their memory is needed.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""The engine: pool, cycle, prefill, and the ``LLM`` facade that everything above uses."""
+"""The engine: scheduler, prefill, cycle, and the ``LLM`` facade that everything above uses."""

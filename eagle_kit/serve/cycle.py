@@ -1,8 +1,8 @@
 """Decode cycle: propose -> verify -> accept -> commit -> draft-extend.
 
-A pure function of fixed shapes from device tensors to device tensors: it reads nothing on the host, so the
-same code runs eagerly on a CPU and can be captured whole as one CUDA graph. Its only side effects are the
-writes into the key-value stores. Ordinary decoding is a window of one node.
+A pure function of fixed shapes from device tensors to device tensors: it reads nothing on the host (on a CPU
+only lengths, by guards), so the same code runs eagerly on a CPU and can be captured whole as one CUDA graph.
+Its only side effects are the writes into the key-value stores. Ordinary decoding is a window of one node.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """

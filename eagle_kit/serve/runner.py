@@ -1,4 +1,5 @@
-"""Device side of a step: prompts in one packed forward, then a cycle. Nothing here waits for results.
+"""Device side of a step: prompts in one packed forward, then a cycle. Nothing here waits for
+results, except that a grammar reads the window.
 
 Legend: B requests, T packed prompt tokens, S steps.
 """
@@ -15,7 +16,7 @@ from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.kv.latents import open_store
+from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cycle import (

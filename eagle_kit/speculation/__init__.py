@@ -1,1 +1,1 @@
-"""Drafting behind one interface, and the key-value store that drafting and verification share."""
+"""Proposals of drafts, their verification, and the state between cycles."""

@@ -23,7 +23,7 @@ from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kernels.window_attention import chain_bits
-from eagle_kit.kv.latents import open_store
+from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput

@@ -1,1 +1,1 @@
-"""Proposal types and the choice of a verifier."""
+"""Verifiers, and the sampling and acceptance of a window."""
