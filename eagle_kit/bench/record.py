@@ -1,12 +1,12 @@
 """Results of a benchmark as a JSON file that is whole after every case, so that a run can be taken up."""
 
 import json
-import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_json_atomically
 from eagle_kit.report.environment import describe_machine, describe_versions, now
 
 
@@ -98,9 +98,7 @@ class Record:
 
     def save(self) -> None:
         """Write the file; a reader never sees half of it."""
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        write_json_atomically(self.path, self.data, indent=1)
 
 
 def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Alignment of rows, tokens, positions and teachers; no other file knows it.
+"""Alignment of rows, tokens, positions and teachers.
 
 At row i and step k of training-time test
 

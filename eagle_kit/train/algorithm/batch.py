@@ -19,7 +19,7 @@ class MicroBatch:
     """One forward of one process: packed rows laid end to end, each document by itself.
 
     Attributes:
-        numbers: the rows.
+        numbers: the packed rows, by their number in the data.
         lengths: their tokens.
         ids, doc_start: int64 ``[T]``.
         plan: which rows carry loss.

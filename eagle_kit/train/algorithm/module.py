@@ -1,6 +1,6 @@
 """Training step as one module, to be wrapped by DDP, FSDP2 and DeepSpeed.
 
-They hook a module's ``micro_batch`` and the backward pass of what it returns, so everything that reads a
+They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a
 weight of the head happens in here.
 
 Legend: T packed tokens, K steps of training-time test, H hidden, Vd draft vocabulary.

@@ -1,1 +1,1 @@
-"""Processes of a run: DDP, FSDP2, ZeRO, placement of the target, launching."""
+"""Launch environment, processes, and placement of the target; the strategies are in ``train/optim``."""

@@ -101,7 +101,7 @@ class Stepper:
         head: in fp32, trained in place.
         schedule: learning rate by step.
         store: captured states on disk, or None to run the target every time.
-        sharding: of the head, see ``train.parallel.choose.make_strategy``.
+        sharding: of the head, see ``train.optim.choose.make_strategy``.
     """
 
     def __init__(
