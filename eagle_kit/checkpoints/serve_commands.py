@@ -34,7 +34,7 @@ def serve_commands(draft: DraftInfo, reasons: Mapping[str, str]) -> str:
     prompt = f"eagle-kit generate --target {draft.target} --draft {draft.folder} --shape {draft.shape}"
     parts = [
         f"This engine:\n\n```sh\n{prompt} --prompt 'Why is the sky blue?'\n"
-        f"eagle-kit serve --target {draft.target} --draft {draft.folder}\n```"
+        f"eagle-kit serve {draft.folder} --target {draft.target}\n```"
     ]
     for engine, name in ENGINES.items():
         if engine in reasons:

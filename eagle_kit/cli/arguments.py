@@ -30,14 +30,14 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
     for name, flag in flags.items():
         field = schema.model_fields[name]
         default = defaults.get(name, field.default)
-        text = schema.help_of(name).replace("%", "%%")
+        text = schema.help_of(name).replace("%", "%%").rstrip(".")
         if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
             text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
         reads_text = any(isinstance(each, BeforeValidator) for each in field.metadata)
         kind = str if reads_text else _without_none(field.annotation)
         options: dict[str, Any] = {"dest": name, "help": text, "default": defaults.get(name)}
         if kind is bool and flag.startswith("--no-"):
-            options |= {"action": "store_const", "const": False, "help": f"do not {text}"}
+            options |= {"action": "store_const", "const": False, "help": f"do not {text.partition(';')[0]}"}
         elif kind is bool:
             options |= {"action": "store_const", "const": True}
         elif get_origin(kind) is Literal:

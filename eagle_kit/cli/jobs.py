@@ -35,7 +35,7 @@ class Job:
     def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start it in a process group of its own, which Ctrl-C reaches through us only."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as file:
+        with self.log.open("ab") as file:  # resumed runs add to their log
             return subprocess.Popen(
                 self.words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
             )
@@ -43,7 +43,7 @@ class Job:
     def failure(self, code: int) -> UserError:
         """The error of an exit ``code``, in the last words of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines if "error: " in line] or lines[-1:] or ["it said nothing"]
+        said = [line for line in lines[-20:] if "error: " in line] or lines[-1:] or ["it said nothing"]
         why = said[-1].rpartition("error: ")[2]
         if code < 0:
             why = f"it was ended by {signal.Signals(-code).name}"

@@ -210,6 +210,7 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     """Raise UserError for what would be found wrong only after hours: a config, a command, a task, a missing
     package, or a run or head that is there, done or not, and had other settings."""
     from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.kinds.registry import training_kind
     from eagle_kit.report.plots import require_matplotlib
 
     for file in files:
@@ -217,7 +218,7 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     load_tasks(study.measure.tasks)
     require_matplotlib()
     for one in runs:
-        _ = one.resolved  # all of them, before any folder is looked at
+        training_kind(one.resolved)  # all of them, before any folder is looked at
     for one in runs:
         one.check()
 

@@ -105,7 +105,7 @@ class EngineConfig(Options):
         batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on a
             GPU.
         dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
-        device: device: auto, cpu or cuda.
+        device: auto, cpu or cuda.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
             fixed tree, whose shape is 5,4,26.
         sampled_drafts: sample drafts from the draft's own distribution where requests sample (chains and
@@ -151,6 +151,10 @@ class EngineConfig(Options):
             raise UserError("The pool has a size in tokens and one in bytes.", "Give one or the other.")
         if self.is_relaxed and self.sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
+        if self.is_relaxed and self.verifier not in (None, "relaxed"):
+            raise UserError(
+                f"Accept thresholds were given for the verifier {self.verifier}.", "Leave one of the two out."
+            )
         return self
 
     @property

@@ -12,7 +12,7 @@ class ServerConfig(Options):
     Attributes:
         model_name: name that /v1/models lists and requests may give; default the last part of the model's
             path.
-        api_key: key that clients must send as bearer token; None admits everybody.
+        api_key: bearer token that clients must send; default $EAGLE_KIT_API_KEY, or none.
         max_queued: requests that may wait besides those that run; more get 503.
         max_parallel_per_client: replies that one client may have in progress; more get 429.
         max_requests_per_minute: requests of one client per minute; more get 429.

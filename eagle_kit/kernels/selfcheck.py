@@ -105,7 +105,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("rope", "torch", _rope),
         ("swiglu", "torch", _swiglu),
         ("commit", "torch", _commit),
-        ("draft_head", "torch", _draft_head),
+        ("draft_topk", "torch", _draft_topk),
     ]
 
 
@@ -171,7 +171,7 @@ def _commit() -> float:
     return _error(torch.cat((k, v)), expected)
 
 
-def _draft_head() -> float:
+def _draft_topk() -> float:
     x, weight = _randn(4, 16), _randn(50, 16, seed=1)
     ids, logprobs = draft_topk(x, weight, 3)
     expected = (x.double() @ weight.double().T).log_softmax(-1).topk(3, -1)

@@ -1,4 +1,4 @@
-"""Number of weights and FLOPs of a target's layers, from its config alone."""
+"""Number of weights of a target's layers, from its config alone."""
 
 from eagle_kit.models.config import TargetConfig
 
@@ -7,12 +7,6 @@ def layer_weights(config: TargetConfig, *, active: bool) -> int:
     """Number of matrix elements of all decoder layers; with ``active``, only of the experts chosen per
     token."""
     return sum(_attention(config) + _mlp(config, i, active) for i in range(config.num_layers))
-
-
-def attention_flops(config: TargetConfig) -> float:
-    """FLOPs of all layers per pair of query and key; of the expanded form with latent attention."""
-    value = config.mla.v_head_dim if config.mla else config.head_dim
-    return 2.0 * config.num_layers * config.num_heads * (config.head_dim + value)
 
 
 def _attention(config: TargetConfig) -> int:

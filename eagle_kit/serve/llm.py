@@ -131,12 +131,6 @@ class LLM:
         self._options = self._options.replace(algorithm=algorithm, token_map=token_map)
         self.config = self._resolved()
 
-    def configure(self, **options: Any) -> None:
-        """Use other options of the engine from now on; those of loading have been used already."""
-        self._options = self._options.replace(**options)
-        self._engine = None
-        self.config = self._resolved()
-
     def _resolved(self) -> ResolvedConfig:
         """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
         options, model = self._options, self.target.config
@@ -160,11 +154,6 @@ class LLM:
             return EAGLE1_SHAPE
         expensive = self.draft.is_whole_model
         return auto_shape(self.target.config.model_type, drafts_are_expensive=expensive)
-
-    @property
-    def default_shapes(self) -> ShapeTable:
-        """Shapes by batch size when :meth:`generate` names none."""
-        return self.config.shape
 
     @property
     def default_shape(self) -> SpecShape:

@@ -79,12 +79,20 @@ def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsy
     assert all(run["config"]["seed"] == 3 for run in runs)
 
 
-def test_a_wrong_setting_of_an_arm_is_refused_before_any_run(study, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"training.lerning_rate": 1.0e-3}, "learning_rate"),
+        ({"head.kind": "eagle9"}, "head.kind is 'eagle9'"),
+        ({"head.kind": "eagle1", "training.loss": "kl"}, "training.loss has no meaning"),
+    ],
+)
+def test_a_wrong_setting_of_an_arm_is_refused_before_any_run(study, tmp_path, capsys, settings, message):
     raw = yaml.safe_load(study.read_text())
-    raw["arms"]["other"]["set"] = {"training.lerning_rate": 1.0e-3}
+    raw["arms"]["other"]["set"] = settings
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2
-    assert "learning_rate" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -92,13 +92,13 @@ def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
     return PreparedCase(lambda backend: swiglu(x, backend=backend), 5 * t * size, (x,))
 
 
-def draft_head_cases(sizes: Sizes) -> list[KernelCase]:
+def draft_topk_cases(sizes: Sizes) -> list[KernelCase]:
     """The draft's output layer with its best K: trees rank probabilities, chains take the best token."""
     loads = [(b * k, k) for b in sizes.batches for k in (1, 4) if b * k <= 64]
-    return [case(f"{t} rows, top {topk}", _make_draft_head, sizes, t, topk) for t, topk in loads]
+    return [case(f"{t} rows, top {topk}", _make_draft_topk, sizes, t, topk) for t, topk in loads]
 
 
-def _make_draft_head(sizes: Sizes, t: int, topk: int, rng: RandomInputs) -> PreparedCase:
+def _make_draft_topk(sizes: Sizes, t: int, topk: int, rng: RandomInputs) -> PreparedCase:
     h, vd = sizes.model.hidden_size, sizes.draft_vocab_size
     x, weight = rng.normal(t, h), rng.normal(vd, h, scale=h**-0.5)
 
@@ -327,7 +327,7 @@ def _make_linear(n: int, k: int, m: int, fp8: bool, rng: RandomInputs) -> Prepar
 
 CASES: Cases = {
     "small_linear": linear_cases,
-    "draft_head": draft_head_cases,
+    "draft_topk": draft_topk_cases,
     "rope": rope_cases,
     "norm": norm_cases,
     "swiglu": swiglu_cases,

@@ -218,7 +218,7 @@ class StateStore:
         if self._adopt():
             return
         data = self.folder / DATA
-        if self.data_folder is not None:
+        if self.data_folder is not None and not data.is_dir():
             try:
                 with replacing(data) as work:
                     work.mkdir()
@@ -227,6 +227,7 @@ class StateStore:
             except OSError:
                 if not data.is_dir():  # another process was first
                     raise
+        if self.data_folder is not None:
             self.manifest["data"]["files"] = describe_files(data)
         write_json_atomically(self.folder / NAME, self.manifest, indent=1)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from siblings import check_distinct_siblings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.kernels.accept import (
@@ -12,7 +13,6 @@ from eagle_kit.kernels.accept import (
     accept_target_only,
 )
 from eagle_kit.kernels.sampling import sample, sample_distinct
-from eagle_kit.speculation.proposal import check_distinct_siblings
 
 B, V, S = 3, 1271, 4
 EDGES = (0.0, 1 - 2.0**-24, 1 - 2.0**-53)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from siblings import check_distinct_siblings
 from tiny import tiny_head, tiny_target
 from tiny_engine import PROMPTS, decode, make_engine, serve
 
@@ -9,7 +10,6 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.proposal import check_distinct_siblings
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 
 SHAPE = "5,4,26"

@@ -21,7 +21,8 @@ import torch
 
 from eagle_kit.train import __main__
 from eagle_kit.train.run import folder as run_folder  # imported once, for every child
-from eagle_kit.train.run import loop, state
+from eagle_kit.train.run import checkpoint as state
+from eagle_kit.train.run import loop
 from eagle_kit.train.run.metrics import JsonLines
 
 config, outputs = sys.argv[1], json.loads(sys.argv[2])
