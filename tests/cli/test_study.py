@@ -84,7 +84,7 @@ def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsy
     [
         ({"training.lerning_rate": 1.0e-3}, "learning_rate"),
         ({"head.kind": "eagle9"}, "head.kind is 'eagle9'"),
-        ({"head.kind": "eagle1", "training.loss": "kl"}, "training.loss has no meaning"),
+        ({"head.kind": "eagle1", "head.draft_vocab_size": 9}, "head.draft_vocab_size has no meaning"),
     ],
 )
 def test_a_wrong_setting_of_an_arm_is_refused_before_any_run(study, tmp_path, capsys, settings, message):

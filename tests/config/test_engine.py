@@ -31,6 +31,7 @@ def test_documentation_of_an_option_ends_where_the_next_begins():
         ({"shape": "4,1,9"}, "The chain 4,1,9"),
         ({"kv_tokens": 5, "kv_memory": "1G"}, "Give one or the other"),
         ({"accept_threshold_acc": 0.5, "sampled_drafts": True}, "Leave one of the two out"),
+        ({"accept_threshold_acc": 0.5, "verifier": "block"}, "Leave one of the two out"),
         ({"ngram": {"min_match_window_size": 20}}, "min_match_window_size is 20"),
     ],
 )
