@@ -16,14 +16,14 @@ POLL_S = 0.5
 STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A command that saves when SIGTERM stops it, and goes on when it is started again.
 
     Attributes:
         name: for messages, unique.
         words: the command.
-        log: file that takes its output; written anew by every start.
+        log: file that takes its output, start after start.
         finish: called when it ended well.
     """
 
@@ -31,19 +31,22 @@ class Job:
     words: Sequence[str]
     log: Path
     finish: Callable[[], object]
+    begin: int = 0
+    """Size of the log when it was started last."""
 
     def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start it in a process group of its own, which Ctrl-C reaches through us only."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as file:  # resumed runs add to their log
+        with self.log.open("ab") as file:
+            self.begin = file.tell()
             return subprocess.Popen(
                 self.words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
             )
 
     def failure(self, code: int) -> UserError:
         """The error of an exit ``code``, in the last words of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines[-20:] if "error: " in line] or lines[-1:] or ["it said nothing"]
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
+        said = [line for line in lines if "error: " in line] or lines[-1:] or ["it said nothing"]
         why = said[-1].rpartition("error: ")[2]
         if code < 0:
             why = f"it was ended by {signal.Signals(-code).name}"

@@ -53,7 +53,7 @@ def test_jobs_finish_in_order_and_share_the_cores(tmp_path, monkeypatch):
     assert finished == ["a", "b", "c"]
     assert {job.log.read_text().strip() for job in jobs} == {str(cores)}
     run_jobs(jobs[:1], 64, "test")
-    assert jobs[0].log.read_text().strip() == "1"
+    assert jobs[0].log.read_text().split() == [str(cores), "1"]
 
 
 def test_a_failure_is_told_in_the_words_of_this_attempt(tmp_path):
