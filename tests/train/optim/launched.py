@@ -41,6 +41,8 @@ def run_all(config_file: str, out: Path, named: list[str]) -> None:
         run(name, 2, *setting.split())
     if rank == 0:
         (out / "done").write_text(str(count))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()  # as train() does: a process group left to the interpreter's end may abort
 
 
 if __name__ == "__main__":
