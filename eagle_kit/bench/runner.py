@@ -20,7 +20,7 @@ from eagle_kit.bench.record import Record, describe
 from eagle_kit.bench.table import format_row, heading
 from eagle_kit.bench.verdict import Rows, Verdict
 from eagle_kit.core.errors import UserError
-from eagle_kit.report.bench import require_matplotlib
+from eagle_kit.report.plots import require_matplotlib
 
 FINISH_S = 20.0
 """Kept back of the time on a GPU for the last case, the plot and the report."""
@@ -58,7 +58,7 @@ def conduct(benchmark: Benchmark, machine: Machine, options: Options) -> int:
     """
     plot = None if options.no_plot else benchmark.plot
     if plot is not None:
-        require_matplotlib()
+        require_matplotlib("give --no-plot")
     full = machine.on_gpu and not options.tiny and machine.ceilings is not None
     settings = {**benchmark.settings, "device": machine.name, "dtype": str(machine.dtype)}
     path = options.path(benchmark.kind, machine.name, full=full)

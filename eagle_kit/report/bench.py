@@ -3,23 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.report.plots import HUES, MARKERS, frame
 
-HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Of the colour-blind-safe set of Okabe and Ito; beyond them series differ by their markers."""
-MARKERS = "osD^vP"
+COLOURS = HUES[:6]
+"""Without black, which is for the lines of reference; beyond them series differ by their markers."""
 GOALS = ((1.0, "-"), (1.25, "--"), (1.4, ":"))
-
-
-def require_matplotlib() -> None:
-    """Raise UserError when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "matplotlib is not installed.",
-            "Install it with pip install 'eagle_kit[eval]', or give --no-plot.",
-        ) from None
 
 
 def plot_roofline(record: dict[str, Any], path: Path) -> None:
@@ -38,12 +26,12 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
         _scatter(shares, [(100 * row["share"], i) for row in rows], {**_style(i), "label": name})
     roof.plot((low, knee, high), (low * slope, peak, peak), color="#333333", linewidth=1.4, zorder=2)
     roof.set(xscale="log", yscale="log")
-    _frame(roof, f"Roofline: copy {1e3 * slope:,.0f} GB/s, matmul {peak:,.3g} TFLOP/s, measured",
+    frame(roof, f"Roofline: copy {1e3 * slope:,.0f} GB/s, matmul {peak:,.3g} TFLOP/s, measured",
            "floating-point operations a byte", "TFLOP/s")  # fmt: skip
     shares.set_yticks(range(len(groups)), list(groups))
     shares.set_ylim(len(groups) - 0.4, -0.9)
     shares.set_xlim(left=0)
-    _frame(shares, "Share of the ceiling", "% (floor of bytes or operations over time, a dot a case)", "")
+    frame(shares, "Share of the ceiling", "% (floor of bytes or operations over time, a dot a case)", "")
     _save(figure, path)
 
 
@@ -66,9 +54,9 @@ def plot_cycles(record: dict[str, Any], path: Path) -> None:
         span = [min(ends) / 1.3, max(ends) * 1.3]
         times.plot(span, [factor * end for end in span], line, color="#333333", linewidth=1.2, zorder=2)
     times.set(xscale="log", yscale="log")
-    _frame(times, "A cycle over its floor (lines: 1, 1.25 and 1.4 times)", "floor, ms", "measured, ms")
+    frame(times, "A cycle over its floor (lines: 1, 1.25 and 1.4 times)", "floor, ms", "measured, ms")
     rates.set_ylim(bottom=0)
-    _frame(rates, "Tokens/s if a cycle makes 3 tokens (none: 1), shortest context", "batch", "tokens/s")
+    frame(rates, "Tokens/s if a cycle makes 3 tokens (none: 1), shortest context", "batch", "tokens/s")
     _save(figure, path)
 
 
@@ -97,18 +85,7 @@ def _scatter(area: Any, points: list[tuple[float, float]], style: dict[str, Any]
 
 
 def _style(i: int) -> dict[str, Any]:
-    return {"color": HUES[i % len(HUES)], "marker": MARKERS[(i // len(HUES) + i) % len(MARKERS)]}
-
-
-def _frame(area: Any, title: str, across: str, up: str) -> None:
-    """Title, labels, a light grid, no box."""
-    area.set_title(title, loc="left", fontsize=11)
-    area.set_xlabel(across, fontsize=9)
-    area.set_ylabel(up, fontsize=9)
-    area.grid(True, color="#dddddd", linewidth=0.7)
-    area.set_axisbelow(True)
-    for side in ("top", "right"):
-        area.spines[side].set_visible(False)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[(i // len(COLOURS) + i) % len(MARKERS)]}
 
 
 def _save(figure: Any, path: Path) -> None:
