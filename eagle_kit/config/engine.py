@@ -95,7 +95,8 @@ class EngineConfig(Options):
         max_context: most tokens of prompt and reply; default the target's context, at most 8192.
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
-        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
+        prefill_tokens: most prompt tokens computed in one step; default 128 on a CPU, 8192 on a GPU.
+        mixed_prefill_tokens: the same of a step that also decodes; default 64 on a CPU, 1024 on a GPU.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
@@ -129,6 +130,7 @@ class EngineConfig(Options):
     page_size: int = Field(default=16, ge=1)
     prefix_cache: bool = True
     prefill_tokens: int | None = Field(default=None, ge=1)
+    mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=1)
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
@@ -175,10 +177,14 @@ class EngineConfig(Options):
         if sizes is None:
             powers = [2**i for i in range(self.max_batch_size.bit_length())]
             sizes = tuple(powers if on_gpu else range(1, self.max_batch_size + 1))
+        prefill_tokens = self.prefill_tokens or (8192 if on_gpu else 128)
         smaller = {size for size in sizes if size < self.max_batch_size}
         chosen = {
             "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
-            "prefill_tokens": self.prefill_tokens or (8192 if on_gpu else 512),
+            "prefill_tokens": prefill_tokens,
+            "mixed_prefill_tokens": min(
+                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 64)
+            ),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
             "graph_mode": self.graph_mode or ("cycle" if on_gpu or can_record else "off"),
@@ -194,6 +200,7 @@ class ResolvedConfig(EngineConfig):
     shape: Annotated[ShapeTable, BeforeValidator(_shape_table)]
     max_context: int
     prefill_tokens: int
+    mixed_prefill_tokens: int
     lag: int
     batch_sizes: tuple[int, ...]
     graph_mode: GraphMode

@@ -128,6 +128,7 @@ class AsyncEngine:
         replies = [arrival.reply for arrival in arrivals]
         for reply in replies:
             reply.company = replies
+            reply.request.group = requests[0].number
         self._live.update(replies)
         self._idle.clear()
         self._post(arrivals)

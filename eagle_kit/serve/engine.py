@@ -103,7 +103,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self.scheduler.waiting)
+        return self.scheduler.num_waiting
 
     @property
     def kv_usage(self) -> float:
@@ -145,7 +145,7 @@ class Engine:
                 "with the reply.",
                 "Shorten the prompt, or raise max_context if the model allows it.",
             )
-        if not all(0 <= token < top for token in prompt_ids):
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < top:
             raise UserError(
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
@@ -226,8 +226,8 @@ class Engine:
         return news
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        for request, start, _ in chunks:
-            if start <= request.num_cached_tokens and request.admitted_at == 0.0:
+        for request, _, _ in chunks:
+            if request.admitted_at == 0.0:
                 request.admitted_at = time.perf_counter()
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.num_cached_tokens

@@ -235,6 +235,7 @@ class LLM:
         engine = self.engine(None if shape is None else ShapeTable.parse(shape))
         requests = [self.make_request(*pair) for pair in zip(prompts, given, strict=True)]
         for i, request in enumerate(requests):
+            request.group = requests[0].number
             try:
                 engine.check_request(request)
             except UserError as error:

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """Request and its reply so far. The caller fills in the first five fields; the others belong to the
+    """Request and its reply so far. The caller fills in the first six fields; the others belong to the
     engine.
 
     Attributes:
         number: unique among the requests of an engine; lower ones arrived first.
         priority: larger is served first.
+        group: number of the first of the requests that share a turn; default itself.
         stream: turns tokens into text and finds stop texts; None for token ids only.
         token_ids: the reply so far.
         logprobs: one entry per token of the reply when they were asked for.
@@ -43,6 +44,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     stream: "TextStream | None" = None
+    group: int = -1
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -61,6 +63,10 @@ class Request:
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.group < 0:
+            self.group = self.number
 
     @property
     def num_tokens(self) -> int:

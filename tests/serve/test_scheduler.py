@@ -1,0 +1,175 @@
+"""Fair turns: no request holds the others, whatever it asks for, and giving way changes no reply.
+
+Waiting times are counted in steps of the engine, so they are the same on every machine."""
+
+import pytest
+from tiny_engine import make_engine
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.request import Request
+
+SLOTS, TURN = 4, 64
+LONG = [(3 * i + i * i) % 11 for i in range(400)]
+
+
+def requests_of(prompts, first=0, together=False, **params) -> list[Request]:
+    """Requests, ``together`` those of one call."""
+    params = SamplingParams(**{"ignore_eos": True, **params})
+    requests = [Request(first + i, list(prompt), params) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        request.group = first if together else request.number
+    return requests
+
+
+def engine_of(models, **options):
+    return make_engine(models, SLOTS, page_size=4, max_context=512, **options)
+
+
+def steps_to_first_token(engine, request) -> int:
+    """Add ``request`` and step until it has a token -> the number of steps."""
+    engine.add_request(request)
+    for count in range(1, 1000):
+        engine.step()
+        engine.check()
+        if request.token_ids:
+            return count
+    raise AssertionError("no token in 1000 steps")
+
+
+def begin(engine, requests, steps) -> None:
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(steps):
+        engine.step()
+
+
+def test_many_choices_of_one_request_hold_nobody_up(models):
+    engine = engine_of(models)
+    many = requests_of([[1, 2, 3]] * 32, together=True, max_tokens=300, temperature=1.0, seed=1)
+    begin(engine, many, steps=10)
+    assert engine.num_running == SLOTS
+    assert steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=30)) <= 2
+
+
+def test_choices_that_began_late_share_the_slots_with_those_before(models):
+    engine = engine_of(models)
+    first = requests_of([[1, 2, 3]] * 16, together=True, max_tokens=20)
+    second = requests_of([[5, 6]] * 16, first=100, together=True, max_tokens=20)
+    begin(engine, [*first, *second], steps=90)
+    ended = [sum(request.finish_reason is not None for request in each) for each in (first, second)]
+    assert sum(ended) >= 12 and abs(ended[0] - ended[1]) <= SLOTS
+
+
+def test_long_prompts_hold_nobody_up(models):
+    engine = engine_of(models, prefill_tokens=8)
+    begin(engine, requests_of([[i, *LONG] for i in range(2 * SLOTS)], max_tokens=5), steps=10)
+    assert engine.num_running == SLOTS
+    waited = [
+        steps_to_first_token(engine, *requests_of([[5, 6, i]], first=100 + i, max_tokens=3)) for i in range(3)
+    ]
+    assert max(waited) <= 6
+
+
+def test_a_long_prompt_does_not_starve_behind_short_ones(models):
+    engine = engine_of(models, prefill_tokens=8)
+    (long,) = requests_of([LONG], max_tokens=5)
+    begin(engine, [long], steps=1)
+    for i in range(6 * len(LONG) // 8):
+        begin(engine, requests_of([[i % 11] * 8], first=100 + i, max_tokens=4), steps=1)
+    assert long.token_ids
+
+
+def test_long_replies_give_way_after_their_turn(models):
+    engine = engine_of(models)
+    begin(engine, requests_of([[i, 1] for i in range(SLOTS)], max_tokens=400), steps=10)
+    newcomers = requests_of([[5, 6], [7, 8]], first=100, max_tokens=300)
+    engine.add_request(newcomers[0])
+    assert steps_to_first_token(engine, newcomers[1]) <= TURN
+    assert newcomers[0].token_ids
+
+
+def test_replies_shorter_than_a_turn_are_never_interrupted(models):
+    engine = engine_of(models)
+    begin(engine, requests_of([[i % 11, 1] for i in range(5 * SLOTS)], max_tokens=TURN), steps=1000)
+    assert engine.totals.num_preemptions == 0 and not engine.has_work
+
+
+def test_prompts_of_one_call_run_to_their_ends(models):
+    engine = engine_of(models)
+    begin(
+        engine,
+        requests_of([[i % 11, 1] for i in range(3 * SLOTS)], together=True, max_tokens=200),
+        steps=3000,
+    )
+    assert engine.totals.num_preemptions == 0 and not engine.has_work
+
+
+def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeypatch):
+    engine, computed = engine_of(models), []
+    prefill = engine.runner.prefill
+
+    def counting(chunks):
+        computed.append(sum(stop - start for _, start, stop in chunks))
+        return prefill(chunks)
+
+    monkeypatch.setattr(engine.runner, "prefill", counting)
+    begin(engine, requests_of([[1, 2]], max_tokens=100), steps=3)
+    begin(engine, requests_of([[i, *LONG] for i in range(2)], first=10, max_tokens=3), steps=30)
+    assert max(computed) <= 64 and sum(computed) == 2 + 2 * 401
+
+
+def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
+    engine, computed = engine_of(models), []
+    prefill = engine.runner.prefill
+
+    def counting(chunks):
+        computed.append(sum(stop - start for _, start, stop in chunks))
+        return prefill(chunks)
+
+    monkeypatch.setattr(engine.runner, "prefill", counting)
+    begin(engine, requests_of([LONG] * SLOTS, together=True, max_tokens=3), steps=30)
+    assert not engine.has_work
+    assert sum(computed) <= len(LONG) + 4 * SLOTS
+
+
+def test_a_higher_priority_does_not_give_way_to_a_lower(models):
+    engine = engine_of(models)
+    urgent = requests_of([[i, 1] for i in range(SLOTS)], max_tokens=300)
+    for request in urgent:
+        request.priority = 1
+    begin(engine, urgent, steps=200)
+    steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=3))
+    assert all(request.finish_reason is not None for request in urgent[:1])
+    assert engine.totals.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "temperature", "lag"), [(None, 1.0, 0), (None, 0.0, 1), ("4,1,5", 1.0, 1), ("3,2,6", 0.0, 1)]
+)
+def test_giving_way_changes_no_reply(models, shape, temperature, lag):
+    def serve(batch, arrivals):
+        options = {"kv_tokens": 2000, "prefill_tokens": 16, "lag": lag}
+        engine = make_engine(models, batch, page_size=4, max_context=256, **options)
+        engine.use_shape(SpecShape.parse(shape))
+        for group in arrivals:
+            for request in group:
+                engine.add_request(request)
+            for _ in range(15):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        return engine.totals.num_preemptions, [list(each.token_ids) for group in arrivals for each in group]
+
+    def arrivals():
+        params = {"temperature": temperature, "seed": 3}
+        return [
+            requests_of([[1, 2, 3]] * 5, together=True, max_tokens=80, **params),
+            requests_of([LONG[:90], LONG[50:120]], first=20, max_tokens=70, **params),
+            requests_of([[4, 5]] * 3, first=30, max_tokens=70, **params),
+        ]
+
+    preempted, crowded = serve(2, arrivals())
+    assert preempted > 3
+    assert crowded == serve(10, arrivals())[1]
