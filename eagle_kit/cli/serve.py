@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     check_packages()
     model = check_algorithm(args, find_model(args.model, args.target, DEFAULT_TARGET))
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
-    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
     sock = bind(args.host, args.port)
     with warnings_as_lines(say):

@@ -38,6 +38,10 @@ class ServerConfig(Options):
     @field_validator("api_key")
     @classmethod
     def _key_fits_a_header(cls, key: str | None) -> str | None:
-        if key is not None and (not key or not key.isascii()):
-            raise UserError("The API key is empty or not ASCII.", "Give letters, digits and signs, or none.")
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+            raise UserError(
+                "The API key is empty, not ASCII, or has blanks at an end.",
+                "Give letters, digits and signs; leave --api-key out and unset $EAGLE_KIT_API_KEY to serve "
+                "without a key.",
+            )
         return key

@@ -1,6 +1,7 @@
 """Response to one generation request, whole or as server-sent events; chats and completions fill in the
 choices."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
@@ -72,6 +73,7 @@ class Answer(ABC, Generic[BodyT]):
 
         for choice in self.opening():
             yield chunk(choice)
+            await asyncio.sleep(0)  # prompts may be long and choices many, and others have their turn
         async for index, delta in merge(self.generation.replies):
             num_sent += len(delta.token_ids)
             for choice in await self.additions(index, delta):

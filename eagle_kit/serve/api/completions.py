@@ -23,6 +23,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def __init__(self, service: Service, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(service, body, generation)
         self._offsets = [TextOffsets(service.llm.tokenizer) for _ in generation.replies]
+        self._echoes = [""] * len(generation.prompts)
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: CompletionRequest) -> "CompletionAnswer":
@@ -35,7 +36,14 @@ class CompletionAnswer(Answer[CompletionRequest]):
             else await service.off_loop(text_prompt, service.llm, prompt, service.max_chars)
             for prompt in body.prompts
         ]
-        return cls(service, body, await service.generate(http, body, prompts, "cmpl"))
+        answer = cls(service, body, await service.generate(http, body, prompts, "cmpl"))
+        if body.echo:
+            decode = service.llm.tokenizer.decode
+            answer._echoes = [
+                prompt if isinstance(prompt, str) else await service.off_loop(decode, prompt)
+                for prompt in body.prompts
+            ]
+        return answer
 
     async def choice(self, index: int, delta: Delta) -> CompletionChoice:
         """See :class:`Answer`."""
@@ -62,7 +70,4 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def _echo(self, index: int) -> str:
         """Prompt of choice ``index`` when it is to be repeated."""
-        if not self.body.echo:
-            return ""
-        prompt = self.body.prompts[index // self.body.num_choices]
-        return prompt if isinstance(prompt, str) else self.service.llm.tokenizer.decode(prompt)
+        return self._echoes[index // self.body.num_choices]

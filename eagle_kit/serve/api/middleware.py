@@ -7,7 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from eagle_kit.serve.api.errors import ApiError, as_api_error
@@ -20,6 +21,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 OPEN_PATHS = ("/health", "/metrics")
+SINGLE_HEADERS = (b"authorization", b"content-type", b"x-request-id")
+"""Headers of which a second one would be read by some programs on the way and not by others."""
 
 
 class RequestContext:
@@ -57,6 +60,7 @@ class RequestContext:
             await send(message)
 
         try:
+            self._check_single(scope["headers"])
             self._authorise(scope["path"], headers.get(b"authorization", b""))
             await self.app(scope, receive, send_with_id)
         except Exception as error:
@@ -72,6 +76,12 @@ class RequestContext:
         finally:
             for function in reversed(cleanup):
                 function()
+
+    def _check_single(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        counts = Counter(name for name, _ in headers)
+        for name in SINGLE_HEADERS:
+            if counts[name] > 1:
+                raise ApiError(400, f"The header {name.decode().title()} was sent twice; send it once.")
 
     def _authorise(self, path: str, given: bytes) -> None:
         if self._key is None or path in OPEN_PATHS:

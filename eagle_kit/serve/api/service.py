@@ -32,6 +32,10 @@ FINGERPRINT = f"eagle_kit-{__version__}"
 TOP_PRIORITY = 2**31
 """Above all that a request may ask for."""
 PROBE_EVERY_S = 0.02
+PROBE_S = 60.0
+"""Seconds that a probe waits for a token."""
+PROBE_LASTS_S = 1.0
+"""Seconds that a probe's success is the answer to later ones."""
 FINISH_REASONS = {"context": "length"}
 """OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
 was called."""
@@ -100,6 +104,8 @@ class Service:
         self.token_names = TokenNames(llm.tokenizer)
         self.started_at = int(time.time())
         self._live: dict[str, list[ReplyStream]] = {}
+        self._probe: asyncio.Task[None] | None = None
+        self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
 
@@ -146,7 +152,21 @@ class Service:
 
     async def probe(self) -> None:
         """Wait until the engine has emitted a token, of a request with the highest priority or of any other.
-        Raises the errors of :meth:`AsyncEngine.add`."""
+        Probes share one such request at a time, and its success for :data:`PROBE_LASTS_S` seconds.
+
+        Raises:
+            TimeoutError: there was no token in :data:`PROBE_S` seconds.
+            Overloaded, EngineFailed: see :meth:`AsyncEngine.add`.
+        """
+        self.engine.check_room(0)
+        if time.monotonic() < self._probed_at + PROBE_LASTS_S:
+            return
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._wait_for_token())
+            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._probe)
+
+    async def _wait_for_token(self) -> None:
         totals = self.engine.engine.totals
         before = totals.num_generated_tokens
         params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -154,10 +174,12 @@ class Service:
         (reply,) = await self.engine.add([request], is_probe=True)
         end = asyncio.ensure_future(reply.collect())
         try:
-            while not end.done() and totals.num_generated_tokens == before:
-                await asyncio.wait({end}, timeout=PROBE_EVERY_S)
+            async with asyncio.timeout(PROBE_S):
+                while not end.done() and totals.num_generated_tokens == before:
+                    await asyncio.wait({end}, timeout=PROBE_EVERY_S)
             if end.done():
                 end.result()
+            self._probed_at = time.monotonic()
         finally:
             end.cancel()
             reply.close()

@@ -1,6 +1,7 @@
 """What is cheap to send and was dear to answer: each is refused quickly, and holds nobody else up."""
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -72,6 +73,24 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, monkey
         answer = server.http.post(path, json=body)
         assert answer.status_code == 400 and "a context of 400 tokens holds" in answer.text, answer.text
         monkeypatch.setattr(type(server.llm.tokenizer), "__call__", tokenise)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_is_decoded_once_and_beside_the_loop_however_often_it_is_repeated(
+    server, monkeypatch, stream
+):
+    calls, decode = [], type(server.llm.tokenizer).decode
+
+    def noting(tokenizer, ids, **options):
+        if len(ids) > 100:
+            calls.append(threading.current_thread())
+        return decode(tokenizer, ids, **options)
+
+    monkeypatch.setattr(type(server.llm.tokenizer), "decode", noting)
+    body = {"prompt": [70] * 300, "n": 50, "max_tokens": 3, "echo": True, "stream": stream}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and answer.text.count('"text":"ddd') >= 50
+    assert len(calls) == 1 and server.thread not in calls
 
 
 def test_a_request_arrives_when_it_enters_not_when_it_is_tokenised(server, monkeypatch):

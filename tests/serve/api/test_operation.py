@@ -1,5 +1,6 @@
 """Keys, limits, aborts, clients that leave, engines that break, and shutting down."""
 
+import json
 import signal
 import socket
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from eagle_kit.cli import main
 from tests.serve.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +32,23 @@ def test_a_key_is_demanded_everywhere_but_for_health_and_metrics(scripted):
         right = {"Authorization": "bearer se cret"}
         assert server.http.post(CHAT, json=body(), headers=right).status_code == 200
         assert server.http.get("/health").status_code == server.http.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Content-Type", "X-Request-Id"])
+def test_a_header_that_decides_is_refused_when_it_comes_twice(scripted, name):
+    with serving(*scripted("abc"), api_key="secret") as server:
+        headers = [("Authorization", "Bearer secret"), ("Content-Type", "application/json")]
+        twice = [*headers, (name, dict(headers).get(name, "a")), (name, "b")]
+        answer = server.http.post(CHAT, content=b'{"messages": []}', headers=twice)
+        assert answer.status_code == 400 and f"{name} was sent twice" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", [("--api-key", ""), ("--api-key", " key"), ()])
+def test_an_empty_key_is_an_error_and_never_an_open_server(given, monkeypatch, capsys, tmp_path):
+    if not given:
+        monkeypatch.setenv("EAGLE_KIT_API_KEY", "")
+    assert main(["serve", str(tmp_path), *given]) == 2
+    assert "The API key is empty" in capsys.readouterr().err
 
 
 def test_a_full_queue_is_a_503_that_says_when_to_come_back(scripted):
@@ -156,7 +175,8 @@ def test_shutting_down_returns_what_there_is_when_the_time_is_over(scripted):
 
 def test_a_probe_sees_an_engine_that_emits_nothing(scripted, monkeypatch):
     llm, engine = scripted(LONG, slots=1, step_s=0.05)
-    monkeypatch.setattr("eagle_kit.serve.api.routes_operate.HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("eagle_kit.serve.api.service.PROBE_S", 0.5)
+    monkeypatch.setattr("eagle_kit.serve.api.service.PROBE_LASTS_S", 0.0)
     gate = threading.Event()
     plain = engine.step
     with serving(llm, engine, max_queued=0) as server:
@@ -167,6 +187,18 @@ def test_a_probe_sees_an_engine_that_emits_nothing(scripted, monkeypatch):
         gate.set()
         wait_until(lambda: server.service.engine.num_live == 0)
         assert server.http.get("/health_generate").status_code == 200
+
+
+def test_probes_share_one_generation_and_its_answer(scripted):
+    llm, engine = scripted(LONG, slots=2, step_s=0.1)
+    with serving(llm, engine) as server, ThreadPoolExecutor(20) as pool:
+        started = time.monotonic()
+
+        def probe(_):
+            return server.http.get("/health_generate").status_code
+
+        assert set(pool.map(probe, range(200))) == {200}
+        assert len(engine.seen) <= 2 + (time.monotonic() - started), "one a second, whoever asks"
 
 
 def test_what_never_ran_is_sent_elsewhere_at_once_when_the_server_stops(scripted):
@@ -240,3 +272,35 @@ def test_a_body_that_never_arrives_holds_neither_memory_nor_the_shutdown(scripte
             assert b" 503 " in connection.recv(2000)
             server.thread.join(5)
             assert not server.thread.is_alive()
+
+
+def test_headers_that_never_end_are_refused_in_time(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.HEADERS_S", 0.3)
+    with serving(*scripted("abc")) as server:
+        line = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        for kept_open in (False, True):
+            for begun in (b"", line + b"X-Slow: 1")[kept_open:]:
+                with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                    if kept_open:
+                        connection.sendall(line + b"\r\n")
+                        assert b" 200 " in connection.recv(2000)
+                    connection.sendall(begun)
+                    answer = b"".join(iter(lambda c=connection: c.recv(2000), b""))
+                    assert b" 408 " in answer and b"headers_timeout" in answer
+        assert server.http.get("/health").status_code == 200
+        time.sleep(0.5)  # idle between two requests is no lateness
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.3)
+    with serving(*scripted("abc", max_context=30_000), max_queued=200) as server:
+        text = json.dumps({"prompt": [70] * 29_000, "n": 100, "max_tokens": 3, "echo": True, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{text}".encode())
+            wait_until(lambda: server.service.engine.num_live > 0 or server.engine.seen)
+            wait_until(lambda: not server.server.server_state.connections)
+        wait_until(lambda: not server.server.server_state.tasks)
