@@ -1,7 +1,6 @@
 """The README of a draft, written from what is known, nothing else."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.loading.source import PACKAGED_TARGETS
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SETTINGS = (
     "ttt_length",
     "learning_rate",

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ def resolve_model(name: str | Path, role: str) -> Path:
 
     Args:
         name: a local folder, a name of :data:`PACKAGED_TARGETS` (converted once to safetensors in the cache),
-            or a hub id, perhaps with a revision: ``org/model@revision``. A repository is downloaded once; what
-            it has in folders of its own is left out.
+            or a hub id, perhaps with a revision: ``org/model@revision``. A commit is downloaded once, without
+            what lies in folders of it.
         role: of the model, for messages: target or draft.
 
     Raises:
@@ -88,9 +89,7 @@ def resolve_model(name: str | Path, role: str) -> Path:
             )
         folder = _download(name, role)
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"The {role} {name} has no config.json.", "Give a Hugging Face model folder or its id."
-        )
+        raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
 
 
@@ -148,11 +147,11 @@ def _download(name: str, role: str) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, revision = split_revision(name)
-    only = {"ignore_patterns": "*/*"}
+    fetch = partial(snapshot_download, repository, ignore_patterns="*/*")
     try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=MODEL_FILES, **only))
+        folder = Path(fetch(revision=revision, allow_patterns=MODEL_FILES))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(repository, revision=folder.name, allow_patterns=OLD_WEIGHTS, **only)
+            fetch(revision=folder.name, allow_patterns=OLD_WEIGHTS)
     except Exception as error:  # network, access and naming errors of many kinds
         raise hub_error(error, name, f"The {role} {name} could not be fetched") from error
     return folder
@@ -172,10 +171,7 @@ def hub_error(error: Exception, name: str, failure: str) -> UserError:
             cause = "no folder here and no repository that the hub shows you is called so"
             remedy = f"Check the name; is it a private repository? {LOG_IN}"
         case errors.RevisionNotFoundError():
-            cause, remedy = (
-                f"{repository} has no revision {revision}",
-                "Name a branch, a tag or a commit of it.",
-            )
+            cause, remedy = f"{repository} has no revision {revision}", "Name a branch, tag or commit of it."
         case errors.OfflineModeIsEnabled():
             cause, remedy = "HF_HUB_OFFLINE is set, and it is not in the hub's cache", "Fetch it once online."
         case _ if status in (401, 403):
