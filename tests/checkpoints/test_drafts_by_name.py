@@ -108,6 +108,19 @@ def test_every_command_takes_a_draft_by_its_name(command, hub, target, eagles, t
     assert hub.downloads == ["config.json", "pytorch_model.bin"]
 
 
+def test_an_evaluation_is_not_continued_with_a_newer_commit(hub, target, eagles, tmp_path, capsys):
+    hub.add(NAME, eagles)
+    (tmp_path / "task.jsonl").write_text('{"prompt": "Hi"}\n')
+    places = {"TARGET": target, "OUT": tmp_path / "out", "TASK": tmp_path / "task.jsonl"}
+    words = [str(places.get(word, word)) for word in COMMANDS["eval"]]
+    assert main(words) == 0 and main(words) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["drafts"][0]["path"] == NAME
+    save_draft(tiny_head(load_target(target), seed=9), tmp_path / "newer", metadata={})
+    hub.add(NAME, tmp_path / "newer")
+    assert main(words) == 2
+    assert "drafts" in spoken(capsys)
+
+
 def test_a_second_start_downloads_and_converts_nothing(hub, target, eagles, capsys, monkeypatch):
     commit = hub.add(NAME, eagles)
     config = read_target_config(target)
@@ -205,6 +218,8 @@ def test_what_cannot_be_had_is_said(hub, eagles, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "expired")
     assert "the hub refuses your access, HTTP 401" in refused(NAME)
     monkeypatch.delenv("HF_TOKEN")
+    hub.is_down = True
+    assert "could not be fetched (HTTP 503)" in refused(NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -202,3 +202,9 @@ def test_a_card_without_facts_invents_none():
         card = model_card(Card(EAGLE3, tiny_head(tiny_target()).config, metadata, "head"))
         assert "Nothing is recorded about the training." in card
         assert "tokens seen" not in card
+
+
+def test_the_card_of_a_draft_for_a_revision_names_the_repository():
+    head = tiny_head(tiny_target())
+    card = model_card(Card(EAGLE3, replace(head.config, target="org/model@v2"), {}, "me/draft"))
+    assert "base_model: org/model\n" in card and "--target org/model@v2 --draft me/draft" in card

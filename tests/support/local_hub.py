@@ -35,13 +35,15 @@ class Repo:
 
 
 class LocalHub:
-    """``repos`` by name; ``requests`` are the method and path of every one so far."""
+    """``repos`` by name; ``requests`` are the method and path of every one so far; while ``is_down`` every
+    answer is 503."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.url = ""
+        self.is_down = False
 
     def add(self, name: str, folder: Path, branch: str = "main", **options: Any) -> str:
         """Commit the files of a folder -> the commit."""
@@ -73,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
             if not self.is_chunked
             else self.chunks()
         )
+        if self.hub.is_down:
+            return self.fail(503)
         for pattern, method, answer in ROUTES:
             if self.command in method and (match := re.fullmatch(pattern, path)):
                 return answer(self, **match.groupdict())
