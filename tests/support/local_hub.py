@@ -270,4 +270,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
 def environment(hub: LocalHub, home: Path) -> dict[str, str]:
     """Variables that make another process take ``hub`` for the only one."""
     caches = {"HF_HOME": str(home / "home"), "EAGLE_KIT_CACHE": str(home / "cache")}
-    return {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **caches}
+    switches = {
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_OFFLINE": "",
+        "HF_TOKEN": "",
+    }
+    return {"HF_ENDPOINT": hub.url, **switches, **caches}
