@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from local_hub import hub as hub  # a fixture
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import

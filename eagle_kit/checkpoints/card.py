@@ -1,7 +1,6 @@
 """The README of a draft, written from what is known, nothing else."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.loading.source import PACKAGED_TARGETS
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SETTINGS = (
     "ttt_length",
     "learning_rate",
@@ -71,7 +69,7 @@ def model_card(card: Card) -> str:
     """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known."""
     kind, target = card.kind, card.target
     packaged = PACKAGED_TARGETS.get(target)
-    hub_id = packaged.hub_id if packaged else target
+    hub_id = packaged.hub_id if packaged else split_revision(target)[0]
     text = kind.describe(card.config, card.dtype)
     if packaged:
         text += f" It was trained on a quantised copy of {hub_id}, not on its original weights."

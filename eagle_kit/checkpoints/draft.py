@@ -1,21 +1,29 @@
-"""Save and load a draft: a folder with ``config.json``, ``model.safetensors`` and ``eagle_kit.json``."""
+"""Save, find and load a draft: folder of ``config.json``, ``model.safetensors`` and ``eagle_kit.json``."""
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
+from eagle_kit.checkpoints.formats.convert import read_draft
+from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, replacing
-from eagle_kit.kinds.registry import find_head_kind, kind_of
+from eagle_kit.kinds.registry import find_head_kind, find_kind, kind_of
 from eagle_kit.kinds.support.files import CONFIG, METADATA, WEIGHTS, open_draft
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.source import ANOTHER_CACHE, cache_folder, resolve_model, target_revision
 from eagle_kit.models.targets.llama import LlamaModel
 
 CARD = "README.md"
+CONVERSION_VERSION = 1
+"""Version of what :func:`resolve_draft` writes; increase it to invalidate earlier conversions."""
 
 
 def save_draft(
@@ -95,6 +103,41 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
+def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
+    """Resolve a draft to its folder, as targets are resolved; one of the hub in another layout is converted
+    to ours in the cache, once for each commit.
+
+    Args:
+        name: see :func:`~eagle_kit.models.loading.source.resolve_model`. A local folder stays as it is.
+        target: gives the usual layer ids to a draft that names none.
+
+    Raises:
+        UserError: it cannot be obtained, or is not a draft or a model that we know.
+    """
+    folder = resolve_model(name, "draft")
+    if (commit := target_revision(folder)) is None:
+        return folder
+    files = open_draft(folder)
+    if find_kind(files).is_whole_model or recognise(files).format == "eagle-kit":
+        return folder
+    layers = () if target is None else target.default_aux_layer_ids
+    version = "-".join(map(str, (commit, f"v{CONVERSION_VERSION}", *layers)))
+    converted = cache_folder() / "drafts" / folder.resolve().parents[1].name / version
+    if converted.is_dir():
+        return converted
+    try:
+        converted.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{converted}.lock"):  # another process may be converting it
+            if not converted.is_dir():
+                print(f"Converting the draft {name} in {converted} (once)", file=sys.stderr, flush=True)
+                ours, _ = read_draft(folder, target=target)
+                tensors = {key: tensor.contiguous() for key, tensor in ours.tensors.items()}
+                write_draft(converted, tensors, ours.config, metadata=ours.metadata)
+    except OSError as error:
+        raise UserError(f"The draft {name} could not be converted ({error}).", ANOTHER_CACHE) from error
+    return converted
+
+
 def load_draft(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
@@ -105,6 +148,7 @@ def load_draft(
     """Load a draft head of ours or of another trainer, ready to be trained.
 
     Args:
+        folder: see :func:`resolve_draft`.
         dtype: of the weights in memory; RoPE frequencies stay fp32.
         target: the head is bound to it. Needed only by drafts that name no layer ids, or have no ``lm_head``
             because they share the target's; heads without an output layer must be bound before they run.
@@ -113,5 +157,5 @@ def load_draft(
         UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible vocabulary
             map; a whole model.
     """
-    files = open_draft(folder)
+    files = open_draft(resolve_draft(folder, None if target is None else target.config))
     return find_head_kind(files).read(files, target, dtype=dtype, device=device)

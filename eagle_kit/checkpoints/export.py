@@ -3,7 +3,7 @@ into ours."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,36 @@ from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.support.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, open_draft, without_keys
 from eagle_kit.kinds.support.findings import raise_on_errors
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_json, read_target_config
-from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_target
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_model, resolve_target, split_revision
 
 QUANTISED = "quantization_config"
 PEER_ENGINES: tuple[Format, ...] = ("sglang", "vllm")
 ABSOLUTE_FOLDER = re.compile(r"(?<![\w.:/~-])/(?:[\w.@+-]+/)+")
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the card says beyond the draft's own files.
+
+    Attributes:
+        eval_summary: ``summary.json`` of an evaluation of this draft, or its folder.
+        licence: an identifier of the Hugging Face hub.
+        name: of the draft in the card's commands, such as its hub id; empty for its folder.
+    """
+
+    eval_summary: str | Path | None = None
+    licence: str = ""
+    name: str = ""
+
+
 def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
-    """The draft to export: the folder itself, else its ``best/``, else its last ``step-N/``.
+    """The draft to export: the folder itself, else its ``best/``, else its last ``step-N/``; or a hub id.
 
     Raises:
         UserError: there is none.
     """
     folder = Path(run_or_checkpoint)
+    folder = folder if folder.is_dir() else resolve_model(run_or_checkpoint, "run or draft")
     steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     steps.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     for candidate in (folder, folder / "best", *steps):
@@ -48,9 +64,8 @@ def export_draft(
     *,
     target: str | Path | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
-    eval_summary: str | Path | None = None,
     format: Format = "eagle-kit",
-    licence: str = "",
+    facts: Facts = Facts(),
 ) -> Path:
     """Write a servable draft with its model card; it is checked against its target first.
 
@@ -59,9 +74,8 @@ def export_draft(
         out: see :func:`~eagle_kit.checkpoints.draft.save_draft`; everything is written at once or not at all.
         target: default the one it was trained for.
         dtype: of the weights on disk; None leaves every tensor as it is.
-        eval_summary: ``summary.json`` of an evaluation of this draft, or its folder, for the card.
         format: the layout that is written.
-        licence: for the card, an identifier of the Hugging Face hub.
+        facts: for the card.
 
     Returns:
         The checkpoint that was exported.
@@ -77,8 +91,9 @@ def export_draft(
     served = served_by(name)
     files, seen = read_draft(source, target=served.config)
     files = cast(files, seen.kind, dtype)
-    summary = None if eval_summary is None else measured(read_summary(eval_summary), (Path(out), source))
-    write_with_card(files, seen.kind, format, served, out, summary=summary, licence=licence)
+    given = facts.eval_summary
+    summary = None if given is None else measured(read_summary(given), (Path(out), source))
+    write_with_card(files, seen.kind, format, served, out, summary=summary, facts=facts)
     return source
 
 
@@ -88,11 +103,12 @@ def import_draft(
     *,
     format: Format | None = None,
     target: str | Path | None = None,
-    licence: str = "",
+    facts: Facts = Facts(),
 ) -> Layout:
     """Write a draft of any layout in ours, every tensor bit for bit.
 
     Args:
+        folder: or a hub id, as targets have.
         format: what ``folder`` is in; needed only where it cannot be recognised.
         target: gives the usual layer ids to a draft that names none.
 
@@ -103,8 +119,8 @@ def import_draft(
         UserError: as :func:`~eagle_kit.checkpoints.formats.convert.read_draft`; no disk space.
     """
     served = served_by(str(target or ""))
-    files, seen = read_draft(folder, format=format, target=served.config)
-    write_with_card(files, seen.kind, "eagle-kit", served, out, licence=licence)
+    files, seen = read_draft(resolve_model(folder, "draft"), format=format, target=served.config)
+    write_with_card(files, seen.kind, "eagle-kit", served, out, facts=facts)
     return seen
 
 
@@ -114,7 +130,7 @@ def served_by(name: str) -> Served:
         return Served()
     folder = resolve_target(name)
     packaged = PACKAGED_TARGETS.get(name.lower())
-    hub_id = packaged.hub_id if packaged else without_folders(name)
+    hub_id = packaged.hub_id if packaged else split_revision(without_folders(name))[0]
     architectures = read_json(folder / "config.json").get("architectures") or ()
     return Served(read_target_config(folder), hub_id, tuple(architectures))
 
@@ -143,7 +159,7 @@ def write_with_card(
     out: str | Path,
     *,
     summary: dict[str, Any] | None = None,
-    licence: str = "",
+    facts: Facts,
 ) -> None:
     """Write a draft in ``format``, absolute folders left out of everything that we wrote ourselves."""
     own = {OWN: without_folders(files.own)} if OWN in files.config else {}
@@ -162,7 +178,8 @@ def write_with_card(
     dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)
     words = dtype_name(dtypes.pop()) if len(dtypes) == 1 else "several types"
-    card = model_card(Card(kind, config, metadata, str(out), summary, words, format, reasons, licence))
+    name = facts.name or str(out)
+    card = model_card(Card(kind, config, metadata, name, summary, words, format, reasons, facts.licence))
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     write_draft(out, tensors, written.config, metadata=metadata, card=card)
 

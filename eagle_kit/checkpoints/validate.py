@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from eagle_kit.checkpoints.draft import resolve_draft
+from eagle_kit.checkpoints.formats.convert import IMPORTED
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.registry import find_kind
@@ -11,14 +13,15 @@ from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 
 
-def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding]:
+def validate_draft(draft: str | Path, target: str | Path) -> list[Finding]:
     """Check a draft of any kind against a target.
 
     Heads: sizes, vocabulary, layer ids, context, RoPE, template, name, weights. A whole model: vocabulary,
     tokenizer, context.
 
     Args:
-        draft_folder: a checkpoint; when it cannot be read, that is a finding too.
+        draft: see :func:`~eagle_kit.checkpoints.draft.resolve_draft`; when it cannot be read, that is a
+            finding too.
         target: anything that ``resolve_target`` knows; only its config and tokenizer are read.
 
     Raises:
@@ -27,11 +30,13 @@ def validate_draft(draft_folder: str | Path, target: str | Path) -> list[Finding
     folder = resolve_target(target)
     against = Target(folder, read_target_config(folder))
     try:
-        files = open_draft(draft_folder)
+        files = open_draft(resolve_draft(draft, against.config))
         kind = find_kind(files)
         found = kind.validate(files, against)
         if kind.is_whole_model:
             return found
-        return [Finding("ok", "layout", f"{recognise(files).maker}."), *found]
+        origin = files.metadata.get(IMPORTED)
+        came = f", converted from {origin['layout']}" if origin else ""
+        return [Finding("ok", "layout", f"{recognise(files).maker}{came}."), *found]
     except UserError as error:
         return [Finding("error", "checkpoint", error.cause, error.remedy)]

@@ -79,9 +79,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size: int) -> None:
     """``--draft --max-tokens`` and the flags of :data:`DECODING`: decoding with at most one draft."""
-    parser.add_argument(
-        "--draft", type=Path, metavar="DIR", help="draft checkpoint; without it decoding is plain"
-    )
+    parser.add_argument("--draft", help="folder, hub id or known name; without it decoding is plain")
     add_flags(parser, EngineConfig, DECODING, max_batch_size=batch_size)
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help="per reply (default %(default)s)"

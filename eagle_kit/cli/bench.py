@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help=f"folder, hub id or known name (default {DEFAULT_TARGET})")
-    parser.add_argument("--draft", metavar="DIR", help="draft checkpoint, to time whole cycles too")
+    parser.add_argument("--draft", help="folder, hub id or known name, to time whole cycles too")
     add_arguments(parser)
 
 

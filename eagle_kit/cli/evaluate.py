@@ -22,7 +22,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``eval``."""
     add_target(parser)
     parser.add_argument(
-        "--draft", nargs="+", action="extend", type=Path, default=[], metavar="DIR", help="checkpoints"
+        "--draft",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DRAFT",
+        help="folders, hub ids or known names",
     )
     parser.add_argument("--name", nargs="+", action="extend", metavar="NAME", help="names of the drafts")
     add_flags(parser, EvalConfig, FLAGS)

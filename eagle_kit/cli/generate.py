@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_shape(config: EngineConfig, draft: Path | None) -> None:
+def check_shape(config: EngineConfig, draft: str | None) -> None:
     """Refuse a shape without a draft, before anything is loaded. Raises UserError."""
     if config.shape is not None and config.shape.steps and draft is None:
         raise UserError(

@@ -8,7 +8,7 @@ FORMATS = ("sglang", "vllm", "speculators", "eagle")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``import``."""
-    parser.add_argument("source", type=Path, metavar="DRAFT", help="draft folder of any layout")
+    parser.add_argument("source", metavar="DRAFT", help="folder or hub id of a draft of any layout")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the draft goes")
     parser.add_argument(
         "--format", choices=FORMATS, help="layout of DRAFT, where it cannot be recognised by its files"
@@ -19,9 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import and say what was recognised."""
-    from eagle_kit.checkpoints.export import import_draft
+    from eagle_kit.checkpoints.export import Facts, import_draft
 
-    seen = import_draft(args.source, args.out, format=args.format, target=args.target, licence=args.license)
+    facts = Facts(licence=args.license)
+    seen = import_draft(args.source, args.out, format=args.format, target=args.target, facts=facts)
     print(f"{args.source}: {seen.kind.name} head, {seen.maker}")
     print(f"{args.out}: check it with eagle-kit validate {args.out} --target TARGET")
     return 0

@@ -61,9 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="DRAFT_OR_TARGET",
-        help="a draft, which names its target, or a target, served plainly",
+        help="a draft, which names its target, or a target; each a folder, a hub id or a known name",
     )
-    parser.add_argument("--target", help="folder, hub id or known name, if not the draft's own")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--target", help="of the draft, if not its own")
+    given.add_argument("--draft", help="for the target; without it decoding is plain")
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
@@ -101,11 +103,12 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.llm import LLM
 
     check_packages()
-    model = check_algorithm(args, find_model(args.model, args.target, DEFAULT_TARGET))
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
     sock = bind(args.host, args.port)
+    draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
+    model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
     with warnings_as_lines(say):
         llm = LLM(model.target, model.draft, config)
     engine = llm.engine()

@@ -1,14 +1,13 @@
 """`eagle-kit validate DRAFT --target T`: check a draft against its target."""
 
 import argparse
-from pathlib import Path
 
 from eagle_kit.cli.arguments import add_target
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``validate``."""
-    parser.add_argument("draft", type=Path, metavar="DRAFT", help="draft checkpoint folder")
+    parser.add_argument("draft", metavar="DRAFT", help="folder, hub id or known name")
     add_target(parser)
 
 

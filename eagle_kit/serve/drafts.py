@@ -4,6 +4,7 @@ import copy
 import warnings
 from pathlib import Path
 
+from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.kernels.linear import packed_parts
@@ -27,8 +28,8 @@ def load_draft_model(
     """Load a draft for ``target``, in its dtype and on its device.
 
     Args:
-        draft: a checkpoint folder, a head (copied), or a draft model (used as it is). With ``"NEXTN"`` it may
-            be the target's own folder.
+        draft: a name (see :func:`~eagle_kit.checkpoints.draft.resolve_draft`), a head (copied), or a draft
+            model (used as it is). With ``"NEXTN"`` it may be the target's own folder.
         target_name: where the target came from; a folder is checked against it as ``validate`` does.
         algorithm: ``"auto"``, or what the draft is insisted to be.
         token_map: a file of the target ids that an EAGLE, NEXTN or STANDALONE draft may propose.
@@ -40,11 +41,12 @@ def load_draft_model(
         return head_draft_model(copy_head(draft), target)
     if not isinstance(draft, str | Path):
         return draft
-    files = open_draft(draft)
+    folder = resolve_draft(draft, target.config)
+    files = open_draft(folder)
     kind = find_serving_kind(files, algorithm)
     hot = None if token_map is None else load_token_map(token_map, target.config.vocab_size)
     if target_name is not None and kind is find_kind(files):
-        findings = validate_draft(draft, target_name)
+        findings = validate_draft(folder, target_name)
         raise_on_errors(findings)
         for finding in findings:
             if finding.level == "warning":

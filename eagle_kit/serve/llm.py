@@ -43,8 +43,8 @@ class LLM:
     Args:
         target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
             which is then used as it is.
-        draft: a draft's folder, a head (which is copied), any other draft model, or None for ordinary
-            decoding.
+        draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model, or
+            None for ordinary decoding.
         config: options of the engine.
         tokenizer: for text prompts when ``target`` is a loaded model.
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.

@@ -12,7 +12,7 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.checkpoints.export import Facts, export_draft
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.eval.runner import name_drafts, run_eval
 from eagle_kit.eval.summary import find_row
@@ -61,7 +61,7 @@ def test_the_card_shows_every_task_and_shape_with_the_measured_figures(
     tmp_path: Path, target: Path, draft: Path
 ) -> None:
     summary = evaluate(tmp_path, [draft])
-    export_draft(draft, tmp_path / "out", target=target, eval_summary=summary["paths"]["summary"])
+    export_draft(draft, tmp_path / "out", target=target, facts=Facts(summary["paths"]["summary"]))
     card = (tmp_path / "out" / "README.md").read_text()
     table = [line.split(" | ") for line in card.splitlines() if line.startswith("| ")][1:]
     cells = {(line[0].removeprefix("| "), line[1]): line[2:] for line in table}
@@ -83,6 +83,6 @@ def test_of_several_drafts_the_exported_one_is_shown(tmp_path: Path, target: Pat
     save_draft(tiny_head(load_target(target), seed=5), other, metadata={})
     summary = evaluate(tmp_path, [other, draft])
     assert {row["draft"] for row in summary["rows"]} == {None, "other", "draft"}
-    export_draft(draft, tmp_path / "out", target=target, eval_summary=summary["paths"]["summary"])
+    export_draft(draft, tmp_path / "out", target=target, facts=Facts(summary["paths"]["summary"]))
     card = (tmp_path / "out" / "README.md").read_text()
     assert len([line for line in card.splitlines() if line.startswith("| all | 3,1,4")]) == 1

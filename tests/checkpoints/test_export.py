@@ -11,7 +11,7 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.card import Card, model_card
 from eagle_kit.checkpoints.draft import load_draft, save_draft
-from eagle_kit.checkpoints.export import export_draft, find_checkpoint, without_folders
+from eagle_kit.checkpoints.export import Facts, export_draft, find_checkpoint, without_folders
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.support.files import read_metadata
@@ -142,7 +142,7 @@ def test_a_draft_that_does_not_fit_is_not_exported(run, tmp_path):
 def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
     out, path = tmp_path / "draft", tmp_path / "summary.json"
     path.write_text(json.dumps(summary(mine=run / "step-16", other=tmp_path / "elsewhere")))
-    export_draft(run, out, target=target, eval_summary=path)
+    export_draft(run, out, target=target, facts=Facts(path))
     card = (out / "README.md").read_text()
     table = [line for line in card.splitlines() if line.startswith("| ")]
     assert table[1:] == [
@@ -158,10 +158,10 @@ def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):
     path = tmp_path / "summary.json"
     path.write_text(json.dumps(summary(a=tmp_path / "a", b=tmp_path / "b")))
     with pytest.raises(UserError, match="measured a, b, and none of them is this draft"):
-        export_draft(run, tmp_path / "draft", target=target, eval_summary=path)
+        export_draft(run, tmp_path / "draft", target=target, facts=Facts(path))
     path.write_text("{}")
     with pytest.raises(UserError, match=r"is not the summary.json"):
-        export_draft(run, tmp_path / "draft", target=target, eval_summary=path)
+        export_draft(run, tmp_path / "draft", target=target, facts=Facts(path))
     assert not (tmp_path / "draft").exists()
 
 
@@ -202,3 +202,9 @@ def test_a_card_without_facts_invents_none():
         card = model_card(Card(EAGLE3, tiny_head(tiny_target()).config, metadata, "head"))
         assert "Nothing is recorded about the training." in card
         assert "tokens seen" not in card
+
+
+def test_the_card_of_a_draft_for_a_revision_names_the_repository():
+    head = tiny_head(tiny_target())
+    card = model_card(Card(EAGLE3, replace(head.config, target="org/model@v2"), {}, "me/draft"))
+    assert "base_model: org/model\n" in card and "--target org/model@v2 --draft me/draft" in card

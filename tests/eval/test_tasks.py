@@ -83,7 +83,6 @@ def test_a_later_turn_carries_the_given_replies() -> None:
         ('{"messages": [{"role": "tool", "content": "a"}]}', "unknown role 'tool'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
         ('{"messages": [{"role": "user"}]}', "content is not text"),
-        ('{"id": "good", "prompt": "again"}', "has the id 'good' of line 1"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, cause: str) -> None:
@@ -105,7 +104,9 @@ def test_an_unknown_task_names_the_nearest_and_twice_the_same_is_refused(tmp_pat
     with pytest.raises(UserError, match="Did you mean human_eval"):
         load_task("humaneval")
     with pytest.raises(UserError, match="given twice"):
-        load_tasks(["ours", write(tmp_path / "ours.jsonl", {"prompt": "a"})])
+        load_tasks(["ours", "ours"])
+    with pytest.raises(UserError, match="given twice"):
+        load_tasks([write(tmp_path / "mine.jsonl", {"prompt": "a"})] * 2)
     with pytest.raises(UserError, match="No task"):
         load_tasks([])
 
@@ -126,3 +127,35 @@ def test_the_fingerprint_follows_the_prompts() -> None:
     a = Task("t", (EvalPrompt("p", "c", ("one",)),))
     b = Task("t", (EvalPrompt("p", "c", ("two",)),))
     assert a.fingerprint != b.fingerprint == Task("u", b.prompts).fingerprint
+
+
+@pytest.mark.parametrize("category", [{}, {"category": ""}, {"category": None}])
+def test_files_in_eagles_layout_load_with_the_files_name_for_a_category(
+    category: dict, tmp_path: Path
+) -> None:
+    """EAGLE's question.jsonl for Alpaca has empty categories, and all of its files have that name."""
+    folders = ("vicuna", "mt_bench", "gsm8k", "alpaca", "sum", "qa")
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        write(
+            tmp_path / folder / "question.jsonl",
+            {"question_id": 81, **category, "turns": [f"Of {folder}?", "And then?"], "reference": [""]},
+            {"question_id": 81, **category, "turns": ["The same id."]},
+            {"question_id": None, **category, "turns": ["No id."]},
+        )
+    alone = load_task(tmp_path / "alpaca" / "question.jsonl")
+    assert alone.name == "question"
+    assert [(prompt.id, prompt.category) for prompt in alone.prompts] == [
+        ("81", "question"),
+        ("81-2", "question"),
+        ("question-3", "question"),
+    ]
+    together = load_tasks([tmp_path / folder / "question.jsonl" for folder in folders])
+    assert [task.name for task in together] == [f"{folder}/question" for folder in folders]
+    assert together[3].prompts == alone.prompts
+
+
+def test_ids_of_repeated_lines_stay_unique(tmp_path: Path) -> None:
+    lines = [{"id": id, "prompt": "a"} for id in ("x", "x-3", "x", "x-3-3", 5, "5")]
+    ids = [prompt.id for prompt in load_task(write(tmp_path / "t.jsonl", *lines)).prompts]
+    assert len(set(ids)) == 6 and ids[:2] == ["x", "x-3"]

@@ -205,7 +205,7 @@ def test_broken_files_are_named(target, tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_draft(folder, target=target)
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="neither a folder here"):
         load_draft(tmp_path / "nothing", target=target)
 
 
@@ -265,7 +265,7 @@ def test_an_unreadable_draft_is_a_finding_and_an_unknown_target_an_error(tmp_pat
     assert finding.subject == "weights"
     assert "fc.weight is missing" in finding.cause and finding.remedy
     (finding,) = validate_draft(tmp_path / "nothing", target_folder)
-    assert "does not exist" in finding.cause
+    assert "neither a folder here" in finding.cause
     with pytest.raises(UserError, match="neither a folder"):
         validate_draft(broken, tmp_path / "no target")
 

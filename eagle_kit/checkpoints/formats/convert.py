@@ -41,8 +41,8 @@ def read_draft(
     if written is None:
         raise UserError(
             f"The draft in {folder} does not say whether it means inputs or outputs of the layers it names.",
-            "Give --format sglang for heads of SpecForge, SGLang and ModelOpt (outputs), --format vllm for "
-            "heads of EAGLE and vLLM (inputs).",
+            "Convert it by eagle-kit import with --format sglang for heads of SpecForge, SGLang and ModelOpt "
+            "(outputs), --format vllm for heads of EAGLE and vLLM (inputs).",
         )
     if written == "eagle-kit":
         return files, seen

@@ -10,9 +10,9 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, read_json, weight_files
+from eagle_kit.models.loading.source import OLD_WEIGHTS
 
 CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
-OLD_WEIGHTS = "pytorch_model.bin"
 OWN = "eagle_kit"
 """Our key in every ``config.json``. Its ``format`` names the layout, where that is not ours."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import read_target_config
-from eagle_kit.models.loading.source import PACKAGED_TARGETS
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,12 @@ def target_architecture(name: str) -> tuple[TargetConfig, str]:
     if name and path.is_dir():
         return read_target_config(path), f"{path}/config.json"
     packaged = PACKAGED_TARGETS.get(name.lower())
-    known = known_target(packaged.hub_id if packaged else name)
+    repository, revision = split_revision(packaged.hub_id if packaged else name)
+    known = known_target(repository)
     if known is not None:
         return known.architecture, "its published config.json"
-    cached = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+    is_id = REPOSITORY.fullmatch(repository)
+    cached = try_to_load_from_cache(repository, "config.json", revision=revision) if is_id else None
     if isinstance(cached, str):
         return read_target_config(Path(cached).parent), "its config.json in the hub's cache"
     raise UserError(

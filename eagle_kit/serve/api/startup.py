@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -31,15 +30,14 @@ NUM_TOKENS = 32
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Target and draft that a command line names: ``target`` as ``resolve_target`` takes it, and perhaps a
-    draft's folder."""
+    """Target and perhaps draft that a command line names, as ``resolve_model`` takes them."""
 
     target: str
-    draft: Path | None
+    draft: str | None
 
 
 def find_model(draft_or_target: str, target: str | None, default_target: str) -> ServedModel:
-    """Tell a draft from a target: a folder with a draft's config is a draft and names its own target.
+    """Tell a draft from a target: a model with a draft's config is a draft and names its own target.
 
     Args:
         target: given explicitly, it makes ``draft_or_target`` a draft whatever is in it (a small model of
@@ -48,17 +46,15 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     """
     from eagle_kit.kinds.registry import find_kind
     from eagle_kit.kinds.support.files import open_draft
+    from eagle_kit.models.loading.source import resolve_model
 
-    folder = Path(draft_or_target).expanduser()
     if target is not None:
-        return ServedModel(target, folder)
-    if not (folder / "config.json").is_file():
-        return ServedModel(draft_or_target, None)
-    files = open_draft(folder)
+        return ServedModel(target, draft_or_target)
+    files = open_draft(resolve_model(draft_or_target, "draft or target"))
     if find_kind(files).is_whole_model:
         return ServedModel(draft_or_target, None)
     named = files.own.get("target") or files.metadata.get("target")
-    return ServedModel(str(named or default_target), folder)
+    return ServedModel(str(named or default_target), draft_or_target)
 
 
 @contextmanager
@@ -166,9 +162,9 @@ def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
     return lines
 
 
-def causes_of_low_acceptance(draft: Path, target: str, dtype: str) -> list[str]:
+def causes_of_low_acceptance(draft: str, target: str, dtype: str) -> list[str]:
     """List causes of low acceptance of a sound head, the most likely first, with findings of a check of the
-    folders."""
+    two."""
     from eagle_kit.checkpoints.validate import validate_draft
 
     findings = {finding.subject: finding for finding in validate_draft(draft, target)}

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from eagle_kit.config.train import TrainConfig
+from eagle_kit.checkpoints.draft import resolve_draft
+from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
@@ -18,7 +19,7 @@ from eagle_kit.models.heads.draft_head import DraftHead
 def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
     """The architecture of a run's head. Raises UserError when the target has no use for it, or the run asks
     several modules for other steps than they have."""
-    draft = training_kind(config).new_config(config.head, target)
+    draft = training_kind(config).new_config(_here(config.head, target), target)
     check_steps(config, draft)
     named: HeadArchitecture = replace(draft, target=config.target, template_hash=template_hash(tokenizer))
     return named
@@ -46,5 +47,12 @@ def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
 def new_head(config: TrainConfig, draft: HeadArchitecture, start: Start) -> DraftHead:
     """A head with seeded weights, in fp32 and bound to the target."""
     torch.manual_seed(config.seed)
-    head: DraftHead = training_kind(config).new_head(config.head, draft, start)
+    head: DraftHead = training_kind(config).new_head(_here(config.head, start.target.config), draft, start)
     return head
+
+
+def _here(head: HeadConfig, target: TargetConfig) -> HeadConfig:
+    """``head`` with the folder of the draft that ``start_from`` names."""
+    if head.start_from is None:
+        return head
+    return head.model_copy(update={"start_from": str(resolve_draft(head.start_from, target))})

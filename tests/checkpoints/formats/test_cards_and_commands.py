@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.checkpoints.export import Facts, export_draft
 from eagle_kit.cli import app
 
 RUN = {"accept_length": {"3,1,4": 1.5}, "data": {"source": "chats.jsonl", "vocab_coverage": 0.975}}
@@ -35,7 +35,7 @@ def card(folder: Path) -> str:
 
 
 def test_the_hub_reads_the_yaml(tmp_path, draft):
-    export_draft(draft, tmp_path / "a", licence="apache-2.0")
+    export_draft(draft, tmp_path / "a", facts=Facts(licence="apache-2.0"))
     data = ModelCard.load(tmp_path / "a" / "README.md").data
     assert data.library_name == "eagle_kit" and data.pipeline_tag == "text-generation"
     assert data.license == "apache-2.0" and data.tags == ["eagle3", "speculative-decoding"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_kit.models.count import layer_weights
-from eagle_kit.models.loading.known_targets import KNOWN_TARGETS, known_target
+from eagle_kit.models.loading.known_targets import KNOWN_TARGETS, known_target, target_architecture
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.sizes import num_weights
 
@@ -37,3 +37,8 @@ def test_active_parameters_are_those_of_the_model_card(name: str) -> None:
 def test_names_are_found_whatever_their_capitals() -> None:
     assert known_target("qwen/qwen3-8b") is KNOWN_TARGETS["Qwen/Qwen3-8B"]
     assert known_target("Qwen/Qwen3-9B") is None
+
+
+def test_a_revision_does_not_hide_a_known_target() -> None:
+    named, plain = (target_architecture(f"Qwen/Qwen3-8B{revision}") for revision in ("@main", ""))
+    assert named == plain

@@ -41,12 +41,11 @@ def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path):
     older = folder(tmp_path / "older", {"architectures": ["LlamaForCausalLMEagle3"]}, {"target": "older/one"})
     foreign = folder(tmp_path / "foreign", {"architectures": ["Eagle3LlamaForCausalLM"]})
     target = folder(tmp_path / "target", {"architectures": ["LlamaForCausalLM"]})
-    assert find_model(ours, None, "usual") == ServedModel("small", tmp_path / "ours")
-    assert find_model(older, None, "usual") == ServedModel("older/one", tmp_path / "older")
-    assert find_model(foreign, None, "usual") == ServedModel("usual", tmp_path / "foreign")
+    assert find_model(ours, None, "usual") == ServedModel("small", ours)
+    assert find_model(older, None, "usual") == ServedModel("older/one", older)
+    assert find_model(foreign, None, "usual") == ServedModel("usual", foreign)
     assert find_model(target, None, "usual") == ServedModel(target, None)
-    assert find_model("org/model", None, "usual") == ServedModel("org/model", None)
-    assert find_model(target, "big", "usual") == ServedModel("big", tmp_path / "target")
+    assert find_model(target, "big", "usual") == ServedModel("big", target)
 
 
 def arguments(*words):
@@ -78,8 +77,9 @@ def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_an_algorithm_without_the_draft_it_needs_is_refused(name, capsys):
-    assert main(["serve", "no-such-target", "--speculative-algorithm", name]) == 2
+def test_an_algorithm_without_the_draft_it_needs_is_refused(name, capsys, tmp_path):
+    target = str(make_target(tmp_path / "target"))
+    assert main(["serve", target, "--speculative-algorithm", name, "--port", "0"]) == 2
     assert f"The algorithm {name} needs a draft." in capsys.readouterr().err
 
 

@@ -172,7 +172,7 @@ def test_drafts_that_do_not_fit_are_refused_by_name(target, tmp_path):
         load_draft_model(save(tmp_path / "other", CONFIG | {"vocab_size": 13}, tensors), target)
     with pytest.raises(UserError, match="is for the algorithm EAGLE, and EAGLE3"):
         load_draft_model(save(tmp_path / "kind", CONFIG, tensors), target, algorithm="EAGLE3")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="neither a folder here"):
         load_draft_model(tmp_path / "nothing", target)
 
 

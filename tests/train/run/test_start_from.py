@@ -57,7 +57,7 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
         ("{start_from: HEAD, draft_vocab_size: 100}", "draft_vocab_size is that of the head"),
         ("{start_from: HEAD, kind: mtp}", "start_from has no meaning"),
         ("{start_from: HEAD, kind: eagle3-mla}", "has the kind eagle3, and this run needs eagle3-mla"),
-        ("{start_from: nowhere}", "nowhere does not exist"),
+        ("{start_from: nowhere}", "The draft 'nowhere' is neither a folder here nor a hub id"),
     ],
 )
 def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, head, said):
