@@ -1,5 +1,5 @@
 """`eagle-kit bench`: decoding and training on this machine; `bench engine`: cycles with random weights;
-`bench serve`: costs of serving, and acceptance that a server counts."""
+`bench serve`: costs of serving, and acceptance that a server counts; `bench soak`: hostile clients."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kind=None)
     _models(parser)
     _compare(parser)
-    kinds = parser.add_subparsers(dest="kind", metavar="{decode,train,engine,serve}")
+    kinds = parser.add_subparsers(dest="kind", metavar="{decode,train,engine,serve,soak}")
 
     def add(kind: str, text: str) -> argparse.ArgumentParser:
         return kinds.add_parser(kind, help=text, description=text, argument_default=argparse.SUPPRESS)
@@ -43,6 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="server with /metrics, such as http://127.0.0.1:8000"
     )
     serve.add_argument("driver", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="drives the server")
+    soak = add(
+        "soak", "A running server under hostile, slow, leaving and ordinary clients, and its judgement."
+    )
+    soak.add_argument("--base-url", metavar="URL", help="server that nobody else uses (default %(default)s)")
+    soak.set_defaults(base_url="http://127.0.0.1:8000")
+    soak.add_argument("--no-plot", action="store_true", help="draw no picture beside the JSON file")
+    add_arguments(soak)
 
 
 def _models(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
         _refuse(args, "engine, whose weights are random", "target", "draft", "no_compare")
         return engine(getattr(args, "model", None), options)
+    if args.kind == "soak":
+        from eagle_kit.bench.soak.run import main as soak
+
+        if options.resume:
+            raise UserError("A soak cannot be resumed.", "Leave --resume out.")
+        return soak(args.base_url, os.environ.get("EAGLE_KIT_API_KEY", ""), options)
     if args.kind == "serve":
         return _serve(args, target, options)
     if args.kind == "train":

@@ -24,9 +24,10 @@ class Metrics:
     """
 
     def __init__(self, engine: "Engine", model_name: str) -> None:
-        from prometheus_client import CollectorRegistry, Histogram
+        from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
         self.registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(engine, model_name))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:

@@ -1,0 +1,1 @@
+"""``eagle-kit bench soak``: a server under hostile, slow, leaving and ordinary clients."""
