@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from eagle_kit.config.options import Section
 from eagle_kit.core.shape import SpecShape
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Arm(_Section):
+class Arm(Section):
     """One way to train.
 
     Attributes:
@@ -25,7 +22,7 @@ class Arm(_Section):
     about: str = ""
 
 
-class Measure(_Section):
+class Measure(Section):
     """Settings of the comparison, as ``eagle-kit eval`` takes them. The batch size changes no accept length;
     a short ``max_context`` keeps the engines of many heads small."""
 
@@ -43,7 +40,7 @@ class Measure(_Section):
         return tuple(str(SpecShape.parse(shape)) for shape in shapes)
 
 
-class StudyConfig(_Section):
+class StudyConfig(Section):
     """A study.
 
     Attributes:
