@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from eagle_kit.config.loading.keys import nearest_key
 from eagle_kit.core.errors import UserError
 
-
 MAX_NUMBER = 2**32 - 1
 """Largest whole number of a YAML file, also as a seed."""
 

@@ -18,7 +18,7 @@ class Arm(Section):
     """
 
     config: str | None = None
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field(default_factory=dict)
     about: str = ""
 
 
@@ -55,10 +55,10 @@ class StudyConfig(Section):
     """
 
     base: str
-    prepare: dict[str, str] = {}
+    prepare: dict[str, str] = Field(default_factory=dict)
     output_dir: str
     seeds: tuple[int, ...] = (0,)
-    common: dict[str, Any] = {}
+    common: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, Arm]
     measure: Measure = Measure()
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from eagle_kit.config.loading.keys import known_keys, nearest_key
 from eagle_kit.config.loading.yaml_file import parse_value, read_mapping
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -58,7 +58,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         what = getattr(error, "problem", None) or "it cannot be read"
         raise UserError(
-            f"The value of the override {_shown(override)} is not YAML: {what}.", "Quote or correct it."
+            f"The value of the override {shown(override)} is not YAML: {what}.", "Quote or correct it."
         ) from None
 
 
@@ -81,10 +81,5 @@ def _explain(error: ValidationError, schema: type[BaseModel], where: str) -> Use
         return UserError(f"In `{key}` of {where}: {inner.cause}", inner.remedy)
     message = str(inner) if inner is not None else first["msg"]
     message = message[:1].lower() + message[1:]
-    given = "" if isinstance(value, dict) else f" is {_shown(value)}"
+    given = "" if isinstance(value, dict) else f" is {shown(value)}"
     return UserError(f"`{key}` in {where}{given}: {message}{more}.", f"Correct `{key}`.")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

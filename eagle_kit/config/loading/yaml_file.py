@@ -34,13 +34,6 @@ _CORE = {
 class _Loader(yaml.SafeLoader):
     """SafeLoader of YAML 1.2's core schema that refuses a key given twice, and what exceeds the budget."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
-    yaml_constructors = {
-        tag: construct
-        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
-        if tag in {None, *(_TAG + name for name in ("null", "bool", "int", "float", "str", "seq", "map"))}
-    }
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.depth = self.num_nodes = 0
@@ -78,6 +71,12 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes text which a reader of YAML 1.1 or 1.2 would take for something else."""
 
 
+_Loader.yaml_implicit_resolvers = {}
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag in {None, *(_TAG + name for name in ("null", "bool", "int", "float", "str", "seq", "map"))}
+}
 for _name, (_pattern, _first) in _CORE.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), [*_first, ""])
@@ -117,7 +116,8 @@ def parse_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, KeyError, OverflowError) as error:  # a scalar that is not what its tag says
-        raise yaml.MarkedYAMLError(problem=f"a value cannot be read ({str(error).partition(';')[0]})") from None
+        reason = str(error).partition(";")[0]
+        raise yaml.MarkedYAMLError(problem=f"a value cannot be read ({reason})") from None
 
 
 def dump_mapping(value: dict[str, Any]) -> str:

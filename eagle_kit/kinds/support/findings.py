@@ -50,7 +50,7 @@ def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:
             f"{target.hidden_size} and {target.vocab_size}.",
             OWN_TARGET,
         )
-    if max(draft.aux_layer_ids, default=0) > target.num_layers:
+    if not all(0 <= layer <= target.num_layers for layer in draft.aux_layer_ids):
         raise UserError(
             f"The draft reads the inputs of layers {list(draft.aux_layer_ids)}, the target has "
             f"{target.num_layers} layers.",

@@ -109,8 +109,8 @@ def take(
     if scale is None or block is None:
         return tensor.to(dtype)
     rows, columns = tensor.shape[-2:]
-    grown = scale.float().repeat_interleave(block[0], -2)[..., :rows, :]
-    return (tensor.float() * grown.repeat_interleave(block[1], -1)[..., :columns]).to(dtype)
+    grown = scale.float().repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
+    return (tensor.float() * grown.repeat_interleave(min(block[1], columns), -1)[..., :columns]).to(dtype)
 
 
 def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
