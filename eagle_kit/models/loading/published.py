@@ -5,7 +5,7 @@ of their family, or stacked as in transformers 5 and here.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -111,6 +111,18 @@ def take(
     rows, columns = tensor.shape[-2:]
     grown = scale.float().repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
     return (tensor.float() * grown.repeat_interleave(min(block[1], columns), -1)[..., :columns]).to(dtype)
+
+
+def dequantised(
+    published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name, one after another: fp8 blocks multiplied by their scales, the others as they are."""
+    names = set(published)
+    for name in sorted(names):
+        if not name.endswith(SCALE_SUFFIX):
+            parts = {key: published[key] for key in (name, name + SCALE_SUFFIX) if key in names}
+            dtype = parts[name].dtype
+            yield name, take(parts, name, torch.float32 if dtype in FP8 else dtype, block)
 
 
 def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
