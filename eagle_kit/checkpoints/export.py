@@ -16,10 +16,11 @@ from eagle_kit.checkpoints.formats.files import Format, Served, dtype_name
 from eagle_kit.checkpoints.formats.recognise import Layout
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.support.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, open_draft, without_keys
 from eagle_kit.kinds.support.findings import raise_on_errors
-from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_object, read_target_config
+from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_target
 
 QUANTISED = "quantization_config"

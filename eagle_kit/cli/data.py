@@ -188,7 +188,8 @@ def _regenerate(args: argparse.Namespace) -> int:
     config = options_of(args, EngineConfig, DECODING, max_context=context)
     check_shape(config, args.draft)
     check_out(args.out)
-    from eagle_kit.models.loading.source import resolve_target, target_fingerprint
+    from eagle_kit.models.loading.loader import target_fingerprint
+    from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM
 
     folder = resolve_target(args.target)

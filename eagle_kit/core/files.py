@@ -42,13 +42,25 @@ def parse_json(text: str | bytes, where: object, remedy: str = COPY_AGAIN) -> An
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(f"{where} is not valid JSON ({reason.partition(';')[0]}).", remedy) from None
+        raise UserError(f"{where} is not JSON ({json_problem(error)}).", remedy) from None
+
+
+def json_problem(error: Exception) -> str:
+    """Say why a decoder raised ``error``."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
     """Read a JSON file. Raises UserError as :func:`read_text` and :func:`parse_json`."""
     return parse_json(read_text(path, remedy), path, remedy)
+
+
+def read_object(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises UserError, also for any other value."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object.", remedy)
+    return value
 
 
 def nearest_folder(path: Path) -> Path:

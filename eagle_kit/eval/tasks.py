@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import parse_json
 from eagle_kit.data.chat.records import Unusable, to_conversation
 
 KNOWN_TASKS = ("human_eval", "ours")
@@ -147,7 +148,7 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = parse_json(line.decode("utf-8-sig"), file)
         except ValueError:  # not UTF-8, or not JSON
             raise UserError(f"Line {number} of {file} is not a JSON object.", _FORMS) from None
         try:

@@ -330,7 +330,7 @@ def test_missing_files_are_named(folder, tmp_path):
     with pytest.raises(UserError, match="model.safetensors is missing"):
         load_draft(folder)
     (folder / CONFIG).unlink()
-    with pytest.raises(UserError, match="config.json is missing"):
+    with pytest.raises(UserError, match="config.json cannot be read: No such file"):
         load_draft(folder)
 
 

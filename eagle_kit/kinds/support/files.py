@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 from eagle_kit.models.config_parts import read_architecture, read_table, wrong_value
-from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, read_object, weight_files
+from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, weight_files
 
 CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
 OLD_WEIGHTS = "pytorch_model.bin"

@@ -1,5 +1,7 @@
 """Loading of target weights from safetensors, with a check of every tensor."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import COPY_AGAIN, read_json
+from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import read_table
@@ -24,20 +26,12 @@ from eagle_kit.models.loading.published import (
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 
+SAMPLE = 4096
+"""Bytes hashed of each tensor in a fingerprint."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises UserError when it is missing or not an object."""
-    if not path.is_file():
-        raise UserError(f"The file {path} is missing.", "Give a complete model folder.")
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"The file {path} does not hold a JSON object.", COPY_AGAIN)
-    return value
 
 
 def read_target_config(folder: Path) -> TargetConfig:
@@ -89,6 +83,25 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
     with open_safetensors(path) as file:
         names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
         return {name: file.get_tensor(name) for name in names}
+
+
+def target_fingerprint(folder: Path) -> str:
+    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
+    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint. Raises UserError
+    for a corrupt file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with open_safetensors(path), path.open("rb") as file:  # which checks the table of tensors
+            size = file.read(8)
+            header = file.read(int.from_bytes(size, "little"))
+            digest.update(header)
+            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
+            for name in sorted(tensors):
+                start, stop = tensors[name]["data_offsets"]
+                file.seek(8 + len(header) + start)
+                digest.update(file.read(min(SAMPLE, stop - start)))
+    return digest.hexdigest()[:16]
 
 
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:

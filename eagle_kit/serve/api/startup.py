@@ -165,7 +165,7 @@ def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
             lines.append(f"note: {where}; rounding of half types does this where two tokens nearly tie.")
     if test.is_low:
         lines.append(
-            f"warning: {test.accept_length:.2f} tokens per verify are suspiciously few, near the 1 of chance. "
+            f"warning: {test.accept_length:.2f} tokens per verify are suspiciously few; chance gives 1. "
             "Likely causes, in order:"
         )
         lines += [f"  {number}. {cause}" for number, cause in enumerate(low_causes(), 1)]
