@@ -242,14 +242,14 @@ def flatten_config(config: dict[str, Any], where: str) -> dict[str, Any]:
         return config
     if algorithm != "eagle3":
         raise UserError(
-            f"The draft in {where} is a speculators model of the kind {algorithm!r}, which we have no head "
-            "for.",
+            f"The draft in {where} is a speculators model of the kind {shown(algorithm)}, which we have no "
+            "head for.",
             "Use one of the kind eagle3.",
         )
     layer = read_table(config, "transformer_layer_config", where)
     if layer.get("model_type") != "llama":
         raise UserError(
-            f"The draft in {where} has a decoder layer of the kind {layer.get('model_type')!r}.",
+            f"The draft in {where} has a decoder layer of the kind {shown(layer.get('model_type'))}.",
             "Use a head whose transformer_layer_config has the model_type llama.",
         )
     if "norm_before_residual" not in config:

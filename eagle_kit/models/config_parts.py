@@ -237,7 +237,7 @@ def _read_deepseek_moe(config: dict[str, Any], is_v3: bool, where: str) -> MoECo
     for name, value, known in (("topk_method", method, TOPK_METHODS), ("scoring_func", scoring, SCORINGS)):
         if value not in known:
             raise UserError(
-                f"The config's {name} {value!r} is not supported.", f"Supported are {', '.join(known)}."
+                f"The config's {name} {shown(value)} is not supported.", f"Supported are {', '.join(known)}."
             )
     if is_v3 and (missing := [name for name in V3_NEEDS if config.get(name) is None]):
         raise UserError(

@@ -97,7 +97,7 @@ def _wrong_value(name: str, tensor: torch.Tensor, of_head: bool) -> str:
     if not tensor.is_floating_point():
         return ""
     tensor = tensor.float() if tensor.itemsize == 1 else tensor  # fp8 has no norm
-    rms = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) / tensor.numel() ** 0.5
+    rms = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) / max(tensor.numel(), 1) ** 0.5
     if not math.isfinite(rms):
         places = tensor.isfinite().logical_not().nonzero()
         return f"has {len(places)} values that are not finite, the first at {places[0].tolist()}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.config import TargetConfig
@@ -56,7 +56,7 @@ def check_activation(config: dict[str, Any], where: str) -> None:
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(
-            f"The config in {where} asks for the activation {activation!r}, which is not supported.",
+            f"The config in {where} asks for the activation {shown(activation)}, which is not supported.",
             "Use a model with hidden_act silu.",
         )
 

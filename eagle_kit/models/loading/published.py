@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.models.config import TargetConfig
 
 FUSED = {
@@ -140,7 +140,7 @@ def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] 
             return block[0], block[1]
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     raise UserError(
-        f"The weights in {where} are quantised ({method or 'an unknown method'}), which cannot be run here.",
+        f"The weights in {where} are quantised ({shown(method)}), which cannot be run here.",
         "Use the model's unquantised checkpoint, or one in fp8 with weight_block_size.",
     )
 
