@@ -84,7 +84,7 @@ def _config(args: argparse.Namespace) -> "TrainConfig":
 
 
 def _preview(args: argparse.Namespace) -> int:
-    if args.record < 0:
+    if not 0 <= args.record <= sys.maxsize:
         raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
     config = _config(args)
     if not config.data.source:

@@ -52,7 +52,19 @@ def json_problem(error: Exception) -> str:
 
 def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
     """Read a JSON file. Raises UserError as :func:`read_text` and :func:`parse_json`."""
-    return parse_json(read_text(path, remedy), path, remedy)
+    value = parse_json(read_text(path, remedy), path, remedy)
+    if not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise UserError(f"{path} holds half a character (a lone surrogate).", remedy)
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """True if ``text`` can be written: it has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_object(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:

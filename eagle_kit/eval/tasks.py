@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import parse_json
+from eagle_kit.core.files import is_unicode, parse_json
 from eagle_kit.data.chat.records import Unusable, to_conversation
 
 KNOWN_TASKS = ("human_eval", "ours")
@@ -170,6 +170,8 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
 def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not isinstance(record, dict):
         raise Unusable("no JSON object")
+    if not is_unicode(json.dumps(record, ensure_ascii=False)):
+        raise Unusable("half a character (a lone surrogate)")
     prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
     category = record.get("category", task)
     if not isinstance(category, str) or not category:

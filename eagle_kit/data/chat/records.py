@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import MAX_TEXT, json_problem, parse_json
+from eagle_kit.core.files import MAX_TEXT, is_unicode, json_problem, parse_json
 
 ROLES = {
     "system": "system",
@@ -136,7 +136,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
             raise Unusable(f"unknown role {role!r}")
         if not isinstance(content, str):
             raise Unusable("a turn whose content is not text")
-        if not _is_unicode(content):
+        if not is_unicode(content):
             raise Unusable("a turn with half a character (a lone surrogate)")
         messages.append(ConversationMessage(ROLES[role.lower()], content))
     if not any(message.role == "user" for message in messages):
@@ -158,14 +158,6 @@ def _from_first_user(messages: list[ConversationMessage]) -> tuple[ConversationM
     first = [message.role for message in messages].index("user")
     system = [message for message in messages[:first] if message.role != "assistant"]
     return (*system, *messages[first:])
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
