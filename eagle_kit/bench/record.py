@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_json_atomically
+from eagle_kit.core.files import read_object, write_json_atomically
 from eagle_kit.report.environment import describe_machine, describe_versions, now
 
 
@@ -50,9 +50,10 @@ class Record:
 
     def _take_up(self, settings: dict[str, Any]) -> None:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            cases, theirs = dict(found["cases"]), found["settings"]
-        except (ValueError, KeyError, TypeError):
+            found = read_object(self.path)
+            cases, theirs = {key: dict(row) for key, row in found["cases"].items()}, dict(found["settings"])
+            resumed = [*found.get("resumed", []), self.data.get("date")]
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f"{self.path} is not a result of this benchmark.", "Name another file, or leave out --resume."
             ) from None
@@ -64,7 +65,6 @@ class Record:
         if running := found.get("running"):
             cases.setdefault(running, {"status": "failed", "error": "It ended the process."})
         kept = {key: row for key, row in cases.items() if row.get("status") != "left out"}
-        resumed = [*found.get("resumed", []), self.data.get("date")]
         self.data = {**found, "cases": kept, "running": None, "resumed": resumed}
 
     @property

@@ -16,10 +16,11 @@ from eagle_kit.checkpoints.formats.files import Format, Served, dtype_name
 from eagle_kit.checkpoints.formats.recognise import Layout
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.support.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, open_draft, without_keys
 from eagle_kit.kinds.support.findings import raise_on_errors
-from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_json, read_target_config
+from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_model, resolve_target, split_revision
 
 QUANTISED = "quantization_config"
@@ -131,8 +132,8 @@ def served_by(name: str) -> Served:
     folder = resolve_target(name)
     packaged = PACKAGED_TARGETS.get(name.lower())
     hub_id = packaged.hub_id if packaged else split_revision(without_folders(name))[0]
-    architectures = read_json(folder / "config.json").get("architectures") or ()
-    return Served(read_target_config(folder), hub_id, tuple(architectures))
+    config, architectures = read_target_config(folder), read_object(folder / "config.json")["architectures"]
+    return Served(config, hub_id, tuple(architectures))
 
 
 def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None) -> DraftFiles:
@@ -192,7 +193,7 @@ def read_summary(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"The file {path} does not exist.", "Give the summary.json of an eagle-kit eval, or its folder."
         )
-    return read_json(path)
+    return read_object(path)
 
 
 def without_folders(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.process import INTERRUPTED
 
 
@@ -60,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough; Python must not try to flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # of the system, such as a name that is too long
+        where = "" if error.filename is None else f" {shown(str(error.filename))}"
+        cause = f"The system refuses{where}: {error.strerror or error}."
+        print_error(UserError(cause, "Check names, rights and space."))
+        return 2
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -84,7 +84,7 @@ def _config(args: argparse.Namespace) -> "TrainConfig":
 
 
 def _preview(args: argparse.Namespace) -> int:
-    if args.record < 0:
+    if not 0 <= args.record <= sys.maxsize:
         raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
     config = _config(args)
     if not config.data.source:
@@ -188,7 +188,8 @@ def _regenerate(args: argparse.Namespace) -> int:
     config = options_of(args, EngineConfig, DECODING, max_context=context)
     check_shape(config, args.draft)
     check_out(args.out)
-    from eagle_kit.models.loading.source import resolve_target, target_fingerprint
+    from eagle_kit.models.loading.loader import target_fingerprint
+    from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM
 
     folder = resolve_target(args.target)

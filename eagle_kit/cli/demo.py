@@ -22,6 +22,7 @@ ROW_TOKENS = 512
 FLOPS_PER_STEP, EFFICIENCY, MOST_STEPS_PER_MINUTE = 2.8e11, 0.5, 300
 """Arithmetic of a step on one such row, and the share of the matmul rate it reaches: with the machine's rate
 they give the length of the learning-rate schedule, so that it ends when the minutes do."""
+DAY = 24 * 60
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.models.loading.source import resolve_target
 
-    if args.minutes <= 0:
-        raise UserError(f"--minutes is {args.minutes:g}.", "Train for more than zero minutes.")
+    if not 0 < args.minutes <= DAY:
+        raise UserError(f"--minutes is {args.minutes:g}.", f"Train for more than zero and at most {DAY}.")
     started = time.monotonic()
     config = load_config(TrainConfig, CONFIG)
     _say(started, f"target {config.target}")

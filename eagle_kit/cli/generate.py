@@ -19,6 +19,7 @@ from eagle_kit.cli.arguments import (
 )
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import parse_json, read_text
 from eagle_kit.core.output import RequestOutput
 
 FLAGS = {**DECODING, **LOADING, "algorithm": "--algorithm", "token_map": "--token-map"}
@@ -76,7 +77,7 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
     elif file.suffix == ".jsonl":
         prompts = _read_jsonl(file)
     else:
-        prompts = [_read_text(file)]
+        prompts = [read_text(file, "Save it as UTF-8.")]
     if not prompts or any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
         raise UserError("The prompt is empty.", "Give some text with --prompt, --file or standard input.")
     return prompts
@@ -84,13 +85,13 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
 
 def _read_jsonl(file: Path) -> list[Any]:
     prompts = []
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file, "Save it as UTF-8.").split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line, file)
             prompt = record["prompt"] if "prompt" in record else record["messages"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             prompt = None
         if not _is_prompt(prompt):
             raise UserError(
@@ -100,13 +101,6 @@ def _read_jsonl(file: Path) -> list[Any]:
             )
         prompts.append(prompt)
     return prompts
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The file {file} cannot be read as text ({error}).", "Save it as UTF-8.") from None
 
 
 def _is_prompt(value: Any) -> bool:

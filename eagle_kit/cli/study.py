@@ -17,6 +17,7 @@ from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.loading.command_line import add_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 from eagle_kit.core.process import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class StudyRun:
     @property
     def about(self) -> dict[str, Any]:
         """The metadata that the head was exported with."""
-        return json.loads((self.head / "eagle_kit.json").read_text(encoding="utf-8"))
+        return read_object(self.head / "eagle_kit.json")
 
     @cached_property
     def resolved(self) -> "TrainConfig":

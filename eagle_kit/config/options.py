@@ -1,13 +1,29 @@
-"""Base of option schemas that are filled by keyword: frozen, documented field by field, errors for users."""
+"""Bases of schemas: of sections of a YAML file, and of options that are filled by keyword."""
 
 import inspect
 import re
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from eagle_kit.config.loading.keys import nearest_key
 from eagle_kit.core.errors import UserError
+
+MAX_NUMBER = 2**32 - 1
+"""Largest whole number of a YAML file, also as a seed."""
+
+
+class Section(BaseModel):
+    """Section of a YAML file: frozen, without unknown keys, with numbers that are finite and fit 32 bits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+            raise ValueError(f"the largest whole number is {MAX_NUMBER}")
+        return value
 
 
 class OptionError(UserError):
@@ -31,7 +47,7 @@ class Options(BaseModel):
         UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:

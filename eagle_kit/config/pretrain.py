@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from eagle_kit.config.options import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TextConfig(_Section):
+class TextConfig(Section):
     """Text to learn from.
 
     Attributes:
@@ -23,7 +21,7 @@ class TextConfig(_Section):
     vocab_size: int = Field(default=4096, ge=300, le=65536)
 
 
-class OptimisationConfig(_Section):
+class OptimisationConfig(Section):
     """Optimisation: ``length`` is tokens of a row, ``rows`` the rows of a step."""
 
     length: int = Field(default=256, ge=8)
@@ -34,7 +32,7 @@ class OptimisationConfig(_Section):
     save_every: int = Field(default=100, ge=1)
 
 
-class PretrainConfig(_Section):
+class PretrainConfig(Section):
     """A whole run.
 
     Attributes:

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from eagle_kit.config.options import Section
 from eagle_kit.core.shape import SpecShape
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Arm(_Section):
+class Arm(Section):
     """One way to train.
 
     Attributes:
@@ -21,11 +18,11 @@ class Arm(_Section):
     """
 
     config: str | None = None
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field(default_factory=dict)
     about: str = ""
 
 
-class Measure(_Section):
+class Measure(Section):
     """Settings of the comparison, as ``eagle-kit eval`` takes them. The batch size changes no accept length;
     a short ``max_context`` keeps the engines of many heads small."""
 
@@ -43,7 +40,7 @@ class Measure(_Section):
         return tuple(str(SpecShape.parse(shape)) for shape in shapes)
 
 
-class StudyConfig(_Section):
+class StudyConfig(Section):
     """A study.
 
     Attributes:
@@ -58,10 +55,10 @@ class StudyConfig(_Section):
     """
 
     base: str
-    prepare: dict[str, str] = {}
+    prepare: dict[str, str] = Field(default_factory=dict)
     output_dir: str
     seeds: tuple[int, ...] = (0,)
-    common: dict[str, Any] = {}
+    common: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, Arm]
     measure: Measure = Measure()
 

@@ -6,17 +6,14 @@ line as ``section.key=value``. Sizes are in tokens or packed rows, times in seco
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from eagle_kit.config.options import Section
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DataConfig(_Section):
+class DataConfig(Section):
     """Conversations to learn from.
 
     Attributes:
@@ -56,7 +53,7 @@ class DataConfig(_Section):
         return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
 
 
-class HeadConfig(_Section):
+class HeadConfig(Section):
     """The draft head that is made when a run starts from nothing.
 
     Attributes:
@@ -106,7 +103,7 @@ class HeadConfig(_Section):
         return self
 
 
-class RegressionConfig(_Section):
+class RegressionConfig(Section):
     """The loss of an EAGLE-1 head: its output shall be the target's next state and give its distribution.
 
     Attributes:
@@ -134,7 +131,7 @@ class RegressionConfig(_Section):
         return self
 
 
-class FeatureNoise(_Section):
+class FeatureNoise(Section):
     """Noise on the states that the head reads, the captured ones or, of ``eagle1``, the final one; the
     teacher's state has none.
 
@@ -161,7 +158,7 @@ class FeatureNoise(_Section):
         return self
 
 
-class Curriculum(_Section):
+class Curriculum(Section):
     """A growing number of steps of training-time test.
 
     Attributes:
@@ -173,7 +170,7 @@ class Curriculum(_Section):
     share: float = Field(default=0.3, gt=0.0, le=1.0)
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """Training-time test, loss, optimiser and schedule.
 
     Attributes:
@@ -333,7 +330,7 @@ class TrainingConfig(_Section):
         return self.step_weights or tuple(self.step_decay**k for k in range(self.ttt_length))
 
 
-class JudgeConfig(_Section):
+class JudgeConfig(Section):
     """Decoding while training: the engine decides which checkpoint is best.
 
     Attributes:
@@ -371,7 +368,7 @@ class JudgeConfig(_Section):
         return self
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     """Trackers and report, which get the figures besides ``metrics.jsonl``.
 
     Attributes:
@@ -388,7 +385,7 @@ class TrackingConfig(_Section):
     report: bool | None = None
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """One training run.
 
     Attributes:

@@ -15,3 +15,9 @@ class UserError(ValueError):
         super().__init__(f"{cause} {remedy}")
         self.cause = cause
         self.remedy = remedy
+
+
+def shown(value: object) -> str:
+    """``repr`` of a value that a user gave, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

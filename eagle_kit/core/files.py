@@ -1,4 +1,4 @@
-"""Writing files and folders: checks before, one writer at a time, atomic replacement."""
+"""Files and folders: text and JSON read within bounds; checked, locked and atomic writing."""
 
 import json
 import os
@@ -14,6 +14,65 @@ from filelock import FileLock, Timeout
 from eagle_kit.core.errors import UserError
 
 ANOTHER_FOLDER = "Free some space or choose another folder."
+COPY_AGAIN = "Copy it again from its source."
+MAX_TEXT = 1 << 28
+"""Bytes of the largest text file that is read whole."""
+
+
+def read_text(path: Path, remedy: str = COPY_AGAIN, max_bytes: int = MAX_TEXT) -> str:
+    """Read UTF-8 text of at most ``max_bytes``. Raises UserError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise UserError(f"{path} has more than {max_bytes >> 20} MiB.", remedy)
+        return data.decode()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", remedy) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file: byte {error.start} is not UTF-8.", remedy) from None
+
+
+def parse_json(text: str | bytes, where: object, remedy: str = COPY_AGAIN) -> Any:
+    """Parse JSON. Raises UserError, also for nesting and numbers that Python cannot hold.
+
+    Args:
+        where: names the text in the message.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({json_problem(error)}).", remedy) from None
+
+
+def json_problem(error: Exception) -> str:
+    """Say why a decoder raised ``error``."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+
+
+def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
+    """Read a JSON file. Raises UserError as :func:`read_text` and :func:`parse_json`."""
+    value = parse_json(read_text(path, remedy), path, remedy)
+    if not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise UserError(f"{path} holds half a character (a lone surrogate).", remedy)
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """True if ``text`` can be written: it has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_object(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises UserError, also for any other value."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object.", remedy)
+    return value
 
 
 def nearest_folder(path: Path) -> Path:

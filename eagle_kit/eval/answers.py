@@ -8,10 +8,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_json_atomically, write_text_atomically
+from eagle_kit.core.files import (
+    parse_json,
+    read_object,
+    read_text,
+    write_json_atomically,
+    write_text_atomically,
+)
 from eagle_kit.core.stats import SpecStats
 
+ANOTHER_FOLDER = "Give another --out, or delete the folder."
 ANSWERS_FILE, SETTINGS_FILE, SUMMARY_FILE = "answers.jsonl", "settings.json", "summary.json"
 
 
@@ -92,10 +101,10 @@ class Answer:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Answer":
-        """The inverse of :meth:`to_record`; raises KeyError when a field is missing."""
-        stats = SpecStats(**{name: record[name] for name in SpecStats.__dataclass_fields__})
+        """The inverse of :meth:`to_record`; raises KeyError, TypeError or ValueError for any other record."""
+        stats = {name: record[name] for name in SpecStats.__dataclass_fields__}
         names = [name for name in cls.__dataclass_fields__ if name != "stats"]
-        return cls(stats=stats, **{name: record[name] for name in names})
+        return TypeAdapter(cls).validate_python({"stats": stats, **{name: record[name] for name in names}})
 
 
 class AnswerStore:
@@ -151,12 +160,12 @@ class AnswerStore:
     def _check_settings(self) -> None:
         path = self.folder / SETTINGS_FILE
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            old, self.about = saved["settings"], saved["about"]
-        except (OSError, ValueError, KeyError, TypeError):
+            saved = read_object(path)
+            old, self.about = dict(saved["settings"]), dict(saved["about"])
+        except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{self.folder} holds answers, but its {SETTINGS_FILE} is missing or unreadable.",
-                "Give another --out, or delete the folder.",
+                ANOTHER_FOLDER,
             ) from None
         # through JSON, so that tuples compare equal to the lists they were saved as
         new = json.loads(json.dumps(self.settings))
@@ -169,18 +178,18 @@ class AnswerStore:
 
     def _read(self, runs: frozenset[Setting]) -> None:
         """Read complete prompts; a line that a crash cut off is dropped together with its prompt."""
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        text = read_text(self._path, ANOTHER_FOLDER) if self._path.exists() else ""
         lines = text.removesuffix("\n").split("\n") if text else []
         groups: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
         for number, line in enumerate(lines, 1):
             try:
-                answer = Answer.from_record(json.loads(line))
+                answer = Answer.from_record(parse_json(line, self._path))
             except (ValueError, KeyError, TypeError):
                 if number == len(lines):
                     break
                 raise UserError(
                     f"Line {number} of {self._path} is not an answer.",
-                    "Give another --out, or delete the folder.",
+                    ANOTHER_FOLDER,
                 ) from None
             groups.setdefault(answer.key, {})[answer.setting] = answer
         self._by_key = {key: group for key, group in groups.items() if runs <= group.keys()}

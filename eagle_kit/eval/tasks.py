@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import is_unicode, parse_json
 from eagle_kit.data.chat.records import Unusable, to_conversation
 
 KNOWN_TASKS = ("human_eval", "ours")
@@ -153,7 +154,7 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = parse_json(line.decode("utf-8-sig"), file)
         except ValueError:  # not UTF-8, or not JSON
             raise UserError(f"Line {number} of {file} is not a JSON object.", _FORMS) from None
         try:
@@ -172,6 +173,8 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
 def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not isinstance(record, dict):
         raise Unusable("no JSON object")
+    if not is_unicode(json.dumps(record, ensure_ascii=False)):
+        raise Unusable("half a character (a lone surrogate)")
     record = {key: value for key, value in record.items() if value not in (None, "") or key == "prompt"}
     prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
     category = record.get("category", task)

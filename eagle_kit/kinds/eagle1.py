@@ -18,6 +18,7 @@ from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
 from eagle_kit.kinds.support.config_json import LAYER_SIZES, layer_to_dict, read_layer
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import FAMILIES, TargetConfig
+from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_size
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config
 from eagle_kit.models.targets.llama import LlamaModel
@@ -53,18 +54,19 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         raw, where = files.config, files.where
         names = {name.removeprefix("model.") for name in files.tensors}
         for key, tensor in BIASES.items():
-            if raw.get(key) and tensor not in names:
+            if read_flag(raw, key, where) and tensor not in names:
                 raise UserError(
                     f"The config.json in {where} says {key}, but {tensor} is missing in the weights.",
                     "Use config.json and weights of one checkpoint.",
                 )
-        context = raw.get("max_position_embeddings")
         return Eagle1Config(
             **read_layer(raw, where),
             attention_bias=BIASES["qkv_bias"] in names,
             attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
             fc_bias=BIASES["bias"] in names,
-            max_position_embeddings=context if isinstance(context, int) else 0,
+            max_position_embeddings=read_size(
+                raw, "max_position_embeddings", where, 0, least=0, most=MAX_POSITIONS
+            ),
             **files.about,
         )
 

@@ -11,15 +11,23 @@ from typing import Any
 import torch
 
 from eagle_kit.config.train import HeadConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, our_names, soften
 from eagle_kit.kinds.support import findings
-from eagle_kit.kinds.support.config_json import layer_to_dict, named_keys, read_layer, read_size
+from eagle_kit.kinds.support.config_json import layer_to_dict, read_layer
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import read_mla
+from eagle_kit.models.config_parts import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    read_architecture,
+    read_flag,
+    read_mla,
+    read_size,
+    read_table,
+)
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -58,27 +66,26 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         names none, as the first EAGLE-3 heads' do."""
         where, config = files.where, flatten_config(files.config, files.where)
         refuse_other_parts(config, (), where)
-        name = (config.get("architectures") or ["?"])[0]
+        name = read_architecture(config, where)
         if name not in ARCHITECTURES:
             raise UserError(
                 f"The draft in {where} has the architecture {name}, not EAGLE-3.",
                 f"Use one of {', '.join(ARCHITECTURES)}.",
             )
-        sizes = read_layer(config, where)
-        with named_keys(where):
-            mla = read_mla(config) if name in LATENT_LAYER else None
-        if mla is not None:
-            sizes |= {"num_kv_heads": sizes["num_heads"], "head_dim": mla.qk_head_dim}
+        mla = read_mla(config, where) if name in LATENT_LAYER else None
+        sizes = read_layer(config, where, mla)
         return Eagle3Config(
             **sizes,
             target_hidden_size=read_size(config, "target_hidden_size", where, sizes["hidden_size"]),
             draft_vocab_size=read_size(config, "draft_vocab_size", where, sizes["vocab_size"]),
-            max_position_embeddings=read_size(config, "max_position_embeddings", where, 2048),
+            max_position_embeddings=read_size(
+                config, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
+            ),
             aux_layer_ids=_layer_ids(config, where, target),
-            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
-            norm_output=bool(config.get("norm_output", False)),
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            fc_norm=read_flag(config, "fc_norm", where) or read_flag(config, "use_aux_norm", where),
+            norm_output=read_flag(config, "norm_output", where),
+            norm_before_residual=read_flag(config, "norm_before_residual", where),
+            attention_bias=read_flag(config, "attention_bias", where),
             mla=mla,
             **files.about,
         )
@@ -235,14 +242,14 @@ def flatten_config(config: dict[str, Any], where: str) -> dict[str, Any]:
         return config
     if algorithm != "eagle3":
         raise UserError(
-            f"The draft in {where} is a speculators model of the kind {algorithm!r}, which we have no head "
-            "for.",
+            f"The draft in {where} is a speculators model of the kind {shown(algorithm)}, which we have no "
+            "head for.",
             "Use one of the kind eagle3.",
         )
-    layer = config.get("transformer_layer_config") or {}
+    layer = read_table(config, "transformer_layer_config", where)
     if layer.get("model_type") != "llama":
         raise UserError(
-            f"The draft in {where} has a decoder layer of the kind {layer.get('model_type')!r}.",
+            f"The draft in {where} has a decoder layer of the kind {shown(layer.get('model_type'))}.",
             "Use a head whose transformer_layer_config has the model_type llama.",
         )
     if "norm_before_residual" not in config:
@@ -251,11 +258,11 @@ def flatten_config(config: dict[str, Any], where: str) -> dict[str, Any]:
             "false and vLLM for true.",
             "Write the one that the head was trained with into it.",
         )
-    own = config.get("eagle_kit") or {}
+    extra = read_table(read_table(config, OWN, where), "extra", where)
     flags = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "target_hidden_size")
     ids = config.get(LAYER_IDS)
     return {
-        **(own.get("extra") or {}),
+        **extra,
         **layer,
         **{key: config[key] for key in flags if key in config},
         "architectures": [LLAMA_LAYER[0]],
@@ -272,7 +279,7 @@ def refuse_other_parts(config: dict[str, Any], names: Iterable[str], where: str)
         names: of the tensors; none when only the config is known.
     """
     names = set(names)
-    eagle = config.get("eagle_config") or {}
+    eagle = read_table(config, "eagle_config", where)
     endings = {name.rpartition(".self_attn.")[2] for name in names}
     parts = {
         "one norm over all captured states in front of fc (norm_before_fc)": bool(
@@ -292,8 +299,7 @@ def refuse_other_parts(config: dict[str, Any], names: Iterable[str], where: str)
 
 def _layer_ids(config: dict[str, Any], where: str, target: TargetConfig | None) -> tuple[int, ...]:
     """The captured layers in the "input of layer i" numbering, whichever one they are stored in."""
-    eagle = config.get("eagle_config") or {}
-    ids = eagle.get(LAYER_IDS)
+    ids, convention = layer_numbers(config, where)
     if ids is None and target is not None:
         return target.default_aux_layer_ids
     if ids is None:
@@ -301,18 +307,32 @@ def _layer_ids(config: dict[str, Any], where: str, target: TargetConfig | None) 
             f"The draft in {where} does not say which target layers it reads.",
             f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
         )
-    if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
+    if not ids:
+        raise wrong_ids(ids, where)
+    return tuple(layer + SHIFTS[convention or "input"] for layer in ids)
+
+
+def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None, str | None]:
+    """Layer ids as they are stored, and their convention; None for what is not there. Raises UserError."""
+    eagle = read_table(config, "eagle_config", where)
+    ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
+    is_list = isinstance(ids, list) and len(ids) <= MAX_LAYERS and all(type(layer) is int for layer in ids)
+    if ids is not None and not (is_list and all(abs(layer) <= MAX_LAYERS for layer in ids)):
+        raise wrong_ids(ids, where)
+    if convention not in (None, *SHIFTS):
         raise UserError(
-            f"The draft in {where} has the layer ids {ids!r}.",
-            f"Make {LAYER_IDS} a list such as [2, 15, 27].",
-        )
-    convention = eagle.get(CONVENTION, "input")
-    if convention not in SHIFTS:
-        raise UserError(
-            f"The draft in {where} numbers its layers by the unknown convention {convention!r}.",
+            f"The draft in {where} numbers its layers by the unknown convention {shown(convention)}.",
             f'Set {CONVENTION} to "input" or "output".',
         )
-    return tuple(layer + SHIFTS[convention] for layer in ids)
+    return ids, convention
+
+
+def wrong_ids(ids: object, where: str) -> UserError:
+    """Error for what is no list of layer ids."""
+    return UserError(
+        f"The draft in {where} has the layer ids {shown(ids)}.",
+        f"Make {LAYER_IDS} a list such as [2, 15, 27].",
+    )
 
 
 def is_usual(ids: list[int], shift: int = 0) -> bool:
@@ -323,9 +343,8 @@ def is_usual(ids: list[int], shift: int = 0) -> bool:
 
 def numbering(files: DraftFiles) -> str | None:
     """Convention of the layer ids of a head: stated, or told by the usual ids; None when nothing tells."""
-    eagle = files.config.get("eagle_config") or {}
-    ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
-    if convention in SHIFTS or not ids:
+    ids, convention = layer_numbers(files.config, files.where)
+    if convention is not None or not ids:
         return convention or "input"
     return next((name for name, shift in SHIFTS.items() if is_usual(ids, shift)), None)
 

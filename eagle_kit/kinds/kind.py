@@ -25,7 +25,13 @@ from eagle_kit.kinds.support.findings import Finding, Target
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, check_tensors, fill, in_dtype
-from eagle_kit.models.loading.published import Part, expected_shapes, published_parts, read_fp8_block
+from eagle_kit.models.loading.published import (
+    Part,
+    dequantised,
+    expected_shapes,
+    published_parts,
+    read_fp8_block,
+)
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 
@@ -265,11 +271,14 @@ class HeadKind(DraftKind, Generic[Config, Head]):
 
     def _check_weights(self, files: DraftFiles, config: Config) -> Finding:
         try:
-            copies = self.weights(files, config).copies
+            found = self.weights(files, config)
+            block = read_fp8_block(files.config, files.where)
+            findings.check_values(dequantised(found.tensors, block))
         except UserError as error:
             return Finding("error", "weights", error.cause, error.remedy)
-        brought = f" It brings {' and '.join(copies)}; the target's are used." if copies else ""
-        return Finding("ok", "weights", f"every tensor is there and has its shape.{brought}")
+        brought = f" It brings {' and '.join(found.copies)}; the target's are used." if found.copies else ""
+        ok = f"every tensor is there, is finite and has the shape and scale of a head's.{brought}"
+        return Finding("ok", "weights", ok)
 
     @abstractmethod
     def describe(self, config: Config, dtype: str) -> str:

@@ -26,11 +26,12 @@ from eagle_kit.kinds.kind import (
     our_names,
     soften,
 )
-from eagle_kit.kinds.support.config_json import layer_to_dict, named_keys
+from eagle_kit.kinds.support.config_json import layer_to_dict
 from eagle_kit.kinds.support.copies import is_copy
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import read_flag
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.loading.loader import check_activation, check_tensors
 from eagle_kit.models.targets.llama import LlamaModel
@@ -61,8 +62,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         check_activation(raw, where)
         if self.recognises(files):
             raw = raw | {"architectures": ["DeepseekV3ForCausalLM"]}
-        with named_keys(where):
-            layer = TargetConfig.from_dict(raw)
+        layer = TargetConfig.from_dict(raw, where)
         if not layer.num_mtp_layers:
             raise UserError(
                 f"The model in {where} has no MTP module ({COUNT} is 0).",
@@ -71,7 +71,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         return MTPConfig(
             layer,
             num_modules=layer.num_mtp_layers,
-            own_head=bool(files.own.get("own_head", False)),
+            own_head=read_flag(files.own, "own_head", where),
             **files.about,
         )
 

@@ -8,7 +8,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.kind import DraftKind
 from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.kinds.support.findings import Finding, Target, check_context
+from eagle_kit.kinds.support.findings import Finding, Target, check_context, check_values
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.loading.source import load_tokenizer
@@ -39,6 +39,7 @@ class StandaloneKind(DraftKind):
             Finding("ok", "vocabulary", f"{draft.vocab_size}, as the target's."),
             _check_tokenizer(folder, target.folder),
             check_context(draft.max_position_embeddings, target.config),
+            _check_weights(files),
         ]
 
     def draft_model(
@@ -54,6 +55,14 @@ class StandaloneKind(DraftKind):
 
 
 STANDALONE = StandaloneKind()
+
+
+def _check_weights(files: DraftFiles) -> Finding:
+    try:
+        check_values(files.tensors.items(), of_head=False)
+    except UserError as error:
+        return Finding("error", "weights", error.cause, error.remedy)
+    return Finding("ok", "weights", "every tensor is finite.")
 
 
 def _check_vocabulary(draft: TargetConfig, target: TargetConfig) -> None:

@@ -3,15 +3,26 @@
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.files import COPY_AGAIN
 from eagle_kit.models.config_parts import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SIZE,
     CacheSpec,
     KVSpec,
     LatentSpec,
     MLAConfig,
     MoEConfig,
+    read_architecture,
+    read_flag,
+    read_ids,
     read_mla,
     read_moe,
+    read_number,
+    read_size,
+    read_table,
+    wrong_value,
     yarn_magnitude,
 )
 
@@ -32,6 +43,8 @@ ROPE_TYPES = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """RoPE scalings and the parameters that each requires."""
+ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+"""Numbers that a scaling may have; 0 is none."""
 
 
 class DecoderConfig:
@@ -117,45 +130,39 @@ class TargetConfig(DecoderConfig):
     num_mtp_layers: int = 0
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
-        """Parse a Hugging Face config, with old or new RoPE keys. Raises UserError for an unknown
-        architecture."""
-        name = (config.get("architectures") or ["?"])[0]
+    def from_dict(cls, config: dict[str, Any], where: str = "the model's folder") -> "TargetConfig":
+        """Parse a Hugging Face config, with old or new RoPE keys.
+
+        Args:
+            where: its folder, for messages.
+
+        Raises:
+            UserError: an unknown architecture, or a value that is missing or impossible.
+        """
+        name = read_architecture(config, where)
         family = FAMILIES.get(name)
         if family is None:
             raise UserError(
                 f"The target architecture {name} is not supported.",
                 f"Use one of {', '.join(FAMILIES)}.",
             )
-        theta, scaling = read_rope(config)
-        heads = config["num_attention_heads"]
-        bias = bool(config.get("attention_bias", False))
-        eos = config.get("eos_token_id")
-        mla = read_mla(config) if family.startswith("deepseek") else None
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        bias = read_flag(config, "attention_bias", where)
+        mla = read_mla(config, where) if family.startswith("deepseek") else None
         return cls(
             model_type=family,
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=heads if mla else config.get("num_key_value_heads") or heads,
-            head_dim=mla.qk_head_dim if mla else head_dim,
-            intermediate_size=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position_embeddings=_context(config, family),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            **read_decoder(config, where, mla),
+            num_layers=read_size(config, "num_hidden_layers", where, most=MAX_LAYERS),
+            max_position_embeddings=_context(config, family, where),
+            tie_word_embeddings=read_flag(config, "tie_word_embeddings", where),
             attention_bias=family == "qwen2" or bias,
             attention_out_bias=family != "qwen2" and bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=read_flag(config, "mlp_bias", where),
             qk_norm=family in ("qwen3", "qwen3_moe"),
-            eos_token_ids=_as_tuple(eos),
-            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=read_ids(config, "eos_token_id", where),
+            bos_token_id=next(iter(read_ids(config, "bos_token_id", where)), None),
             mla=mla,
-            moe=read_moe(config, family),
-            num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
+            moe=read_moe(config, family, where),
+            num_mtp_layers=read_size(config, "num_nextn_predict_layers", where, 0, least=0, most=MAX_LAYERS),
         )
 
     @property
@@ -243,37 +250,72 @@ class TiedArchitecture(HeadArchitecture):
         return False
 
 
-def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def read_decoder(config: dict[str, Any], where: str, mla: MLAConfig | None = None) -> dict[str, Any]:
+    """Sizes, norm and RoPE of a decoder layer, by the fields of :class:`DecoderConfig`.
+
+    Raises:
+        UserError: one that is missing or impossible.
+    """
+    hidden, heads = (read_size(config, key, where) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = heads if mla else read_size(config, "num_key_value_heads", where, heads)
+    head_dim = mla.qk_head_dim if mla else read_size(config, "head_dim", where, hidden // heads)
+    width = heads * (head_dim + (mla.v_head_dim if mla else 0))
+    rope_dim = mla.qk_rope_head_dim if mla else head_dim
+    if heads % kv_heads:
+        raise UserError(
+            f"The config.json in {where} shares {kv_heads} key-value heads among {heads}.", COPY_AGAIN
+        )
+    if rope_dim % 2:
+        raise wrong_value("qk_rope_head_dim" if mla else "head_dim", rope_dim, where, "an even number")
+    if width > MAX_SIZE:
+        raise wrong_value("num_attention_heads", heads, where, f"fewer than {MAX_SIZE} values together")
+    theta, scaling = read_rope(config, where)
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": read_size(config, "intermediate_size", where),
+        "vocab_size": read_size(config, "vocab_size", where),
+        "rms_norm_eps": read_number(config, "rms_norm_eps", where, 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def read_rope(
+    config: dict[str, Any], where: str = "the model's folder"
+) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling of a Hugging Face config, from ``rope_parameters``, or ``rope_theta`` and
-    ``rope_scaling``."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    ``rope_scaling``. Raises UserError for what cannot be computed."""
+    rope = read_table(config, "rope_parameters", where) or read_table(config, "rope_scaling", where)
+    base = {"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}
+    theta = float(read_number(base, "rope_theta", where, 10000.0))
     old_kind = rope.pop("type", None)
     kind = rope.get("rope_type") or old_kind or "default"
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(
-            f"The RoPE scaling {kind!r} of this config is not supported.",
+            f"The RoPE scaling {shown(kind)} of this config is not supported.",
             f"Supported are {', '.join(ROPE_TYPES)}.",
         )
-    if missing := [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]:
+    if missing := [key for key in ROPE_TYPES[kind] if rope.get(key) is None]:
         raise UserError(
             f"The RoPE scaling {kind!r} of this config has no {', '.join(missing)}.",
-            "Copy config.json again from its source.",
+            COPY_AGAIN,
+        )
+    for key in (*ROPE_TYPES[kind], *(key for key in ROPE_OPTIONS if rope.get(key) not in (None, 0))):
+        read_number(rope, key, where)
+    if theta <= 1.0 or (kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]):
+        raise UserError(
+            f"The RoPE of the config.json in {where} has the base {theta:g} and the factors {shown(rope)}.",
+            f"Give a base above 1 and factors that ascend. {COPY_AGAIN}",
         )
     return theta, None if kind == "default" else {**rope, "rope_type": kind}
 
 
-def _context(config: dict[str, Any], family: str) -> int:
+def _context(config: dict[str, Any], family: str, where: str) -> int:
     """Context length in tokens; limited to a sliding window, which up to its width equals full attention."""
-    context = config.get("max_position_embeddings", 2048)
-    window = config.get("sliding_window")
-    uses_window = window is not None and (
-        family in ("mistral", "mixtral") or config.get("use_sliding_window", False)
-    )
+    context = read_size(config, "max_position_embeddings", where, 2048, most=MAX_POSITIONS)
+    window = read_size(config, "sliding_window", where, 0, least=0, most=MAX_POSITIONS)
+    uses_window = family in ("mistral", "mixtral") or read_flag(config, "use_sliding_window", where)
     return min(context, window) if uses_window and window else context
-
-
-def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)

@@ -1,4 +1,4 @@
-"""Optional parts of a target's config (latent attention, mixture of experts), and cache layouts.
+"""Values of a ``config.json``, optional parts of a target's (latent attention, experts), and cache layouts.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, sections 2.1 and 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1).
 """
@@ -7,8 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.files import COPY_AGAIN
 
+MAX_SIZE = 2**24
+MAX_LAYERS, MAX_EXPERTS, MAX_POSITIONS = 256, 1024, 2**31 - 1
+"""Largest sizes of a config: the bytes of no tensor overflow, and no list takes long to make."""
+NUMBERS = 1e-15, 1e15
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SCORINGS = ("softmax", "sigmoid")
 
@@ -106,68 +111,108 @@ V3_NEEDS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
 """Keys of DeepSeek-V3 configs without a commonly accepted default."""
 
 
-def read_mla(config: dict[str, Any]) -> MLAConfig:
-    """Parse the latent attention of a DeepSeek config."""
+def read_size(
+    config: dict[str, Any],
+    key: str,
+    where: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = MAX_SIZE,
+) -> int:
+    """Whole number from ``least`` to ``most``; ``default`` where it is absent or null. Raises UserError."""
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not int or not least <= value <= most:
+        raise wrong_value(key, value, where, f"a whole number from {least} to {most}")
+    return value
+
+
+def read_number(config: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """Positive number; ``default`` where it is absent or null. Raises UserError."""
+    value = default if config.get(key) is None else config[key]
+    if type(value) not in (int, float) or not NUMBERS[0] <= value <= NUMBERS[1]:  # type: ignore[operator]
+        raise wrong_value(key, value, where, f"a number from {NUMBERS[0]} to {NUMBERS[1]}")
+    return value  # type: ignore[return-value]
+
+
+def read_flag(config: dict[str, Any], key: str, where: str, default: bool = False) -> bool:
+    """True or false; ``default`` where it is absent or null. Raises UserError."""
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not bool:
+        raise wrong_value(key, value, where, "true or false")
+    return value
+
+
+def read_table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """Copy of an object; empty where it is absent or null. Raises UserError."""
+    value = {} if config.get(key) is None else config[key]
+    if not isinstance(value, dict):
+        raise wrong_value(key, value, where, "an object")
+    return dict(value)
+
+
+def read_ids(config: dict[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """Whole numbers, one or a list; none where it is absent or null. Raises UserError."""
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in ids):
+        raise wrong_value(key, value, where, f"whole numbers from 0 to {MAX_SIZE}")
+    return tuple(ids)
+
+
+def read_architecture(config: dict[str, Any], where: str) -> str:
+    """First of the ``architectures``; a question mark without one. Raises UserError."""
+    names = config.get("architectures") or ["?"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise wrong_value("architectures", names, where, "a list of names")
+    return names[0]
+
+
+def wrong_value(key: str, value: object, where: str, wanted: str) -> UserError:
+    """Error for a value of a ``config.json`` that is not the ``wanted`` one, or that is missing."""
+    says = f"has no {key!r}" if value is None else f"says {key} {shown(value)} instead of {wanted}"
+    return UserError(f"The config.json in {where} {says}.", COPY_AGAIN)
+
+
+def read_mla(config: dict[str, Any], where: str) -> MLAConfig:
+    """Parse the latent attention of a DeepSeek config. Raises UserError."""
     return MLAConfig(
-        q_lora_rank=config.get("q_lora_rank"),
-        kv_lora_rank=config["kv_lora_rank"],
-        qk_nope_head_dim=config["qk_nope_head_dim"],
-        qk_rope_head_dim=config["qk_rope_head_dim"],
-        v_head_dim=config["v_head_dim"],
-        interleaved=config.get("rope_interleave") is not False,
+        q_lora_rank=read_size(config, "q_lora_rank", where, 0, least=0) or None,
+        kv_lora_rank=read_size(config, "kv_lora_rank", where),
+        qk_nope_head_dim=read_size(config, "qk_nope_head_dim", where),
+        qk_rope_head_dim=read_size(config, "qk_rope_head_dim", where),
+        v_head_dim=read_size(config, "v_head_dim", where),
+        interleaved=read_flag(config, "rope_interleave", where, True),
     )
 
 
-def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
+def read_moe(config: dict[str, Any], family: str, where: str) -> MoEConfig | None:
     """Parse the mixture of experts of a config; None without one. Raises UserError for an unsupported
-    gate."""
-    layers = range(config["num_hidden_layers"])
+    gate and impossible sizes."""
     if family == "mixtral":
-        return MoEConfig(
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            config["intermediate_size"],
+        moe = MoEConfig(
+            read_size(config, "num_local_experts", where, most=MAX_EXPERTS),
+            read_size(config, "num_experts_per_tok", where),
+            read_size(config, "intermediate_size", where),
             normalises=True,
         )
-    if family == "qwen3_moe":
-        dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-        return MoEConfig(
-            config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-            config["num_experts_per_tok"],
-            config["moe_intermediate_size"],
-            dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
-            normalises=bool(config.get("norm_topk_prob", False)),
+    elif family == "qwen3_moe":
+        dense, step = (
+            read_ids(config, "mlp_only_layers", where),
+            read_size(config, "decoder_sparse_step", where, 1),
         )
-    if not family.startswith("deepseek") or not config.get("n_routed_experts"):
+        count = "num_experts" if "num_experts" in config else "num_local_experts"
+        moe = MoEConfig(
+            read_size(config, count, where, most=MAX_EXPERTS),
+            read_size(config, "num_experts_per_tok", where),
+            read_size(config, "moe_intermediate_size", where),
+            dense_layers=tuple(i for i in _layers(config, where) if i in dense or (i + 1) % step),
+            normalises=read_flag(config, "norm_topk_prob", where),
+        )
+    elif family.startswith("deepseek") and config.get("n_routed_experts"):
+        moe = _read_deepseek_moe(config, family == "deepseek_v3", where)
+    else:
         return None
-    is_v3 = family == "deepseek_v3"
-    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
-    for name, value, known in (("topk_method", method, TOPK_METHODS), ("scoring_func", scoring, SCORINGS)):
-        if value not in known:
-            raise UserError(
-                f"The config's {name} {value!r} is not supported.", f"Supported are {', '.join(known)}."
-            )
-    if is_v3 and (missing := [name for name in V3_NEEDS if config.get(name) is None]):
-        raise UserError(
-            f"The config of a DeepSeek-V3 lacks {', '.join(missing)}.",
-            "Copy config.json again from its source.",
-        )
-    first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
-    limited = method != "greedy"
-    moe = MoEConfig(
-        config["n_routed_experts"],
-        config["num_experts_per_tok"],
-        config["moe_intermediate_size"],
-        shared_intermediate_size=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
-        dense_layers=tuple(i for i in layers if i < first or i % step),
-        scoring=scoring,
-        has_bias=method == "noaux_tc",
-        num_groups=(limited and config.get("n_group")) or 1,
-        num_kept_groups=(limited and config.get("topk_group")) or 1,
-        normalises=bool(config.get("norm_topk_prob", is_v3)),
-        scale=float(config.get("routed_scaling_factor") or 1.0),
-    )
     kept = moe.num_experts // moe.num_groups * moe.num_kept_groups
     if (
         moe.num_experts % moe.num_groups
@@ -177,9 +222,46 @@ def read_moe(config: dict[str, Any], family: str) -> MoEConfig | None:
         raise UserError(
             f"The config keeps {moe.num_kept_groups} of {moe.num_groups} groups of its {moe.num_experts} "
             f"experts, and sends a token to {moe.num_experts_per_token}.",
-            "Copy config.json again from its source.",
+            COPY_AGAIN,
         )
     return moe
+
+
+def _layers(config: dict[str, Any], where: str) -> range:
+    return range(read_size(config, "num_hidden_layers", where, most=MAX_LAYERS))
+
+
+def _read_deepseek_moe(config: dict[str, Any], is_v3: bool, where: str) -> MoEConfig:
+    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
+    for name, value, known in (("topk_method", method, TOPK_METHODS), ("scoring_func", scoring, SCORINGS)):
+        if value not in known:
+            raise UserError(
+                f"The config's {name} {shown(value)} is not supported.", f"Supported are {', '.join(known)}."
+            )
+    if is_v3 and (missing := [name for name in V3_NEEDS if config.get(name) is None]):
+        raise UserError(
+            f"The config of a DeepSeek-V3 lacks {', '.join(missing)}.",
+            "Copy config.json again from its source.",
+        )
+    first = read_size(config, "first_k_dense_replace", where, 0, least=0)
+    step = read_size(config, "moe_layer_freq", where, 1)
+    limited = method != "greedy"
+    size = read_size(config, "moe_intermediate_size", where)
+    shared = read_size(config, "n_shared_experts", where, 0, least=0, most=MAX_EXPERTS)
+    return MoEConfig(
+        read_size(config, "n_routed_experts", where, most=MAX_EXPERTS),
+        read_size(config, "num_experts_per_tok", where),
+        size,
+        shared_intermediate_size=shared * size,
+        dense_layers=tuple(i for i in _layers(config, where) if i < first or i % step),
+        scoring=scoring,
+        has_bias=method == "noaux_tc",
+        num_groups=read_size(config, "n_group", where, 1) if limited else 1,
+        num_kept_groups=read_size(config, "topk_group", where, 1) if limited else 1,
+        normalises=read_flag(config, "norm_topk_prob", where, is_v3),
+        scale=float(read_number(config, "routed_scaling_factor", where, 1.0)),
+    )
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, sole_writer, write_json_atomically
+from eagle_kit.core.files import check_writable, parse_json, read_object, sole_writer, write_json_atomically
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
@@ -281,10 +281,7 @@ def settings_path(path: Path) -> Path:
 
 def _check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
     """Raise UserError when the replies that are there were made with other settings."""
-    try:
-        before = json.loads(settings_path(path).read_text(encoding="utf-8")) if num_found else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{settings_path(path)} cannot be read ({error}).", ANOTHER_FILE) from None
+    before = read_object(settings_path(path), ANOTHER_FILE) if num_found else {}
     for name, value in settings.items():
         if before.get(name, value) != value and "" not in (before[name], value):
             raise UserError(
@@ -306,7 +303,7 @@ def _read_done(path: Path) -> Counter[_Key]:
     done: Counter[_Key] = Counter()
     for number, line in enumerate(text[:whole].splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line, path)
             record["finish_reasons"]
             first = next(turn["content"] for turn in record["messages"] if turn["role"] == "user")
             done[str(record["id"]), str(first)] += 1

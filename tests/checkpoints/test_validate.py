@@ -2,15 +2,23 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import template_hash
-from eagle_kit.kinds.support.findings import Finding, raise_on_errors, target_name
+from eagle_kit.kinds.support.config_json import LAYER_SIZES
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.kinds.support.findings import Finding, check_values, raise_on_errors, target_name
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 
 
 def make_target(folder, **changes):
@@ -120,6 +128,84 @@ def test_a_shorter_context_is_a_warning(tmp_path, target):
     assert (finding.level, "256" in finding.cause) == ("warning", True)
 
 
+def spoil(folder, change):
+    """Give every floating tensor of a draft ``change(tensor)``."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    new = {name: change(value) if value.is_floating_point() else value for name, value in tensors.items()}
+    save_file(new, path)
+
+
+RANDOM = {
+    "normal": (lambda value: torch.randn(value.shape), "fc.weight has a root mean square of"),
+    "uniform": (lambda value: torch.rand(value.shape), "fc.weight has a root mean square of 0.5"),
+    "bytes": (
+        lambda value: (
+            torch.randint(0, 256, (2 * value.numel(),), dtype=torch.uint8)
+            .view(torch.bfloat16)
+            .view(value.shape)
+        ),
+        "values that are not finite, the first at [",
+    ),
+    "zeros": (torch.zeros_like, "fc.weight has a root mean square of 0,"),
+    "huge": (lambda value: value * 1e30, "fc.weight has a root mean square of"),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_weights_that_nobody_trained_are_an_error_that_names_a_tensor(draft, target, kind):
+    torch.manual_seed(0)
+    change, words = RANDOM[kind]
+    spoil(draft, change)
+    finding = by_subject(validate_draft(draft, target))["weights"]
+    assert finding.level == "error" and finding.cause.startswith("fc.weight has "), finding
+    assert words in finding.cause and "more tensors are wrong" in finding.cause
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_named_with_its_place(draft, target, value):
+    path = draft / "model.safetensors"
+    tensors = load_file(path)
+    tensors["midlayer.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, path)
+    cause = by_subject(validate_draft(draft, target))["weights"].cause
+    assert cause == "midlayer.mlp.up_proj.weight has 1 values that are not finite, the first at [3, 5]."
+
+
+def test_a_norm_of_an_impossible_scale_is_an_error(draft, target):
+    path = draft / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "norm.weight": tensors["norm.weight"] * 1e4}, path)
+    cause = by_subject(validate_draft(draft, target))["weights"].cause
+    assert cause.startswith("norm.weight has") and "between 0.001 and 100" in cause
+
+
+def fresh_heads():
+    target = tiny_target(num_layers=12)
+    like = Eagle3Config.for_target(target.config, 67)
+    sizes = {key: getattr(like, key) for key in LAYER_SIZES}
+    deepseek = replace(target.config, model_type="deepseek_v3", num_mtp_layers=1)
+    return {
+        "eagle3": Eagle3Head(replace(like, fc_norm=True)),
+        "eagle1": Eagle1Head(Eagle1Config(**sizes, max_position_embeddings=512)),
+        "mtp": MTPHead(MTPConfig(deepseek)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_new_heads_of_every_kind_have_the_scale_of_a_heads(kind, share):
+    head = fresh_heads()[kind]
+    with torch.no_grad():
+        head.last_norm.weight *= share  # as kinds begin
+    check_values(head.state_dict().items())
+
+
+def test_the_shipped_head_has_the_scale_of_a_heads():
+    shipped = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
+    check_values(open_draft(shipped).tensors.items())
+
+
 def test_a_draft_for_a_target_of_another_name_is_a_warning(tmp_path, target):
     for name, level in (("small", "ok"), ("org/Small", "ok"), ("org/other", "warning"), ("", "warning")):
         folder = make_draft(tmp_path / f"draft-{level}-{len(name)}", target=name)
@@ -202,12 +288,17 @@ def make_tokenizer(folder, words):
 def test_a_whole_model_has_to_speak_in_the_targets_ids(tmp_path):
     target = make_target(tmp_path / "target")
     draft = make_target(tmp_path / "draft", num_hidden_layers=2)
+    assert by_subject(validate_draft(draft, target))["weights"].level == "error"  # there are none
+    save_file({"norm.weight": torch.ones(48)}, draft / "model.safetensors")
     found = by_subject(validate_draft(draft, target))
     assert {subject: finding.level for subject, finding in found.items()} == {
         "vocabulary": "ok",
         "tokenizer": "warning",
         "context": "ok",
+        "weights": "ok",
     }
+    save_file({"norm.weight": torch.tensor([1.0, float("nan")])}, draft / "model.safetensors")
+    assert "the first at [1]" in by_subject(validate_draft(draft, target))["weights"].cause
     make_tokenizer(target, "abc")
     make_tokenizer(draft, "abc")
     assert by_subject(validate_draft(draft, target))["tokenizer"].level == "ok"

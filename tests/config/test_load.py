@@ -1,28 +1,35 @@
 """Loading a config: YAML, then overrides, then strict validation; a mistake is one cause and one remedy."""
 
+import contextlib
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import Field, field_validator
 
 from eagle_kit.config import load_config
+from eagle_kit.config.loading.keys import known_keys
+from eagle_kit.config.loading.yaml_file import dump_mapping, read_mapping
+from eagle_kit.config.options import Section
+from eagle_kit.config.pretrain import PretrainConfig
+from eagle_kit.config.study import StudyConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Data(_Section):
+class Data(Section):
     source: str
     limit: int | None = None
     shapes: tuple[str, ...] = ()
 
 
-class Training(_Section):
+class Training(Section):
     learning_rate: float = Field(default=1.0e-3, gt=0.0)
     max_steps: int = 10
     tracker: Literal["off", "offline"] = "off"
@@ -35,7 +42,7 @@ class Training(_Section):
         return value
 
 
-class Config(_Section):
+class Config(Section):
     target: str
     data: Data
     training: Training = Training()
@@ -179,6 +186,115 @@ def test_a_missing_file_a_folder_and_a_binary_are_refused(tmp_path):
 )
 def test_a_malformed_override_is_refused_by_name(tmp_path, override):
     assert repr(override) in _refusal(tmp_path, GOOD, override).cause
+
+
+MULTIPLYING = "a0: &a0 [1, 1]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [" + ", ".join([f"*a{n}"] * 10) + "]\n" for n in range(8)
+)
+HOSTILE = {
+    "half a hexadecimal number": ("0x_", "valid integer"),
+    "half an octal number": ("0o", "valid integer"),
+    "a date": ("2024-01-01", "valid integer"),
+    "an impossible date": ("2024-13-45", "valid integer"),
+    "minutes and seconds": ("1:30", "valid integer"),
+    "a point": ("._", "valid integer"),
+    "5,000 digits": ("1" * 5000, "4300 digits"),
+    "400 digits": ("1" * 400, "largest whole number"),
+    "infinity": (".inf", "integer"),
+    "no number": ("!!int x", "cannot be read"),
+    "no boolean": ("!!bool maybe", "cannot be read"),
+    "bytes": ("!!binary aGk=", "tag"),
+    "an object": ("!!python/object/apply:os.system [ls]", "tag"),
+    "no character": ('"\\UFFFFFFFF"', "cannot be read"),
+    "half a character": ('"\\ud800"', ""),
+    "nesting": ("[" * 4000, "32 levels"),
+    "closed nesting": ("[" * 4000 + "]" * 4000, "32 levels"),
+    "itself": ("&a [*a]", "stands inside itself"),
+    "itself by name": ("&a {b: *a}", "stands inside itself"),
+    "a list as key": ("{? [1] : 2}", "unhashable"),
+    "many values": ("[" + "1," * 20_000 + "]", "10000 keys and values"),
+    "a merge of a number": ("{<<: 3}", "merging"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_value_is_one_sentence_in_a_file_and_in_an_override(tmp_path, name):
+    value, words = HOSTILE[name]
+    in_file = _refusal(tmp_path, GOOD + f"extra:\n  max_steps: {value}\n")
+    in_override = _refusal(tmp_path, GOOD, f"extra.max_steps={value}")
+    for error in (in_file, in_override):
+        assert words in error.cause and "\n" not in error.cause and len(error.cause) < 400
+        assert error.cause.endswith(".") and error.remedy.endswith(".")
+
+
+def test_aliases_that_multiply_are_counted_each_time(tmp_path):
+    started = time.perf_counter()
+    assert "more than 10000 keys and values" in _refusal(tmp_path, MULTIPLYING).cause
+    merges = "a0: &a0 {x: 1}\n" + "".join(
+        f"a{n + 1}: &a{n + 1}\n  <<: [" + ", ".join([f"*a{n}"] * 10) + "]\n" for n in range(8)
+    )
+    assert "more than 10000 keys and values" in _refusal(tmp_path, merges).cause
+    assert time.perf_counter() - started < 5
+
+
+def test_aliases_and_merges_of_a_common_size_are_read(tmp_path):
+    text = GOOD + "extra: &e\n  max_steps: 4\n"
+    assert load_config(Config, _write(tmp_path, text), ["extra={<<: {max_steps: 6}, learning_rate: 1}"])
+    shared = "target: tiny\ndata: {source: a, shapes: &s ['4,1,5']}\n"
+    assert load_config(Config, _write(tmp_path, shared)).data.shapes == ("4,1,5",)
+
+
+def test_a_merged_mapping_may_be_merged_again(tmp_path):
+    text = (
+        "target: tiny\ndata: {source: a}\ntraining: &t {<<: {max_steps: 2}, max_steps: 4}\nextra: {<<: *t}\n"
+    )
+    config = load_config(Config, _write(tmp_path, text))
+    assert config.training.max_steps == config.extra.max_steps == 4
+
+
+def test_a_file_without_end_is_not_read_to_its_end():
+    with pytest.raises(UserError, match="more than 1 MiB"):
+        load_config(Config, "/dev/zero")
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "1e400", "-.inf"])
+def test_numbers_are_finite(tmp_path, number):
+    assert "finite" in _refusal(tmp_path, GOOD, f"training.learning_rate={number}").cause
+
+
+SHIPPED = {
+    "smollm2-135m-eagle3": TrainConfig,
+    "deepseek-15m-target": PretrainConfig,
+    "studies/smollm2-135m": StudyConfig,
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_value_of_any_key_is_taken_or_refused(name, data):
+    schema, path = SHIPPED[name], Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    key = data.draw(st.sampled_from(known_keys(schema)))
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=4,
+    )
+    texts = st.sampled_from([value for value, _ in HOSTILE.values()]) | json_values.map(json.dumps)
+    with contextlib.suppress(UserError):
+        load_config(schema, path, [f"{key}={data.draw(texts)}"])
+
+
+TEXTS = ("3e-4", "off", "0o17", "1e5", "<<", "2024-01-01", "", "null", "~", "1:30", "012", ".inf", "yes", "=")
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    value = {
+        "texts": list(TEXTS),
+        "numbers": [1e-5, 3, -2.5e300, float("inf")],
+        "rest": {"a": None, "b": True},
+    }
+    assert read_mapping(_write(tmp_path, dump_mapping(value))) == value
 
 
 def test_config_is_read_without_torch():

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import replacing, sole_writer, write_json_atomically, write_text_atomically
+from eagle_kit.core.files import (
+    read_object,
+    read_text,
+    replacing,
+    sole_writer,
+    write_json_atomically,
+    write_text_atomically,
+)
 
 HOLDER = """
 import sys, time
@@ -74,3 +81,28 @@ def test_a_replaced_file_or_folder_is_the_old_one_or_all_of_the_new(tmp_path: Pa
         write_text_atomically(folder, "a file in the place of a folder")
     assert (folder / "new").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"[" * 100_000, "is not JSON (it is nested too deeply)"),
+        (b'{"a": ' * 100_000, "is not JSON (it is nested too deeply)"),
+        (b"1" * 5000, "is not JSON (Exceeds the limit (4300 digits)"),
+        (b'{"a":', "is not JSON (Expecting value"),
+        (b"\xff", "byte 0 is not UTF-8"),
+        (b'"\\ud800"', "holds half a character"),
+        (b"[1]", "does not hold a JSON object"),
+    ],
+)
+def test_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: bytes, words: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(text)
+    with pytest.raises(UserError) as caught:
+        read_object(path)
+    assert caught.value.cause.startswith(str(path)) and words in caught.value.cause
+
+
+def test_a_text_without_end_is_not_read_to_its_end() -> None:
+    with pytest.raises(UserError, match="more than 1 MiB"):
+        read_text(Path("/dev/zero"), max_bytes=1 << 20)

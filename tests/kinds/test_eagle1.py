@@ -203,7 +203,7 @@ def test_broken_files_are_named(target, tmp_path):
     with pytest.raises(UserError, match="is missing"):
         load_draft(folder, target=target)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         load_draft(folder, target=target)
     with pytest.raises(UserError, match="neither a folder here"):
         load_draft(tmp_path / "nothing", target=target)

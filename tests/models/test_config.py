@@ -1,10 +1,17 @@
 """Configs of Hugging Face models, in all supported spellings."""
 
+import json
+
 import pytest
+import torch
+from hostile import with_one_other_value
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.blocks.layers import rope_frequencies
 from eagle_kit.models.config import TargetConfig, read_rope
 from eagle_kit.models.heads.eagle3 import Eagle3Config
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.targets.llama import LlamaModel
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,6 +128,69 @@ def test_a_scaling_that_cannot_be_computed_is_refused(scaling, words):
 )
 def test_a_sliding_window_bounds_the_context_where_it_is_used(changes, context):
     assert read(**changes).max_position_embeddings == context
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": True}
+YARN |= dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), 1.0)
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MLA = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+DEEPSEEK = {**MLA, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+DEEPSEEK |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
+DEEPSEEK |= {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+}
+COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "attention_bias": False}
+COMMON |= {"mlp_bias": False, "eos_token_id": 2, "bos_token_id": 1, "hidden_act": "silu", "head_dim": 8}
+COMMON |= {"use_sliding_window": False, "sliding_window": 32, "quantization_config": None}
+FAMILIES = {
+    "LlamaForCausalLM": {"rope_scaling": LLAMA3},
+    "Qwen3ForCausalLM": {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+    "MixtralForCausalLM": {"num_local_experts": 4, **EXPERTS},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "mlp_only_layers": [0], "decoder_sparse_step": 1, **EXPERTS},
+    "DeepseekV3ForCausalLM": {**DEEPSEEK, "num_nextn_predict_layers": 1, "rope_scaling": YARN},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hostile_value_of_any_field_is_refused_or_makes_a_model(family, tmp_path):
+    whole = {**BASE, **COMMON, "num_hidden_layers": 2, **FAMILIES[family], "architectures": [family]}
+    num_refused = num_made = 0
+    for key, value, config in with_one_other_value(whole):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            made = read_target_config(tmp_path)
+        except UserError as error:
+            num_refused += 1
+            assert "\n" not in error.cause and len(error.cause) < 500, (key, value)
+            continue
+        num_made += 1
+        with torch.device("meta"):
+            LlamaModel(made)
+        if key.startswith("rope"):
+            assert bool(rope_frequencies(made.rope_dim, made.rope_theta, made.rope_scaling).isfinite().all())
+    assert num_refused > 200 and num_made > 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": -5}, "says hidden_size -5 instead of a whole number from 1 to 16777216"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_hidden_layers": 10**9}, "says num_hidden_layers 1000000000 instead of"),
+        ({"num_key_value_heads": 3}, "shares 3 key-value heads among 8"),
+        ({"head_dim": 7}, "says head_dim 7 instead of an even number"),
+        ({"rms_norm_eps": float("nan")}, "says rms_norm_eps nan instead of a number"),
+        ({"tie_word_embeddings": "false"}, "says tie_word_embeddings 'false' instead of true or false"),
+        ({"eos_token_id": [2, "x"]}, "says eos_token_id .2, 'x'. instead of whole numbers"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "factors that ascend"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(changes, words):
+    with pytest.raises(UserError, match=words):
+        read(**changes)
 
 
 @pytest.mark.parametrize(

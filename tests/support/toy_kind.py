@@ -11,9 +11,10 @@ import torch
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kinds.kind import HeadKind
-from eagle_kit.kinds.support.config_json import layer_to_dict, read_size
+from eagle_kit.kinds.support.config_json import layer_to_dict
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig, TiedArchitecture
+from eagle_kit.models.config_parts import read_size
 from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
 from eagle_kit.data.states.store import StateStore
-from eagle_kit.models.loading.source import target_fingerprint, target_revision
+from eagle_kit.models.loading.loader import target_fingerprint
+from eagle_kit.models.loading.source import target_revision
 from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
 from eagle_kit.train.algorithm.batch import make_micro_batch
 

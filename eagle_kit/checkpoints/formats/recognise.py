@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from eagle_kit.checkpoints.formats.files import FORMATS, PEERS, Format
 from eagle_kit.checkpoints.formats.table import converter
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.registry import find_head_kind
 from eagle_kit.kinds.support.files import OWN, DraftFiles
@@ -37,7 +37,7 @@ def recognise(files: DraftFiles) -> Layout:
     written = files.own.get("format", "eagle-kit")
     if written not in FORMATS:
         raise UserError(
-            f"The draft in {files.where} says that eagle-kit wrote it in the format {written!r}.",
+            f"The draft in {files.where} says that eagle-kit wrote it in the format {shown(written)}.",
             f"Known formats are {', '.join(FORMATS)}; use the version of eagle-kit that wrote it.",
         )
     return Layout(kind, written, f"ours, for {PEERS[written]}" if written in PEERS else "ours")

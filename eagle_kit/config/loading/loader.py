@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from eagle_kit.config.loading.keys import known_keys, nearest_key
 from eagle_kit.config.loading.yaml_file import parse_value, read_mapping
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -32,7 +32,7 @@ def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
     for override in overrides:
         _apply(raw, override)
     try:
-        return schema.model_validate_json(json.dumps(raw, default=str), strict=True)
+        return schema.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         raise _explain(error, schema, str(path)) from None
 
@@ -55,9 +55,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             )
     try:
         section[parts[-1]] = parse_value(text)
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        what = getattr(error, "problem", None) or "it cannot be read"
         raise UserError(
-            f"The value of the override {override!r} is not YAML.", "Quote or correct it."
+            f"The value of the override {shown(override)} is not YAML: {what}.", "Quote or correct it."
         ) from None
 
 
@@ -80,7 +81,5 @@ def _explain(error: ValidationError, schema: type[BaseModel], where: str) -> Use
         return UserError(f"In `{key}` of {where}: {inner.cause}", inner.remedy)
     message = str(inner) if inner is not None else first["msg"]
     message = message[:1].lower() + message[1:]
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    given = "" if isinstance(value, dict) else f" is {shown}"
+    given = "" if isinstance(value, dict) else f" is {shown(value)}"
     return UserError(f"`{key}` in {where}{given}: {message}{more}.", f"Correct `{key}`.")

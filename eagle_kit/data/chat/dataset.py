@@ -14,7 +14,7 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import replacing
+from eagle_kit.core.files import read_json, read_object, replacing
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import (
     Conversation,
@@ -63,7 +63,7 @@ class PreparedData:
         self._ids = np.load(self.folder / "ids.npy", mmap_mode="r")
         self._reply = np.load(self.folder / "reply.npy", mmap_mode="r")
         self._starts = np.concatenate(([0], np.load(self.folder / "ends.npy")))
-        self._rows = json.loads((self.folder / "rows.json").read_text())
+        self._rows = read_json(self.folder / "rows.json")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -104,7 +104,7 @@ class PreparedData:
                 (other / name).read_bytes() == (self.folder / name).read_bytes()
                 for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "reply.npy")
             )
-            prompts = json.loads((other / "summary.json").read_text())["heldout_prompts"]
+            prompts = read_json(other / "summary.json")["heldout_prompts"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return same and prompts == self.heldout_prompts
@@ -153,17 +153,24 @@ def load_prepared(
     vocab_map: str | Path | None = None,
 ) -> PreparedData:
     """The packed rows in ``folder``, which is whole; the rest as for :func:`prepare_dataset`."""
-    summary = json.loads((folder / "summary.json").read_text())
-    counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
-    size = len(counts) if draft_vocab_size is None else draft_vocab_size
-    return PreparedData(
-        folder=folder,
-        vocab_map=build_vocab_map(counts, size, fingerprint, of)
-        if vocab_map is None
-        else load_vocab_map(Path(vocab_map).expanduser(), of, size, counts),
-        fingerprint=fingerprint,
-        **summary,
-    )
+    try:
+        summary = read_object(folder / "summary.json")
+        counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
+        size = len(counts) if draft_vocab_size is None else draft_vocab_size
+        return PreparedData(
+            folder=folder,
+            vocab_map=build_vocab_map(counts, size, fingerprint, of)
+            if vocab_map is None
+            else load_vocab_map(Path(vocab_map).expanduser(), of, size, counts),
+            fingerprint=fingerprint,
+            **summary,
+        )
+    except UserError:
+        raise
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        raise UserError(
+            f"The prepared data in {folder} cannot be read ({error}).", "Delete the folder, or copy it again."
+        ) from error
 
 
 def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:

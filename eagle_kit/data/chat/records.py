@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import MAX_TEXT, is_unicode, json_problem, parse_json
 
 ROLES = {
     "system": "system",
@@ -135,7 +136,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
             raise Unusable(f"unknown role {role!r}")
         if not isinstance(content, str):
             raise Unusable("a turn whose content is not text")
-        if not _is_unicode(content):
+        if not is_unicode(content):
             raise Unusable("a turn with half a character (a lone surrogate)")
         messages.append(ConversationMessage(ROLES[role.lower()], content))
     if not any(message.role == "user" for message in messages):
@@ -157,14 +158,6 @@ def _from_first_user(messages: list[ConversationMessage]) -> tuple[ConversationM
     first = [message.role for message in messages].index("user")
     system = [message for message in messages[:first] if message.role != "assistant"]
     return (*system, *messages[first:])
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
@@ -194,15 +187,10 @@ def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path.name}:{number}", json.loads(line)
-            except ValueError as error:
-                raise UserError(
-                    f"{path}, line {number}, is not JSON ({error}).", "Repair or remove that line."
-                ) from None
+        for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
+            if line.strip():
+                where = f"{path}, line {number},"
+                yield f"{path.name}:{number}", parse_json(line, where, "Repair or remove that line.")
 
 
 def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
@@ -228,7 +216,11 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                 return
             try:
                 record, end = decoder.raw_decode(buffer)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
+                where = f"{path}, record {count + 1} from line {line},"
+                if not isinstance(error, json.JSONDecodeError):  # nesting, or digits, that Python cannot hold
+                    problem = json_problem(error)
+                    raise UserError(f"{where} cannot be read ({problem}).", "Remove that record.") from None
                 whole = (
                     not error.msg.startswith("Unterminated string") and error.pos < len(buffer) - LONGEST_WORD
                 )
@@ -236,6 +228,10 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                     raise UserError(
                         f"{path}, line {line + error.lineno - 1}, is not JSON ({error.msg}).",
                         f"Repair or remove record {count + 1}.",
+                    ) from None
+                if len(buffer) > MAX_TEXT:
+                    raise UserError(
+                        f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that record."
                     ) from None
                 more = file.read(max(READ_SIZE, len(buffer)))
                 if more:

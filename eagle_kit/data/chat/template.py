@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.records import Conversation, Unusable
 
 
@@ -53,7 +54,7 @@ def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int
     """Messages and the generation prompt as a server feeds them.
 
     Raises:
-        UserError: there is no template, or it refuses the messages.
+        UserError: there is no template, it refuses the messages, or they are no text.
     """
     try:
         text = render(tokenizer, messages, generation_prompt=True)
@@ -61,6 +62,8 @@ def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int
         raise UserError(
             f"The messages cannot be rendered: {reason}.", "Order the turns as the template asks."
         ) from None
+    if not is_unicode(text):
+        raise UserError("The messages hold half a character (a lone surrogate).", "Write them in UTF-8.")
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 
 VERSION = 1
 NAME = "manifest.json"
@@ -49,12 +50,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.exists():
         return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("tensors"), dict):
-            raise ValueError("it is not the manifest of a store")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}).", "Copy it again, or capture again.") from None
+    manifest = read_object(path, "Copy it again, or capture again.")
+    if not isinstance(manifest.get("tensors"), dict):
+        raise UserError(f"{path} is not the manifest of a store.", "Copy it again, or capture again.")
     return manifest
 
 

@@ -1,13 +1,11 @@
 """Parts of a draft's ``config.json`` that kinds share."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.support.files import OWN
-from eagle_kit.models.config import HeadArchitecture, read_rope
+from eagle_kit.models.config import HeadArchitecture, read_decoder
 from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.loading.loader import check_activation
 
@@ -47,7 +45,7 @@ def mla_to_dict(mla: MLAConfig) -> dict[str, Any]:
     return sizes | {"rope_interleave": sizes.pop("interleaved")}
 
 
-def read_layer(config: dict[str, Any], where: str) -> dict[str, Any]:
+def read_layer(config: dict[str, Any], where: str, mla: MLAConfig | None = None) -> dict[str, Any]:
     """The :data:`LAYER_SIZES` of a draft's only layer.
 
     Raises:
@@ -55,48 +53,5 @@ def read_layer(config: dict[str, Any], where: str) -> dict[str, Any]:
     """
     check_activation(config, where)
     if (layers := config.get("num_hidden_layers", 1)) != 1:
-        raise UserError(f"The draft in {where} has {layers} layers.", "Use a head of one layer.")
-    hidden, heads = (read_size(config, key, where) for key in ("hidden_size", "num_attention_heads"))
-    kv_heads = read_size(config, "num_key_value_heads", where, heads)
-    if heads % kv_heads:
-        raise UserError(
-            f"The draft in {where} shares {kv_heads} key-value heads among {heads}.",
-            "Copy its config.json again from its source.",
-        )
-    theta, scaling = read_rope(config)
-    return {
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": read_size(config, "head_dim", where, hidden // heads),
-        "intermediate_size": read_size(config, "intermediate_size", where),
-        "vocab_size": read_size(config, "vocab_size", where),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
-
-
-@contextmanager
-def named_keys(where: str) -> Iterator[None]:
-    """Raise UserError for a KeyError inside: a key that the config lacks."""
-    try:
-        yield
-    except KeyError as key:
-        raise _no_key(key, where) from None
-
-
-def _no_key(key: object, where: str) -> UserError:
-    return UserError(f"The draft's config.json in {where} has no {key}.", "Copy it from its source.")
-
-
-def read_size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """A positive whole number; ``default`` where it is absent or null. Raises UserError."""
-    value = default if config.get(key) is None else config[key]
-    if value is None:
-        raise _no_key(repr(key), where)
-    if type(value) is not int or value < 1:
-        raise UserError(
-            f"The draft's config.json in {where} says {key} {value!r}.", "Copy it again from its source."
-        )
-    return value
+        raise UserError(f"The draft in {where} has {shown(layers)} layers.", "Use a head of one layer.")
+    return read_decoder(config, where, mla)

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, read_json, weight_files
+from eagle_kit.core.files import read_object
+from eagle_kit.models.config_parts import read_architecture, read_table, wrong_value
+from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, weight_files
 from eagle_kit.models.loading.source import OLD_WEIGHTS
 
 CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
 OWN = "eagle_kit"
 """Our key in every ``config.json``. Its ``format`` names the layout, where that is not ours."""
+TABLES = (OWN, "eagle_config", "transformer_layer_config")
+"""Keys of a ``config.json`` whose values are objects."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,22 @@ class DraftFiles:
     @property
     def architecture(self) -> str:
         """The first of its ``architectures``; a question mark when it has none."""
-        return str((self.config.get("architectures") or ["?"])[0])
+        return read_architecture(self.config, self.where)
 
     @property
     def own(self) -> dict[str, Any]:
         """Our own part of the config; empty for drafts of other trainers."""
-        own = self.config.get(OWN)
-        return dict(own) if isinstance(own, dict) else {}
+        return read_table(self.config, OWN, self.where)
 
     @property
     def about(self) -> dict[str, Any]:
-        """Target and chat template of its training, as fields of an architecture; empty when unknown."""
-        return {key: self.own.get(key, "") for key in ("target", "template_hash")}
+        """Target and chat template of its training, as fields of an architecture; empty when unknown.
+        Raises UserError for what is no text."""
+        about = {key: self.own.get(key) or "" for key in ("target", "template_hash")}
+        for key, value in about.items():
+            if not isinstance(value, str):
+                raise wrong_value(key, value, self.where, "a text")
+        return about
 
     @property
     def names(self) -> set[str]:
@@ -70,14 +78,17 @@ def open_draft(folder: str | Path) -> DraftFiles:
         raise UserError(
             f"The draft folder {folder} does not exist.", "Give a folder with config.json and weights."
         )
-    config = read_json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
+    read_architecture(config, str(folder))
+    for key in TABLES:
+        read_table(config, key, str(folder))
     return DraftFiles(config, FolderTensors(folder), read_metadata(folder), str(folder))
 
 
 def read_metadata(folder: str | Path) -> dict[str, Any]:
     """``eagle_kit.json`` of a draft; empty for drafts of other trainers."""
     path = Path(folder) / METADATA
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 class FolderTensors(Mapping[str, torch.Tensor]):

@@ -1,15 +1,27 @@
 """Checks of a draft against a target that do not depend on the draft's kind."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.loading.source import load_tokenizer
 
+MATRIX_RMS, MATRIX_GAIN, NORM_RMS = 0.5, 0.01, (1e-3, 100.0)
+"""Bounds on the root mean square (RMS) of a head's weights.
+
+A linear layer of n inputs begins with 1 / sqrt(3 n), 0.024 for 576; trained ones have 0.04 to 0.17 in the
+shipped head and at most 0.40 in SmolLM2-135M. Normal random numbers have 1, uniform ones 0.58, random bytes
+1e37. Times sqrt(n) it is a layer's gain: 0.58 at first, 1.2 to 4.0 in the shipped head, and far below the
+layer is all but zero. A norm begins with 1, or 0.1 of the target's; it has 0.7 to 1.0 in the shipped head,
+and 0.04 to 1.8 in SmolLM2-135M.
+"""
 OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
 
 
@@ -50,7 +62,7 @@ def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:
             f"{target.hidden_size} and {target.vocab_size}.",
             OWN_TARGET,
         )
-    if max(draft.aux_layer_ids, default=0) > target.num_layers:
+    if not all(0 <= layer <= target.num_layers for layer in draft.aux_layer_ids):
         raise UserError(
             f"The draft reads the inputs of layers {list(draft.aux_layer_ids)}, the target has "
             f"{target.num_layers} layers.",
@@ -66,6 +78,37 @@ def check_sizes(pairs: Mapping[str, tuple[int, int]]) -> list[Finding]:
         else Finding("error", subject, f"the draft was made for {ours}, the target has {theirs}.", OWN_TARGET)
         for subject, (ours, theirs) in pairs.items()
     ]
+
+
+def check_values(tensors: Iterable[tuple[str, torch.Tensor]], *, of_head: bool = True) -> None:
+    """Raise UserError for a tensor that is not finite, or is a head's and of an impossible scale.
+
+    Args:
+        tensors: with their names, of a head dequantised; read one after another.
+    """
+    wrong = [f"{name} {what}" for name, tensor in tensors if (what := _wrong_value(name, tensor, of_head))]
+    if wrong:
+        more = f", and {len(wrong) - 1} more tensors are wrong" if len(wrong) > 1 else ""
+        raise UserError(f"{wrong[0]}{more}.", "Use weights that were trained and saved whole.")
+
+
+def _wrong_value(name: str, tensor: torch.Tensor, of_head: bool) -> str:
+    """What is wrong with a tensor, as a predicate; empty when nothing is."""
+    if not tensor.is_floating_point():
+        return ""
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # fp8 has no norm
+    rms = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) / max(tensor.numel(), 1) ** 0.5
+    if not math.isfinite(rms):
+        places = tensor.isfinite().logical_not().nonzero()
+        return f"has {len(places)} values that are not finite, the first at {places[0].tolist()}"
+    gain = rms * tensor.shape[-1] ** 0.5
+    if of_head and tensor.ndim > 1 and not (rms <= MATRIX_RMS and gain >= MATRIX_GAIN):
+        least = MATRIX_GAIN / tensor.shape[-1] ** 0.5
+        return f"has a root mean square of {rms:.3g}, and a head's lie between {least:.1g} and {MATRIX_RMS}"
+    least, most = NORM_RMS
+    if of_head and name.endswith("norm.weight") and not least <= rms <= most:
+        return f"has a root mean square of {rms:.3g}, and norms' lie between {least:g} and {most:g}"
+    return ""
 
 
 def check_context(positions: int, target: TargetConfig) -> Finding:

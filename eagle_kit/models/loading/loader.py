@@ -1,5 +1,6 @@
 """Loading of target weights from safetensors, with a check of every tensor."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import read_table
 from eagle_kit.models.loading.published import (
     Part,
     expected_shapes,
@@ -23,46 +26,29 @@ from eagle_kit.models.loading.published import (
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 
+SAMPLE = 4096
+"""Bytes hashed of each tensor in a fingerprint."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises UserError when it is missing or not an object."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
-    except ValueError as error:
-        raise UserError(
-            f"The file {path} is not valid JSON ({error}).", "Copy it again from its source."
-        ) from None
-    if not isinstance(value, dict):
-        raise UserError(f"The file {path} does not hold a JSON object.", "Copy it again from its source.")
-    return value
-
-
 def read_target_config(folder: Path) -> TargetConfig:
     """Read the config of a model folder; end tokens of ``generation_config.json`` take precedence.
 
     Raises:
-        UserError: an unsupported architecture, activation or quantisation, or a missing key.
+        UserError: an unsupported architecture, activation or quantisation, or a value that is missing or
+            impossible.
     """
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = read_json(generation).get("eos_token_id")
+        eos = read_object(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
     read_fp8_block(config, str(folder))
     check_activation(config, str(folder))
-    try:
-        return TargetConfig.from_dict(config)
-    except KeyError as key:
-        raise UserError(
-            f"The config.json in {folder} has no {key}.", "Copy it again from its source."
-        ) from None
+    return TargetConfig.from_dict(config, str(folder))
 
 
 def check_activation(config: dict[str, Any], where: str) -> None:
@@ -70,7 +56,7 @@ def check_activation(config: dict[str, Any], where: str) -> None:
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(
-            f"The config in {where} asks for the activation {activation!r}, which is not supported.",
+            f"The config in {where} asks for the activation {shown(activation)}, which is not supported.",
             "Use a model with hidden_act silu.",
         )
 
@@ -99,13 +85,32 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
         return {name: file.get_tensor(name) for name in names}
 
 
+def target_fingerprint(folder: Path) -> str:
+    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
+    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint. Raises UserError
+    for a corrupt file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with open_safetensors(path), path.open("rb") as file:  # which checks the table of tensors
+            size = file.read(8)
+            header = file.read(int.from_bytes(size, "little"))
+            digest.update(header)
+            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
+            for name in sorted(tensors):
+                start, stop = tensors[name]["data_offsets"]
+                file.seek(8 + len(header) + start)
+                digest.update(file.read(min(SAMPLE, stop - start)))
+    return digest.hexdigest()[:16]
+
+
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
     """Safetensors files of a model folder; with an index, only those that contain ``wanted`` tensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise UserError(f"The index {index} names no shards.", "Copy it again from its source.")
+        shards = read_table(read_object(index), "weight_map", str(index))
+        if not shards or not all(isinstance(file, str) for file in shards.values()):
+            raise UserError(f"The index {index} names no shards.", COPY_AGAIN)
         return [
             folder / file
             for file in sorted({file for name, file in shards.items() if wanted is None or wanted(name)})
@@ -140,7 +145,7 @@ def load_target(
     """
     folder = resolve_target(str(name_or_path))
     config = read_target_config(folder)
-    block = read_fp8_block(read_json(folder / "config.json"), str(folder))
+    block = read_fp8_block(read_object(folder / "config.json"), str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)
     wanted = None

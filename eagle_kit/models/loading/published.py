@@ -5,12 +5,12 @@ of their family, or stacked as in transformers 5 and here.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.models.config import TargetConfig
 
 FUSED = {
@@ -109,8 +109,20 @@ def take(
     if scale is None or block is None:
         return tensor.to(dtype)
     rows, columns = tensor.shape[-2:]
-    grown = scale.float().repeat_interleave(block[0], -2)[..., :rows, :]
-    return (tensor.float() * grown.repeat_interleave(block[1], -1)[..., :columns]).to(dtype)
+    grown = scale.float().repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
+    return (tensor.float() * grown.repeat_interleave(min(block[1], columns), -1)[..., :columns]).to(dtype)
+
+
+def dequantised(
+    published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name, one after another: fp8 blocks multiplied by their scales, the others as they are."""
+    names = set(published)
+    for name in sorted(names):
+        if not name.endswith(SCALE_SUFFIX):
+            parts = {key: published[key] for key in (name, name + SCALE_SUFFIX) if key in names}
+            dtype = parts[name].dtype
+            yield name, take(parts, name, torch.float32 if dtype in FP8 else dtype, block)
 
 
 def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
@@ -128,7 +140,7 @@ def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] 
             return block[0], block[1]
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     raise UserError(
-        f"The weights in {where} are quantised ({method or 'an unknown method'}), which cannot be run here.",
+        f"The weights in {where} are quantised ({shown(method)}), which cannot be run here.",
         "Use the model's unquantised checkpoint, or one in fp8 with weight_block_size.",
     )
 

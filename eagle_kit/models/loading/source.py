@@ -1,6 +1,5 @@
 """Resolution of names of targets and drafts: a folder, a named package, or a hub."""
 
-import hashlib
 import json
 import os
 import re
@@ -43,8 +42,6 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 OLD_WEIGHTS = "pytorch_model.bin"
 """Fetched only where there are no safetensors."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
-SAMPLE = 4096
-"""Bytes hashed of each tensor in a fingerprint."""
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
@@ -97,24 +94,6 @@ def split_revision(name: str) -> tuple[str, str | None]:
     """``org/model@revision`` -> the id and the revision; None where none is named."""
     repository, _, revision = name.partition("@")
     return repository, revision or None
-
-
-def target_fingerprint(folder: Path) -> str:
-    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
-    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            size = file.read(8)
-            header = file.read(int.from_bytes(size, "little"))
-            digest.update(header)
-            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
-            for name in sorted(tensors):
-                start, stop = tensors[name]["data_offsets"]
-                file.seek(8 + len(header) + start)
-                digest.update(file.read(min(SAMPLE, stop - start)))
-    return digest.hexdigest()[:16]
 
 
 def target_revision(folder: Path) -> str | None:

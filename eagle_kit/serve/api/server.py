@@ -51,7 +51,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
     """
     import uvicorn
 
-    from eagle_kit.serve.api.connection import Connection
+    from eagle_kit.serve.api.connection import connection_class
 
     service = app.state.service
     grace_s = service.config.grace_period_s
@@ -85,7 +85,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
     uvicorn_config = uvicorn.Config(
         app,
-        http=Connection,
+        http=connection_class(),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=int(grace_s) + SLACK_S,

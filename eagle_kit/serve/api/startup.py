@@ -92,11 +92,11 @@ class SelfTest:
         return 0 < self.accept_length < LOW_ACCEPT_LENGTH["tree" if self.is_tree else "chain"]
 
 
-def self_test(llm: "LLM", shape: "SpecShape") -> SelfTest:
-    """Decode a few questions both ways; afterwards the engine has its default shapes, and its counters are
-    zero."""
+def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> SelfTest:
+    """Decode ``num_tokens`` in answer to each of a few questions, both ways; afterwards the engine has its
+    default shapes, and its counters are zero."""
     prompts = _prompts(llm)
-    params = SamplingParams(max_tokens=min(NUM_TOKENS, llm.max_context // 4), temperature=0.0)
+    params = SamplingParams(max_tokens=min(num_tokens, llm.max_context // 4), temperature=0.0)
     started = time.perf_counter()
     drafted = llm.generate(prompts, params, shape=shape)
     between = time.perf_counter()
@@ -146,6 +146,12 @@ def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
             "note: these replies are slower with speculation than without; a shape that drafts less, such as "
             "--shape 3,1,4, costs less and may pay."
         )
+    return lines + doubts(test, exact=exact, low_causes=low_causes)
+
+
+def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str]]) -> list[str]:
+    """Format what a self-test found wrong as lines; see :func:`report`."""
+    lines = []
     if test.differing is not None:
         prompt, token = test.differing
         where = f"reply {prompt} differs from plain decoding from token {token} on"
@@ -155,7 +161,7 @@ def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
             lines.append(f"note: {where}; rounding of half types does this where two tokens nearly tie.")
     if test.is_low:
         lines.append(
-            f"warning: {test.accept_length:.2f} tokens per verify are suspiciously few. "
+            f"warning: {test.accept_length:.2f} tokens per verify are suspiciously few; chance gives 1. "
             "Likely causes, in order:"
         )
         lines += [f"  {number}. {cause}" for number, cause in enumerate(low_causes(), 1)]

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from eagle_kit.config.loading.yaml_file import dump_mapping, read_mapping
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically
@@ -168,16 +168,15 @@ class RunFolder:
     def _read(self) -> dict[str, Any]:
         path = self.path / "run.yaml"
         try:
-            run = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path} cannot be read ({reason}).", ANOTHER_RUN) from None
-        if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+            run = read_mapping(path)
+        except UserError as error:
+            raise UserError(error.cause, ANOTHER_RUN) from None
+        if not isinstance(run.get("config"), dict):
             raise UserError(f"{path} does not hold the config of a run.", ANOTHER_RUN)
         return run
 
     def _write(self, run: dict[str, Any]) -> None:
-        write_text_atomically(self.path / "run.yaml", yaml.safe_dump(run, sort_keys=False))
+        write_text_atomically(self.path / "run.yaml", dump_mapping(run))
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_text_atomically
+from eagle_kit.core.files import parse_json, write_text_atomically
 
 
 class JsonLines:
@@ -21,7 +21,7 @@ class JsonLines:
         rows = []
         for line in self.path.read_bytes().splitlines():
             try:
-                row = json.loads(line)
+                row = parse_json(line, self.path)
             except ValueError:
                 break
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):

@@ -16,11 +16,10 @@ from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.models.loading.source import (
     load_tokenizer,
     resolve_target,
-    target_fingerprint,
     target_revision,
 )
 from eagle_kit.models.targets.llama import LlamaModel

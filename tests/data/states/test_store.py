@@ -238,5 +238,5 @@ def test_a_folder_without_a_manifest_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a store of captured states"):
         StateStore(tmp_path)
     (tmp_path / "manifest.json").write_text("{]")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not JSON"):
         StateStore(tmp_path)

@@ -154,7 +154,7 @@ def test_a_config_without_a_size_or_that_is_no_json_is_refused(folder):
     with pytest.raises(UserError, match="intermediate_size"):
         load_target(folder)
     (folder / "config.json").write_text('{"hidden_size": 32')
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         load_target(folder)
 
 
