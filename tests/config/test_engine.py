@@ -49,11 +49,13 @@ def test_a_replaced_option_is_validated_and_the_original_stays():
 
 def test_devices_decide_what_was_left_open():
     cpu = EngineConfig(max_batch_size=5).resolve(on_gpu=False, max_positions=700)
-    assert (cpu.max_context, cpu.prefill_tokens, cpu.lag, cpu.graph_mode) == (700, 512, 0, "cycle")
+    assert (cpu.max_context, cpu.prefill_tokens, cpu.lag, cpu.graph_mode) == (700, 128, 0, "cycle")
     assert cpu.batch_sizes == (1, 2, 3, 4, 5) and cpu.shape.steps == 0
     gpu = EngineConfig(max_batch_size=5, lag=0).resolve(on_gpu=True)
     assert (gpu.max_context, gpu.prefill_tokens, gpu.lag, gpu.batch_sizes) == (8192, 8192, 0, (1, 2, 4, 5))
     assert EngineConfig().resolve(on_gpu=False, can_record=False).graph_mode == "off"
+    assert (cpu.mixed_prefill_tokens, gpu.mixed_prefill_tokens) == (32, 1024)
+    assert EngineConfig(prefill_tokens=8).resolve(on_gpu=False).mixed_prefill_tokens == 8
     sized = cpu.replace(kv_tokens=100, page_size=8)
     assert (sized.num_pages, sized.room(4), sized.max_pages) == (13, 7, -(-(700 + 66) // 8))
 
