@@ -42,7 +42,7 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.decide import choose
+from eagle_kit.speculation.verify.decide import choose, is_finite
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
 COLUMN_BUCKET = 64
@@ -197,7 +197,8 @@ class Runner:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
         epochs = [request.epoch for request in requests]
-        return tokens[:, 0], Results(requests, epochs, HostCopy(Emitted(tokens, counts, logprobs)), None)
+        emitted = Emitted(tokens, counts, logprobs, is_finite(logits))
+        return tokens[:, 0], Results(requests, epochs, HostCopy(emitted), None)
 
     def decode(self, requests: list[Request], longest: int, ngram: NgramIndex | None = None) -> Results:
         """Run one cycle for ``requests``; none has more than ``longest`` tokens, those on their way included.

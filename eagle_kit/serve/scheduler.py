@@ -82,7 +82,7 @@ class Scheduler:
             return
         self.running.remove(request)
         self._slots.append(request.slot)
-        request.slot, request.num_computed = -1, 0
+        request.slot, request.num_computed, request.num_verified = -1, 0, 0
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -106,8 +106,7 @@ class Scheduler:
         return missing <= 0 or self.page_pool.extend(request.allocation, missing)
 
     def _preempt(self, request: Request) -> None:
-        done = request.num_computed if request.is_prefilling else request.num_tokens - 1
-        self.page_pool.publish(request.allocation, request.tokens(0, done))
+        self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
         self.remove(request)
         request.num_preemptions += 1
         self.add(request)

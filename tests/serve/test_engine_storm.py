@@ -37,6 +37,9 @@ class RandomRunner:
     def _token(self):
         return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))
 
+    def _is_finite(self, counts):
+        return torch.tensor([self.rng.random() > 0.005 for _ in counts])
+
     def prefill(self, chunks):
         ended = []
         for request, start, stop in chunks:
@@ -49,7 +52,10 @@ class RandomRunner:
         counts = torch.tensor([0 if request.token_ids else 1 for request in ended])
         tokens = torch.tensor([[self._token()] for _ in ended])
         return Results(
-            ended, [request.epoch for request in ended], HostCopy(Emitted(tokens, counts, None)), None
+            ended,
+            [request.epoch for request in ended],
+            HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))),
+            None,
         )
 
     def decode(self, requests, longest, ngram=None):
@@ -72,7 +78,9 @@ class RandomRunner:
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy(Emitted(tokens, counts, None)), num_drafts)
+        return Results(
+            requests, epochs, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
+        )
 
 
 class RandomMatch:
@@ -165,7 +173,7 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
             assert STOP not in tokens[:-1]
     reasons = engine.totals.num_finished
     often = num_events // 700
-    assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort")), reasons
+    assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort", "error")), reasons
     assert engine.totals.num_preemptions > often and engine.page_pool.num_evicted > 2 * often
     assert engine.totals.num_cached_prompt_tokens > 20 * often
     if with_ngram:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.reply import EngineFailed, Overloaded
+from eagle_kit.serve.reply import EngineFailed, NotFinite, Overloaded
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1
@@ -70,6 +70,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineFailed):
         return ApiError(500, str(error), code="engine_failed")
+    if isinstance(error, NotFinite):
+        return ApiError(500, str(error), code="logits_not_finite")
     return ApiError(500, "The server has made a mistake; its log says more.")
 
 
