@@ -20,7 +20,7 @@ class EngineFailed(Exception):
     thread and with it every request (HTTP 500)."""
 
 
-class NotFinite(Exception):
+class NotFinite(EngineFailed):
     """The target's logits are not finite, which ends this request alone (HTTP 500)."""
 
 

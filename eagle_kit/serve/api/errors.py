@@ -69,9 +69,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineFailed):
-        return ApiError(500, str(error), code="engine_failed")
-    if isinstance(error, NotFinite):
-        return ApiError(500, str(error), code="logits_not_finite")
+        code = "logits_not_finite" if isinstance(error, NotFinite) else "engine_failed"
+        return ApiError(500, str(error), code=code)
     return ApiError(500, "The server has made a mistake; its log says more.")
 
 

@@ -12,7 +12,7 @@ from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
 BAD = 200
-GOOD = {"prompt": [70, 71, 72], "max_tokens": 4, "ignore_eos": True}
+GOOD = {"prompt": [70, 71, 72], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
