@@ -113,10 +113,10 @@ def accept_rejection_tree(
         return Accepted(
             *triton.accept_stochastic(distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
         )
-    probs, q = probabilities(probs), draft_probs(q)
+    probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
     path, num_accepted = node.expand(-1, steps + 1), node
-    p, distribution = probs[:, 0].double(), q[:, 0].double()
+    p, distribution = probs[:, 0].double(), draft_probs(q[:, 0]).double()
     for j in range(1, tokens.shape[1]):
         token = tokens[:, j : j + 1]
         at = token.clamp(min=0)
@@ -128,16 +128,16 @@ def accept_rejection_tree(
         p = torch.where(kept, probs[:, j], torch.where(refused, _normalised(weights_or(left, p)), p))
         distribution = torch.where(refused, _normalised(distribution.scatter(1, at, 0.0)), distribution)
         if j < q.shape[1]:
-            distribution = torch.where(kept, q[:, j], distribution)
+            distribution = torch.where(kept, draft_probs(q[:, j]), distribution)
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
     return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_uniforms, backend="reference"))
 
 
 def draft_probs(q: torch.Tensor) -> torch.Tensor:
-    """``q [B, S, V]`` as verifiers read it: 0 where it is no probability (NaN, infinity, below 0), and 0 in
+    """``q [..., V]`` as verifiers read it: 0 where it is no probability (NaN, infinity, below 0), and 0 in
     rows that do not sum to 1 then."""
     q = q.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0.0)
-    return q * ((q.sum(-1, keepdim=True) - 1).abs() < SUM_TOLERANCE)
+    return q.mul_((q.sum(-1, keepdim=True) - 1).abs() < SUM_TOLERANCE)
 
 
 def weights_or(weights: torch.Tensor, distribution: torch.Tensor) -> torch.Tensor:
