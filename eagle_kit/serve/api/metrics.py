@@ -97,7 +97,7 @@ class _EngineCollector:
             (
                 "requests_failed",
                 "Requests ended by logits that are not finite.",
-                totals.num_finished["error"],
+                totals.num_finished.get("error", 0),
             ),
             ("engine_steps", "Scheduling steps.", totals.num_steps),
             ("spec_decode_num_drafts", "Verifies of a draft.", num_drafts),
