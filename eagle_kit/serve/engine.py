@@ -232,11 +232,9 @@ class Engine:
                 request.admitted_at = time.perf_counter()
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.num_cached_tokens
-        results = self.runner.prefill(chunks)
+        self._pending += self.runner.prefill(chunks)
         for request, _, stop in chunks:
             request.num_computed = stop
-        if results is not None:
-            self._pending.append(results)
 
     @property
     def _uses_ngram(self) -> bool:
@@ -273,9 +271,10 @@ class Engine:
                 logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
                 self._finish(request, "error")
                 continue
-            request.num_verified = request.num_to_compute
-            if results.num_drafts is None and self._publish(request):  # the end of its prompt
-                request.num_pages_written = -1
+            if results.num_drafts is None:
+                request.num_verified = results.num_computed[i]
+                if not request.is_prefilling and self._publish(request):
+                    request.num_pages_written = -1
             if not counts[i]:
                 continue
             kept = self._take(request, tokens[i][: counts[i]])

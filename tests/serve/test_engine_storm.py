@@ -41,22 +41,16 @@ class RandomRunner:
         return torch.tensor([self.rng.random() > 0.005 for _ in counts])
 
     def prefill(self, chunks):
-        ended = []
         for request, start, stop in chunks:
             assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
             assert len(request.allocation) * self.page_size >= stop
-            if stop == request.num_to_compute:
-                ended.append(request)
-        if not ended:
-            return None
-        counts = torch.tensor([0 if request.token_ids else 1 for request in ended])
-        tokens = torch.tensor([[self._token()] for _ in ended])
-        return Results(
-            ended,
-            [request.epoch for request in ended],
-            HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))),
-            None,
-        )
+        requests, _, stops = zip(*chunks, strict=True)
+        ends = [request.num_to_compute == stop for request, _, stop in chunks]
+        counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
+        tokens = torch.tensor([[self._token()] for _ in requests])
+        emitted = Emitted(tokens, counts, None, self._is_finite(counts))
+        epochs = [request.epoch for request in requests]
+        return [Results(list(requests), epochs, HostCopy(emitted), None, stops)]
 
     def decode(self, requests, longest, ngram=None):
         shape = self.shapes.at(len(requests))

@@ -108,6 +108,28 @@ def test_a_request_aborted_before_its_logits_are_seen_is_not_cached():
     assert engine.page_pool.match(prompt) == []
 
 
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_that_is_preempted_in_the_middle_is_cached_where_it_is_finite(lag, bad):
+    """Of 40 tokens, computed 8 at a time, the 10th may be bad."""
+    engine = engine_of(models(), None, lag=lag, prefill_tokens=8)
+    prompt = list(range(40))
+    prompt[9] = BAD if bad else 9
+    request = Request(0, prompt, SamplingParams(max_tokens=2))
+    engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    cached = 8 if bad else 24 - 8 * lag
+    assert request.finish_reason == ("error" if bad else None)
+    if not bad:
+        engine.scheduler._preempt(request)
+    assert len(engine.page_pool.match(prompt)) * 4 == cached
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert request.finish_reason == ("error" if bad else "length")
+
+
 def test_finite_rows():
     nan, inf = math.nan, math.inf
     rows = [[0.0, 1.0], [0.0, -inf], [-inf, -inf], [inf, 0.0], [nan, 0.0], [-inf, nan]]
