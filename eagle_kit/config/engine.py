@@ -44,7 +44,7 @@ class NgramConfig(Options):
         max_bfs_breadth: children of a node for the shortest match, which says little, so that more
             continuations are tried.
         match_type: BFS fills the tree level by level, longer and then newer matches first; PROB takes the
-            most probable node next, by the counts of the matches.
+            most probable node next, and of its children those with the highest counts of matches.
         branch_length: most tokens of a continuation.
         capacity: tokens of the log.
     """

@@ -5,7 +5,9 @@ from typing import Literal, NamedTuple
 
 from eagle_kit.core.stats import SpecStats
 
-FinishReason = Literal["stop", "length", "context", "abort"]
+FinishReason = Literal["stop", "length", "context", "abort", "error"]
+NOT_FINITE = "The target's logits are not finite (NaN or infinity). Check its weights and its dtype."
+"""Message of the finish reason ``"error"``."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -25,7 +27,8 @@ class RequestOutput:
         token_ids: the reply, its stop token included.
         text: the reply decoded, special tokens left out, cut before a stop text.
         finish_reason: ``"stop"`` (a stop token or text), ``"length"`` (max_tokens), ``"context"`` (the
-            context is full) or ``"abort"``.
+            context is full), ``"abort"``, or ``"error"`` (the target's logits are not finite; the reply ends
+            before them).
         stats: acceptance of this reply.
         logprobs: one entry per token, empty unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.

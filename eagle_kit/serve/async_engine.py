@@ -17,7 +17,8 @@ from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
+from eagle_kit.core.output import NOT_FINITE
+from eagle_kit.serve.reply import Delta, EngineFailed, NotFinite, Observer, Overloaded, ReplyStream
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -356,7 +357,9 @@ class AsyncEngine:
             progress = self._progress.get(request.number)
             if progress is None:
                 continue
-            delta = self._news_of(request, progress, now)
+            delta: Delta | NotFinite | None = self._news_of(request, progress, now)
+            if request.finish_reason == "error":
+                delta = NotFinite(NOT_FINITE)
             if delta is not None:
                 news.append((progress.reply, delta))
             if request.finish_reason is not None:

@@ -20,7 +20,7 @@ from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.decide import decide
+from eagle_kit.speculation.verify.decide import decide, is_finite
 from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
 
 
@@ -61,11 +61,13 @@ class Logprobs(NamedTuple):
 
 class Emitted(NamedTuple):
     """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
-    ``logprobs`` when asked for."""
+    ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
+    path are not finite, so that the tokens mean nothing."""
 
     tokens: torch.Tensor
     num_emitted: torch.Tensor
     logprobs: Logprobs | None
+    is_finite: torch.Tensor
 
 
 class CycleOutput(NamedTuple):
@@ -144,7 +146,8 @@ def verify_and_commit(
     logprobs = None
     if settings.num_logprobs is not None:
         logprobs = _logprobs(logits, accepted, settings.num_logprobs)
-    return Verified(out, accepted, Emitted(accepted.tokens, num_emitted, logprobs), counts)
+    finite = is_finite(logits).gather(1, accepted.path).all(1)
+    return Verified(out, accepted, Emitted(accepted.tokens, num_emitted, logprobs, finite), counts)
 
 
 def draft_extend(

@@ -5,6 +5,7 @@ With a lag of 1 the end of a request is seen one cycle late, and the tokens of t
 is the same code without the delay.
 """
 
+import logging
 import random
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import FinishReason, TokenLogprobs
+from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PagePool
@@ -231,15 +232,9 @@ class Engine:
                 request.admitted_at = time.perf_counter()
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.num_cached_tokens
-        results = self.runner.prefill(chunks)
+        self._pending += self.runner.prefill(chunks)
         for request, _, stop in chunks:
             request.num_computed = stop
-            if not request.is_prefilling and self.page_pool.publish(
-                request.allocation, request.tokens(0, stop)
-            ):
-                request.num_pages_written = -1
-        if results is not None:
-            self._pending.append(results)
 
     @property
     def _uses_ngram(self) -> bool:
@@ -267,9 +262,20 @@ class Engine:
         """Wait for results and append them to the requests that are still in the batch."""
         emitted = results.copy.wait()
         tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
+        finite = emitted.is_finite.tolist()
         logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
         for i, (request, epoch) in enumerate(zip(results.requests, results.epochs, strict=True)):
-            if request.epoch != epoch or not counts[i]:
+            if request.epoch != epoch:
+                continue
+            if not finite[i]:
+                logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
+                self._finish(request, "error")
+                continue
+            if results.num_drafts is None:
+                request.num_verified = results.num_computed[i]
+                if not request.is_prefilling and self._publish(request):
+                    request.num_pages_written = -1
+            if not counts[i]:
                 continue
             kept = self._take(request, tokens[i][: counts[i]])
             if logprobs is not None and (top := request.params.logprobs) is not None:
@@ -314,7 +320,7 @@ class Engine:
             if until_stop is not None:
                 kept, reason = until_stop, "stop"
         request.token_ids += tokens[:kept]
-        request.num_computed = request.num_to_compute
+        request.num_computed = request.num_verified = request.num_to_compute
         request.last_token_at = time.perf_counter()
         request.first_token_at = request.first_token_at or request.last_token_at
         request.finish_reason = reason
@@ -331,14 +337,17 @@ class Engine:
         if request.stream is not None:
             request.stream.finish()
         if request.slot >= 0:
-            done = request.num_computed if request.is_prefilling else request.num_tokens - 1
-            self.page_pool.publish(request.allocation, request.tokens(0, done))
+            self._publish(request)
         if request in self._num_indexed and self.ngram is not None:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
         self.scheduler.remove(request)
         self.totals.num_finished[request.finish_reason] += 1
+
+    def _publish(self, request: Request) -> bool:
+        """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
+        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
 
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""

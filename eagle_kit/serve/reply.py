@@ -20,6 +20,10 @@ class EngineFailed(Exception):
     thread and with it every request (HTTP 500)."""
 
 
+class NotFinite(EngineFailed):
+    """The target's logits are not finite, which ends this request alone (HTTP 500)."""
+
+
 @dataclass
 class Delta:
     """Addition to a reply: text, tokens, their log-probabilities when asked for, and at the end the finish

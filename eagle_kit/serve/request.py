@@ -31,6 +31,7 @@ class Request:
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
+        num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: pages that the device's table has; -1 when it must be written anew.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
@@ -53,6 +54,7 @@ class Request:
     num_shared_tokens: int = 0
     num_preemptions: int = 0
     num_computed: int = 0
+    num_verified: int = 0
     slot: int = -1
     epoch: int = 0
     num_pages_written: int = -1

@@ -42,7 +42,7 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.decide import choose
+from eagle_kit.speculation.verify.decide import choose, is_finite
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
 COLUMN_BUCKET = 64
@@ -52,13 +52,14 @@ GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temp
 
 class Results(NamedTuple):
     """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
-    ``epochs``. ``num_drafts``: draft tokens that were verified for each; None for the first tokens of
-    replies."""
+    ``epochs``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
+    ``num_computed`` tokens are computed, and the first tokens of replies where they end."""
 
     requests: list[Request]
     epochs: list[int]
     copy: HostCopy
     num_drafts: Sequence[int] | None
+    num_computed: Sequence[int] = ()
 
 
 class CycleInputs(NamedTuple):
@@ -135,14 +136,16 @@ class Runner:
         self.slots = self._slots[kind]
         self._sampling.forget()
 
-    def prefill(self, chunks: Sequence[Chunk]) -> Results | None:
-        """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens."""
+    def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
+        """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens, and of
+        the others whether all is finite."""
         with self.linear_forms.using():
             return self._prefill(chunks)
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> Results | None:
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
         drafter = self.models.drafter
         ids, next_ids, segments, last, finished = [], [], [], [], []
+        open_ends, unfinished = [], []
         lookback = drafter.lookback if drafter is not None else 0
         for request, begin, stop in chunks:
             self.set_pages(request)
@@ -155,23 +158,29 @@ class Runner:
             if is_last:
                 last.append(len(ids) - 1)
                 finished.append(request)
+            else:
+                open_ends.append(len(ids) - 1)
+                unfinished.append((request, stop))
         tokens = self._tensor(ids)
         following = self._tensor(next_ids)
         positions = self._tensor([i for segment in segments for i in range(segment.start, segment.stop)])
         capture = drafter.capture if drafter is not None else ()
         out = self.target(tokens, positions, self.kv.prefill_attend(segments), capture)
         rows = self._tensor(last)
-        roots, results = rows, None
+        roots, results = rows, []
+        if unfinished:
+            results.append(self._soundness(unfinished, out.hidden[self._tensor(open_ends)]))
         if finished:
-            first, results = self._first_tokens(finished, out.hidden[rows])
+            first, first_results = self._first_tokens(finished, out.hidden[rows])
+            results.append(first_results)
             last_ids = self._tensor([r.token_ids[-1] if r.token_ids else -1 for r in finished])
             roots = torch.where(last_ids >= 0, last_ids, first)
             following[rows] = roots
         draft = None
         if drafter is not None:
             draft = drafter.prefill(out, tokens, following, segments, rows, self.shapes.topk)
-        if results is None:
-            return None
+        if not finished:
+            return results
         slots = self._tensor([request.slot for request in finished])
         lens = self._tensor([request.num_to_compute for request in finished])
         self.slots.join(slots, lens, roots, draft)
@@ -179,6 +188,14 @@ class Runner:
             if request.params.has_penalties:
                 self.slots.start_counts(request.slot, self.vocab_size, request.token_ids, roots[i : i + 1])
         return results
+
+    def _soundness(self, prompts: list[tuple[Request, int]], hidden: torch.Tensor) -> Results:
+        """Whether the last states of prompts that go on, ``hidden [n, H]``, are finite, and so all their
+        keys."""
+        requests, stops = [request for request, _ in prompts], [stop for _, stop in prompts]
+        none = self._tensor([0] * len(requests))
+        emitted = Emitted(none[:, None], none, None, hidden.isfinite().all(-1))
+        return Results(requests, [request.epoch for request in requests], HostCopy(emitted), None, stops)
 
     def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> tuple[torch.Tensor, Results]:
         """Sample the token after each prompt -> int64 ``[B]``, and the same on its way to the host; a request
@@ -197,7 +214,9 @@ class Runner:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
         epochs = [request.epoch for request in requests]
-        return tokens[:, 0], Results(requests, epochs, HostCopy(Emitted(tokens, counts, logprobs)), None)
+        emitted = Emitted(tokens, counts, logprobs, is_finite(logits))
+        stops = [request.num_to_compute for request in requests]
+        return tokens[:, 0], Results(requests, epochs, HostCopy(emitted), None, stops)
 
     def decode(self, requests: list[Request], longest: int, ngram: NgramIndex | None = None) -> Results:
         """Run one cycle for ``requests``; none has more than ``longest`` tokens, those on their way included.

@@ -90,7 +90,7 @@ class Scheduler:
         if not self._num_held[request.group]:
             del self._num_held[request.group]
         self._slots.append(request.slot)
-        request.slot, request.num_computed = -1, 0
+        request.slot, request.num_computed, request.num_verified = -1, 0, 0
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -129,8 +129,7 @@ class Scheduler:
         return priority, self._num_held[request.group], number
 
     def _preempt(self, request: Request) -> None:
-        done = request.num_computed if request.is_prefilling else request.num_tokens - 1
-        self.page_pool.publish(request.allocation, request.tokens(0, done))
+        self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
         self.remove(request)
         request.num_preemptions += 1
         self.add(request)

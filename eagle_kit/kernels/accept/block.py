@@ -33,6 +33,9 @@ given that X^i was kept, the next token follows p, from i = 0 on, where w_0 = 1.
 
 Rejection keeps X^i with probability prod_j min(1, p / q), which is at most w_i factor by factor.
 
+A row of q that is no distribution reads as zeros (``draft_probs``): then w_{i+1} = 0 and m_i = 0, so X^i is
+kept with probability h_i = w_i, and y is sampled from p.
+
 Whether X_1 is kept depends on the *later* drafts and their uniforms. The uniforms must therefore be new in
 every cycle, also for positions whose drafts an earlier cycle rejected: ``window_uniforms``, not
 ``position_uniforms``.
@@ -43,7 +46,7 @@ Legend: B requests, S steps, V vocabulary.
 import torch
 
 from eagle_kit.kernels.accept.greedy import Accepted
-from eagle_kit.kernels.accept.rejection import chain_accepted, node_rows, weights_or
+from eagle_kit.kernels.accept.rejection import chain_accepted, draft_probs, node_rows, weights_or
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
 
@@ -71,7 +74,7 @@ def accept_block(
 
         chain = q.contiguous(), tokens.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         return Accepted(*triton.accept_block(distribution_parts(probs), *chain))
-    probs = probabilities(probs)
+    probs, q = probabilities(probs), draft_probs(q)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]
     p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]

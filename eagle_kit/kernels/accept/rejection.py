@@ -17,6 +17,9 @@ by the identity above, and the next child came from q without the refused token,
 again. When all are refused, the token is sampled from what is left of p. The topology must not depend on the
 values that were sampled.
 
+A row of q that is no distribution (a draft whose logits are NaN has one) says nothing of how its token was
+made, so that token counts as not drafted: :func:`draft_probs`.
+
 A token is accepted when ``u * q(x) < p(x)``, in fp64, with a uniform random number u in [0, 1). The
 inequality is strict, so that u = 0 never accepts a token of target probability zero; p = q accepts
 everything.
@@ -29,6 +32,9 @@ import torch
 from eagle_kit.kernels.accept.greedy import Accepted
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.sampling import FilteredLogits, distribution_parts, probabilities, sample
+
+SUM_TOLERANCE = 1e-3
+"""Distance of a sum of probabilities from 1 that is attributed to rounding."""
 
 
 def accept_rejection_chain(
@@ -59,7 +65,7 @@ def accept_rejection_chain(
         return accept_rejection_tree(
             probs, q, tokens, parents, padded, bonus_uniforms, steps, backend=backend
         )
-    probs = probabilities(probs)
+    probs, q = probabilities(probs), draft_probs(q)
     drafts = tokens[:, 1:, None]
     p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
     keeps = (uniforms.double() * q_x < p_x) & (q_x > 0)
@@ -110,7 +116,7 @@ def accept_rejection_tree(
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
     path, num_accepted = node.expand(-1, steps + 1), node
-    p, distribution = probs[:, 0].double(), q[:, 0].double()
+    p, distribution = probs[:, 0].double(), draft_probs(q[:, 0]).double()
     for j in range(1, tokens.shape[1]):
         token = tokens[:, j : j + 1]
         at = token.clamp(min=0)
@@ -122,9 +128,16 @@ def accept_rejection_tree(
         p = torch.where(kept, probs[:, j], torch.where(refused, _normalised(weights_or(left, p)), p))
         distribution = torch.where(refused, _normalised(distribution.scatter(1, at, 0.0)), distribution)
         if j < q.shape[1]:
-            distribution = torch.where(kept, q[:, j], distribution)
+            distribution = torch.where(kept, draft_probs(q[:, j]), distribution)
         node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
     return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_uniforms, backend="reference"))
+
+
+def draft_probs(q: torch.Tensor) -> torch.Tensor:
+    """``q [..., V]`` as verifiers read it: 0 where it is no probability (NaN, infinity, below 0), and 0 in
+    rows that do not sum to 1 then."""
+    q = q.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0.0)
+    return q.mul_((q.sum(-1, keepdim=True) - 1).abs() < SUM_TOLERANCE)
 
 
 def weights_or(weights: torch.Tensor, distribution: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,9 @@ bonus.
 p comes as probabilities or as a ``FilteredLogits``, whose p is rounded to fp32 as by ``filtered_probs``, q as
 probabilities. Tokens behind the accepted ones are all the bonus token, so the next root is ``tokens[:, -1]``.
 
+q is read as by ``draft_probs``: the sums of its chunks, one launch and 4 V bytes per row, tell which rows are
+distributions.
+
 Legend: B requests, N window nodes, Q of them with a row of q, S steps, V vocabulary, C chunks of a row.
 """
 
@@ -30,14 +33,17 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.kernels.accept.rejection import SUM_TOLERANCE
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.sampling.triton import (
     best_of_chunks,
     chunk_size,
+    chunk_sums,
     draw,
     num_chunks,
     pick_chunk,
     pick_token,
+    probability,
     row_argmax,
     row_probs,
     row_scale,
@@ -46,6 +52,7 @@ from eagle_kit.kernels.sampling.triton import (
     sizes,
 )
 
+_TOLERANCE = tl.constexpr(SUM_TOLERANCE)
 _LANE = tl.constexpr(128)
 """Tokens whose residual is summed within a warp, so that no barrier stands between the loads of a pass."""
 
@@ -100,6 +107,14 @@ def _left(p, q, y, refused, scales, at, number, RELAXED: tl.constexpr):
 
 
 @triton.jit
+def _q_size(q_sums, q_row, inside, vocab, chunks, CPAD: tl.constexpr):
+    """Tokens to read of a row of q: none of one that is no distribution, or not ``inside``."""
+    c = tl.arange(0, CPAD)
+    total = tl.sum(tl.load(q_sums + tl.where(inside, q_row, 0) * chunks + c, c < chunks, 0.0), 0)
+    return tl.where(inside & (tl.abs(total - 1) < _TOLERANCE), vocab, 0)
+
+
+@triton.jit
 def _residuals(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused, scales, at, number,
           RELAXED: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
     """Residuals, fp64, of p after node ``m`` and of q for its children (a row of ``q_size`` tokens) at tokens
@@ -107,7 +122,7 @@ def _residuals(rows, stats, last, q, y, m, q_row, q_size, vocab, scale, refused,
     p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
     if RELAXED:
         return _left(p, p, y, refused, scales, at, number, True)
-    below = tl.load(q + q_row * vocab + y, y < q_size, 0.0).to(tl.float64)
+    below = probability(tl.load(q + q_row * vocab + y, y < q_size, 0.0)).to(tl.float64)
     return _left(p, below, y, refused, scales, at, number, False)
 
 
@@ -132,10 +147,10 @@ def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refu
 
 
 @triton.jit
-def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms, refused, scales, parts, path,
-          emitted, num_accepted, nodes, q_nodes, uniform_stride, vocab, chunks, steps, SINGLE: tl.constexpr,
-          ACC: tl.constexpr, RELAXED: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
-          CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
+def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_uniforms, refused, scales,
+          parts, path, emitted, num_accepted, nodes, q_nodes, uniform_stride, vocab, chunks, steps,
+          SINGLE: tl.constexpr, ACC: tl.constexpr, RELAXED: tl.constexpr, DENSE: tl.constexpr,
+          CHUNK: tl.constexpr, CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
     at, out = b * nodes, b * (steps + 1)
@@ -149,7 +164,8 @@ def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms,
     child = tl.min(tl.where((up == 0) & (drafted >= 0), j, NPAD), 0)
     while child < NPAD:
         x = tl.load(tokens + at + child)
-        m, q_row, q_size = at + node, b * q_nodes + node, tl.where(node < q_nodes, vocab, 0)
+        m, q_row = at + node, b * q_nodes + node
+        q_size = _q_size(q_sums, q_row, node < q_nodes, vocab, chunks, CPAD)
         scale = row_scale(sums, m, chunks, DENSE, CPAD)
         p_x, q_x = _residuals(
             rows, stats, last, q, x, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
@@ -193,7 +209,8 @@ def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms,
             p_total, q_total = one, one
             tl.store(path + out + count, child.to(tl.int64), count <= steps)
         child = tl.min(tl.where((up == node) & (drafted >= 0) & (j > child), j, NPAD), 0)
-    m, q_row, q_size = at + node, b * q_nodes + node, tl.where(node < q_nodes, vocab, 0)
+    m, q_row = at + node, b * q_nodes + node
+    q_size = _q_size(q_sums, q_row, node < q_nodes, vocab, chunks, CPAD)
     scale = row_scale(sums, m, chunks, DENSE, CPAD)
     if RELAXED and number > 0:
         total, _ = _sum_left(
@@ -221,7 +238,7 @@ def _walk(rows, stats, last, sums, q, tokens, parents, uniforms, bonus_uniforms,
 
 
 @triton.jit
-def _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE: tl.constexpr,
+def _prefix_weights(rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE: tl.constexpr,
                     CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
     """Prefix weights w_0 .. w_S of a chain."""
     k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
@@ -232,7 +249,11 @@ def _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks,
     if not DENSE:
         scale = 1.0 / tl.sum(tl.load(sums + m[:, None] * chunks + c[None, :], (c < chunks)[None, :], 0.0), 1)
     p_x = row_probs(rows, x, m, vocab, stats, last, scale, DENSE).to(tl.float64)
-    q_x = tl.load(q + (b * steps + k) * vocab + x, is_draft, 0.0).to(tl.float64)
+    q_row = b * steps + k
+    of_q = q_sums + q_row[:, None] * chunks + c[None, :]
+    q_total = tl.sum(tl.load(of_q, is_draft[:, None] & (c < chunks)[None, :], 0.0), 1)
+    is_read = is_draft & (tl.abs(q_total - 1) < _TOLERANCE)
+    q_x = probability(tl.load(q + q_row * vocab + x, is_read, 0.0)).to(tl.float64)
     ratio = tl.where(q_x > 0, p_x / q_x, 0.0)
     weight = tl.full((), 1.0, tl.float64)
     found = tl.where(k == 0, weight, 0.0)
@@ -243,26 +264,31 @@ def _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks,
 
 
 @triton.jit
-def _excess(rows, stats, last, sums, q, tokens, excess, steps, vocab, chunks, DENSE: tl.constexpr,
+def _excess(rows, stats, last, sums, q, q_sums, tokens, excess, steps, vocab, chunks, DENSE: tl.constexpr,
             CHUNK: tl.constexpr, CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, i = r // steps, r % steps
-    found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
+    found = _prefix_weights(
+        rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD
+    )
     weight = tl.sum(tl.where(tl.arange(0, SPAD) == i, found, 0.0), 0)
     m = b * (steps + 1) + i
     y = c * CHUNK + tl.arange(0, CHUNK)
     scale = row_scale(sums, m, chunks, DENSE, CPAD)
     p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
-    below = tl.load(q + r * vocab + y, y < vocab, 0.0).to(tl.float64)
+    q_size = _q_size(q_sums, r, r >= 0, vocab, chunks, CPAD)
+    below = probability(tl.load(q + r * vocab + y, y < q_size, 0.0)).to(tl.float64)
     tl.store(excess + r * chunks + c, tl.sum(tl.maximum(weight * p - below, 0.0), 0))
 
 
 @triton.jit
-def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess, path, emitted, num_accepted,
-           steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
+def _block(rows, stats, last, sums, q, q_sums, tokens, uniforms, bonus_uniforms, excess, path, emitted,
+           num_accepted, steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
            SPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    found = _prefix_weights(rows, stats, last, sums, q, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD)
+    found = _prefix_weights(
+        rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD
+    )
     k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
     places = excess + (b * steps + k)[:, None] * chunks + c[None, :]
     parts = tl.load(places, (k < steps)[:, None] & (c < chunks)[None, :], 0.0)
@@ -282,7 +308,9 @@ def _block(rows, stats, last, sums, q, tokens, uniforms, bonus_uniforms, excess,
     chunk, before, aim = pick_chunk(left, tl.load(bonus_uniforms + b), CPAD)
     y = chunk * CHUNK + tl.arange(0, CHUNK)
     p = row_probs(rows, y, m, vocab, stats, last, scale, DENSE).to(tl.float64)
-    below = tl.load(q + (b * steps + count) * vocab + y, y < tl.where(has_left, vocab, 0), 0.0).to(tl.float64)
+    q_row = b * steps + count
+    q_size = _q_size(q_sums, q_row, has_left, vocab, chunks, CPAD)
+    below = probability(tl.load(q + q_row * vocab + y, y < q_size, 0.0)).to(tl.float64)
     p = tl.where(has_left, tl.maximum(weight * p - below, 0.0), p)
     token = pick_token(p, y, before, aim, vocab).to(tl.int64)
     out = b * (steps + 1)
@@ -363,7 +391,7 @@ def accept_stochastic(
     threshold_acc: float,
 ) -> Outcome:
     """Rejection with ``q [B, Q, V]`` and ``uniforms`` fp64 ``[B, N]``, or without q by thresholds with
-    ``uniforms [B, S + 1]``; other arguments and launches as for ``accept_target_only``."""
+    ``uniforms [B, S + 1]``; other arguments and launches as for ``accept_target_only``, one more with q."""
     out = _outcome(tokens, steps)
     if tokens.numel():
         rows, dense = rows_of(parts)
@@ -375,9 +403,9 @@ def accept_stochastic(
         groups = options["CHUNK"] // _LANE.value
         residuals = torch.empty(b, num_chunks(vocab), groups, dtype=torch.float64, device=tokens.device)
         _walk[(b,)](
-            *rows, parts[0] if q is None else q, tokens, parents, uniforms, bonus_uniforms, refused, scales,
-            residuals, *out, nodes, 0 if q is None else q.shape[1], uniforms.shape[1], vocab,
-            num_chunks(vocab), steps,
+            *rows, *((parts[0], rows[3]) if q is None else (q, chunk_sums(q))), tokens, parents, uniforms,
+            bonus_uniforms, refused, scales, residuals, *out, nodes, 0 if q is None else q.shape[1],
+            uniforms.shape[1], vocab, num_chunks(vocab), steps,
             SINGLE=threshold_single, ACC=threshold_acc, RELAXED=q is None, DENSE=dense, NPAD=_padded(nodes),
             **options,
         )  # fmt: skip
@@ -393,7 +421,7 @@ def accept_block(
     bonus_uniforms: torch.Tensor,
 ) -> Outcome:
     """Block verification with ``q [B, S, V]``, ``tokens [B, S + 1]`` and ``uniforms`` fp64 ``[B, S]``; other
-    arguments as for ``accept_target_only``. Two launches for filtered logits, three for probabilities."""
+    arguments as for ``accept_target_only``. Three launches for filtered logits, four for probabilities."""
     b, steps, vocab = q.shape
     out = _outcome(tokens, steps)
     if tokens.numel():
@@ -401,9 +429,10 @@ def accept_block(
         chunks = num_chunks(vocab)
         excess = torch.empty(b, steps, chunks, dtype=torch.float64, device=q.device)
         options = {**sizes(vocab), "DENSE": dense, "SPAD": triton.next_power_of_2(steps + 1)}
-        _excess[(b * steps, chunks)](*rows, q, tokens, excess, steps, vocab, chunks, **options)
+        q_sums = chunk_sums(q)
+        _excess[(b * steps, chunks)](*rows, q, q_sums, tokens, excess, steps, vocab, chunks, **options)
         _block[(b,)](
-            *rows, q, tokens, uniforms, bonus_uniforms, excess, *out, steps, vocab, chunks, **options
+            *rows, q, q_sums, tokens, uniforms, bonus_uniforms, excess, *out, steps, vocab, chunks, **options
         )
     return out
 
@@ -434,7 +463,7 @@ def variants() -> list[Variant]:
     found = []
     integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
     longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
-    doubles = ("sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
+    doubles = ("sums", "q_sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
     types = {
         **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
         "stats": "*fp32", "last": "*i32", "q": "*fp32", "values": "*fp32", "ids": "*i32",

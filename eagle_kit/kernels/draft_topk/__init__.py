@@ -24,7 +24,7 @@ def draft_topk(
 
     The reference rounds logits to the dtype of ``x``, as a linear layer does, so that near-equal logits
     become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal logits.
-    Logits must be finite.
+    Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be NaN.
 
     Args:
         topk: 1 to 16.

@@ -53,6 +53,12 @@ def row_argmax(values, ids, m, chunks, CPAD: tl.constexpr):
 
 
 @triton.jit
+def probability(x):
+    """``x``, or 0 where it is no probability: NaN, infinity, below 0."""
+    return tl.where((x > 0) & (x < float("inf")), x, 0.0)
+
+
+@triton.jit
 def _best(logits, values, ids, vocab, chunks, CHUNK: tl.constexpr):
     m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
@@ -170,7 +176,7 @@ def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
     on."""
     x = tl.load(rows + m * vocab + i, i < vocab, 0.0 if DENSE else float("-inf")).to(tl.float32)
     if DENSE:
-        return x
+        return probability(x)
     best, divisor = tl.load(stats + m * 3), tl.load(stats + m * 3 + 1)
     bound, end = tl.load(stats + m * 3 + 2), tl.load(last + m)
     d = tl.div_rn(best - x, divisor)
@@ -184,7 +190,7 @@ def _sums(rows, values, ids, temperature, bounds, lasts, floors, stats, last, su
     m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
     if DENSE:
-        weight = tl.load(rows + m * vocab + i, i < vocab, 0.0).to(tl.float64)
+        weight = probability(tl.load(rows + m * vocab + i, i < vocab, 0.0)).to(tl.float64)
         tl.store(sums + m * chunks + c, tl.sum(weight, 0))
     else:
         best, at = row_best(values, m, chunks, CPAD), row_argmax(values, ids, m, chunks, CPAD)
@@ -295,7 +301,7 @@ def _draw_distinct(rows, uniforms, sums, out, vocab, chunks, count, CHUNK: tl.co
         if tl.sum(left, 0) > 0:
             chunk, before, aim = pick_chunk(left, tl.load(uniforms + m * count + n), CPAD)
             i = chunk * CHUNK + tl.arange(0, CHUNK)
-            weight = tl.load(rows + m * vocab + i, i < vocab, 0.0).to(tl.float64)
+            weight = probability(tl.load(rows + m * vocab + i, i < vocab, 0.0)).to(tl.float64)
             for earlier in range(n):
                 weight = tl.where(i == tl.sum(tl.where(k == earlier, sampled, 0), 0), 0.0, weight)
             token = pick_token(weight, i, before, aim, vocab)
@@ -447,7 +453,7 @@ def _(logits, temperature, top_k, top_p, floors):
 
 
 def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
-    """Sums of the chunks of ``probs [..., V]`` contiguous, fp64 ``[..., C]``."""
+    """Sums of the chunks of ``probs [..., V]`` contiguous, fp64 ``[..., C]``; NaN counts 0."""
     vocab = probs.shape[-1]
     chunks = num_chunks(vocab)
     sums = torch.empty(*probs.shape[:-1], chunks, dtype=torch.float64, device=probs.device)

@@ -108,7 +108,7 @@ def sample_distinct(
     """Sample tokens one after another without replacement, such as the siblings of a sampled tree.
 
     When the distribution has no token left, the lowest ids not sampled yet follow; verifiers skip them
-    because their probability is zero.
+    because their probability is zero. NaN is a probability of zero.
 
     Args:
         probs: fp32 ``[B, V]``, as for ``sample``.
@@ -122,6 +122,7 @@ def sample_distinct(
 
         return triton.sample_distinct(probs.contiguous(), uniforms.contiguous())
     sampled = []
+    probs = probs.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0.0)
     unused = torch.ones_like(probs)
     for k in range(uniforms.shape[1]):
         left = probs * unused

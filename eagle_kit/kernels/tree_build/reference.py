@@ -60,11 +60,8 @@ def num_candidates(shape: SpecShape) -> int:
 
 def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their
-    index.
-
-    A child's score never exceeds its parent's and its index is larger, so the best candidates always include
-    the parents of all members, also when probabilities round to 1.
-    """
+    index; NaN is the smallest, like -inf."""
+    scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -115,7 +112,15 @@ def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
 def tree_build(
     roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, shape: SpecShape
 ) -> Tree:
-    """Keep the best N - 1 candidates, ``tokens``, ``scores`` and ``parents [B, n]``."""
+    """Keep the best N - 1 candidates, ``tokens``, ``scores`` and ``parents [B, n]``.
+
+    A candidate counts no more than its ancestors, which have smaller numbers. So those of the best are among
+    the best, whatever the scores hold, also when probabilities round to 1.
+    """
+    number = torch.arange(parents.shape[1], device=parents.device)
+    up = torch.where(parents < 0, number, parents)
+    for _ in range((shape.steps - 1).bit_length()):  # 1, 3, 7, ... ancestors
+        scores, up = torch.minimum(scores, scores.gather(1, up)), up.gather(1, up)
     chosen = top_scores(scores, shape.tokens - 1).sort(1).values
     chosen_parents = parents.gather(1, chosen)
     at = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1

@@ -4,11 +4,14 @@ Order: candidate i comes before j if its score is higher, or equal and i < j. A 
 in this order, so a program counts the candidates before each one (K^4 comparisons, 65,536 at most), which
 gives its index.
 
+A candidate of a window counts no more than its ancestors, whose least key is found by pointer doubling: after
+r rounds 2^r - 1 of them are seen, so log2 S rounds suffice. So parents are chosen with their children, also
+where scores are NaN.
+
 A window needs its N - 1 best of n in the order of their numbers. Their worst score is found bit by bit, from
 the top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing
 number. A node's index is then the number of kept ones up to it, its parent's index is read at the parent's
-candidate, and its ancestors are joined by pointer doubling: after r rounds a node has 2^r - 1 of them, so
-log2 S rounds suffice.
+candidate, and its ancestors are joined by pointer doubling again.
 
 Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
@@ -30,10 +33,9 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _ordered(score):
-    """Map fp32 to int32 of the same order, above ``_LOWEST``: zeros are equal, NaN is largest, as in
-    torch."""
+    """Map fp32 to int32 of the same order, above ``_LOWEST``: zeros are equal, NaN equals -inf."""
+    score = tl.where(score == score, score, float("-inf"))
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    bits = tl.where(score != score, _HIGHEST, bits)
     return bits ^ ((bits >> 31) & _HIGHEST)
 
 
@@ -101,6 +103,11 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
     i = tl.arange(0, BLOCK)
     inside = i < n
     key = tl.where(inside, _ordered(tl.load(scores + b * n + i, inside, 0.0)), _LOWEST)
+    deep = i >= TOPK
+    up = tl.where(deep & inside, tl.load(parents + b * n + i, deep & inside, 0).to(tl.int32), i)
+    for _ in tl.static_range(ROUNDS):
+        key = tl.minimum(key, tl.gather(key, up, 0))
+        up = tl.gather(up, up, 0)
     count = nodes - 1
     worst = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= count, 0, _LOWEST)
     for round in range(31):
@@ -116,15 +123,13 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
     depth = tl.where(i < TOPK, 1, 2 + (i - TOPK) // (TOPK * TOPK))
     tl.store(window_depths + b * nodes + node, depth.to(tl.int64), is_kept)
     tl.store(window_tokens + b * nodes + node, tl.load(tokens + b * n + i, is_kept), is_kept)
-    parent = tl.load(parents + b * n + i, inside, -1).to(tl.int32)
-    up = tl.maximum(parent, 0)
-    above = tl.where(parent < 0, 0, tl.gather(node - kept, up, 0) + 1)
+    up = tl.where(deep & is_kept, tl.load(parents + b * n + i, deep & is_kept, 0).to(tl.int32), i)
+    above = tl.where(deep, tl.gather(node - kept, up, 0) + 1, 0)
     tl.store(window_parents + b * nodes + node, above.to(tl.int64), is_kept)
     bits = (tl.full([BLOCK], 1, tl.int64) << node.to(tl.int64)) | 1
     for _ in tl.static_range(ROUNDS):
-        bits |= tl.where(parent < 0, 0, tl.gather(bits, up, 0))
-        parent = tl.where(parent < 0, -1, tl.gather(parent, up, 0))
-        up = tl.maximum(parent, 0)
+        bits |= tl.gather(bits, up, 0)
+        up = tl.gather(up, up, 0)
     tl.store(window_ancestors + b * nodes + node, bits, is_kept)
     zero = tl.zeros((), tl.int64)
     tl.store(window_tokens + b * nodes, tl.load(roots + b))

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.reply import EngineFailed, Overloaded
+from eagle_kit.serve.reply import EngineFailed, NotFinite, Overloaded
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1
@@ -69,7 +69,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineFailed):
-        return ApiError(500, str(error), code="engine_failed")
+        code = "logits_not_finite" if isinstance(error, NotFinite) else "engine_failed"
+        return ApiError(500, str(error), code=code)
     return ApiError(500, "The server has made a mistake; its log says more.")
 
 

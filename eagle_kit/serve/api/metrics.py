@@ -95,6 +95,11 @@ class _EngineCollector:
             ("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens in the prefix cache.", totals.num_cached_prompt_tokens),
             ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
+            (
+                "requests_failed",
+                "Requests ended by logits that are not finite.",
+                totals.num_finished.get("error", 0),
+            ),
             ("engine_steps", "Scheduling steps.", totals.num_steps),
             ("spec_decode_num_drafts", "Verifies of a draft.", num_drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens),

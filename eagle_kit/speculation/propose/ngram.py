@@ -206,23 +206,24 @@ class NgramIndex:
     def _fill(
         self, trie: _Node, breadth: int, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray
     ) -> None:
-        """Choose nodes of the trie for one window."""
-        frontier: list[tuple[float, int, int, _Node]] = [
-            (1.0, 0, order, child) for order, child in enumerate(list(trie.children.values())[:breadth])
-        ]
+        """Choose nodes of the trie for one window: of equals, in shares or in BFS, the earlier in the
+        frontier."""
         by_probability = self.config.match_type == "PROB"
-        if by_probability:
-            frontier = [(child.count / trie.count, 0, order, child) for _, _, order, child in frontier]
-        size, order = 1, len(frontier)
+        frontier: list[tuple[float, int, _Node]] = []
+
+        def extend(share: float, place: int, node: _Node) -> None:
+            children = list(node.children.values())
+            if by_probability:  # a stable sort: of equal counts the longer, then the newer match
+                children.sort(key=lambda child: -child.count)
+            frontier.extend((share * child.count / node.count, place, child) for child in children[:breadth])
+
+        extend(1.0, 0, trie)
+        size = 1
         while frontier and size < len(tokens):
-            at = 0
-            if by_probability:
-                at = max(range(len(frontier)), key=lambda i: (frontier[i][0], -frontier[i][2]))
-            share, parent, _, node = frontier.pop(at)
+            at = max(range(len(frontier)), key=lambda i: frontier[i][0]) if by_probability else 0
+            share, parent, node = frontier.pop(at)
             tokens[size], parents[size], depths[size] = node.token, parent, depths[parent] + 1
-            for child in list(node.children.values())[:breadth]:
-                frontier.append((share * child.count / node.count, size, order, child))
-                order += 1
+            extend(share, size, node)
             size += 1
 
 

@@ -173,3 +173,15 @@ def test_the_operator_is_well_formed(triton_device):
     x, weight = make(2, 40, 16, torch.float32, triton_device)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(triton.draft_topk, (x, weight, 2, True, None), test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_ids_are_tokens_whatever_the_logits_hold(triton_device, backend, value):
+    device = triton_device if backend == "triton" else "cpu"
+    x, weight = make(3, 70, 32, torch.float32, device)
+    x[1], weight[5:8, 0] = value, value
+    token_map = 1000 + torch.arange(70, device=device)
+    ids, _ = draft_topk(x, weight, 4, token_map=token_map, backend=backend)
+    assert ((ids >= 1000) & (ids < 1070)).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())

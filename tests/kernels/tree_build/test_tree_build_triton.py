@@ -5,10 +5,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.tree_build.reference import num_candidates
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 
 
@@ -28,7 +31,7 @@ def form(request):
     return name, request.getfixturevalue("triton_device") if name == "triton" else "cpu"
 
 
-KINDS = ["random", "coarse", "certain", "impossible", "signed zeros"]
+KINDS = ["random", "coarse", "certain", "impossible", "signed zeros", "nan"]
 
 
 def log_probs(shape, kind, generator):
@@ -40,6 +43,9 @@ def log_probs(shape, kind, generator):
     if kind == "impossible":
         values = torch.rand(shape, generator=generator).log()
         return torch.where(torch.rand(shape, generator=generator) < 0.6, -math.inf, values)
+    if kind == "nan":
+        values = -torch.randint(0, 3, shape, generator=generator).float()
+        return torch.where(torch.rand(shape, generator=generator) < 0.3, math.nan, values)
     if kind == "signed zeros":
         return torch.where(torch.rand(shape, generator=generator) < 0.5, 0.0, -0.0)
     return torch.zeros(shape)
@@ -54,6 +60,11 @@ def proposals(shape, batch, kind, seed=1):
         (torch.randint(0, 10**12, size, generator=generator), log_probs(size, kind, generator))
         for size in sizes
     ]
+
+
+def rank(score, number):
+    """Sort key of a candidate: NaN is the worst score, like -inf."""
+    return (math.inf if math.isnan(score) else -float(score), number)
 
 
 def by_hand(shape, batch, drafted):
@@ -72,7 +83,7 @@ def by_hand(shape, batch, drafted):
                 for i in range(k)
                 for j in range(k)
             ]
-            best = sorted(range(k * k), key=lambda c: (-float(children[c][1]), c))[:k]
+            best = sorted(range(k * k), key=lambda c: rank(children[c][1], c))[:k]
             beam = [
                 (*children[c][:2], len(record) + c, b * k + children[c][2], {step * k + n, *beam[c // k][4]})
                 for n, c in enumerate(best)
@@ -103,13 +114,15 @@ def run(shape, drafted, form):
 def assert_grown(beams, candidates, expected, records):
     for beam, hand in zip(beams, expected, strict=True):
         assert beam.tokens.tolist() == [[node[0] for node in row] for row in hand]
-        assert torch.equal(beam.scores.cpu(), torch.tensor([[node[1] for node in row] for row in hand]))
+        scores = torch.tensor([[node[1] for node in row] for row in hand])
+        torch.testing.assert_close(beam.scores.cpu(), scores, rtol=0, atol=0, equal_nan=True)
         assert beam.ids.tolist() == [[node[2] for node in row] for row in hand]
         assert beam.rows.tolist() == [node[3] for row in hand for node in row]
         assert beam.ancestors.tolist() == [[word(node[4]) for node in row] for row in hand]
         assert beam.scores.dtype == torch.float32
     for record, place in zip(candidates, range(3), strict=True):
-        assert torch.equal(record.cpu(), torch.tensor([[entry[place] for entry in row] for row in records]))
+        expected = torch.tensor([[entry[place] for entry in row] for row in records])
+        torch.testing.assert_close(record.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,18 +152,48 @@ def test_ancestors_are_those_of_the_whole_scratch_window(form):
         assert torch.equal(beam.ancestors.cpu(), ancestor_bits(parents, step + 1)[:, -5:])
 
 
-def test_nan_is_taken_for_the_best(form):
+def test_nan_is_taken_for_the_worst(form):
     shape = SpecShape(2, 3, 5)
     drafted = proposals(shape, 1, "random")
+    drafted[1][1][:] = math.nan
     drafted[1][1].view(torch.int32)[1, 2] = -1  # a negative one
-    drafted[1][1][2, 0] = math.nan
+    drafted[1][1][1, 0], drafted[1][1][2, 1] = -9.0, -math.inf
     beams, _ = run(shape, drafted, form)
-    assert beams[1].ids[0, :2].tolist() == [3 + 5, 3 + 6]
+    assert beams[1].ids[0].tolist() == [3 + 3, 3 + 0, 3 + 1]
+
+
+@given(data=st.data(), shape=st.sampled_from([(1, 4, 3), (2, 2, 5), (3, 2, 6), (5, 3, 12), (9, 2, 20)]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_scores_hold_the_parent_of_every_node_is_chosen(triton_device, data, shape):
+    """Also when the candidates of a path were not made one from another."""
+    shape = SpecShape(*shape)
+    n = num_candidates(shape)
+    number = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.just(math.nan) | st.just(0.0)
+    scores = torch.tensor([data.draw(st.lists(number, min_size=n, max_size=n))])
+    k, parents = shape.topk, [-1] * shape.topk
+    for step in range(1, shape.steps):
+        first = max(0, k + (step - 2) * k * k)
+        above = range(first, k if step == 1 else first + k * k)
+        beam = data.draw(st.permutations(above))[:k]
+        parents += [node for node in beam for _ in range(k)]
+    tokens, parents, roots = 1000 + torch.arange(n)[None], torch.tensor([parents]), torch.tensor([7])
+    tree = tree_build(roots, tokens, scores, parents, shape, backend="reference")
+    chosen = (tree.tokens[0, 1:] - 1000).tolist()
+    assert len(set(chosen)) == shape.tokens - 1 and set(chosen) <= set(range(n))
+    for node, candidate in enumerate(chosen, 1):
+        parent = int(parents[0, candidate])
+        assert ([-1, *chosen])[int(tree.parents[0, node])] == parent, "the parent in the window is its own"
+        above = int(tree.parents[0, node])
+        assert above < node and int(tree.depths[0, node]) == int(tree.depths[0, above]) + 1
+        assert int(tree.ancestors[0, node]) == int(tree.ancestors[0, above]) | (1 << node)
+    there = (x.to(triton_device) for x in (roots, tokens, scores, parents))
+    kernel = tree_build(*there, shape, backend="triton")
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kernel, tree, strict=True))
 
 
 def build_by_hand(root, record, shape):
     """Window of one request: tokens, parents, depths, ancestor sets."""
-    best = sorted(range(len(record)), key=lambda i: (-float(record[i][1]), i))[: shape.tokens - 1]
+    best = sorted(range(len(record)), key=lambda i: rank(record[i][1], i))[: shape.tokens - 1]
     kept = [-1, *sorted(best)]
     tokens, parents, depths, ancestors = [root], [0], [0], [{0}]
     for node, i in enumerate(kept[1:], 1):

@@ -93,6 +93,56 @@ def test_probability_prefers_what_happened_more_often():
     assert NgramIndex().propose([[7, 4]], 2, 1).parents.tolist() == [[0, 1]]
 
 
+def test_ten_continuations_win_over_a_newer_one():
+    """Behind the longest match, where a node has one child."""
+    phrase, usual, newer = list(range(20, 40)), [1, 2, 3], [7, 8, 9]
+    index = NgramIndex(NgramConfig(match_type="PROB"))
+    for request in range(10):
+        index.insert(request, phrase + usual)
+    index.insert(10, phrase + newer)
+    assert paths(index.propose([phrase], 4, 3))[-1] == usual
+    assert paths(index.propose([phrase + usual[:1]], 3, 2))[-1] == usual[1:]
+    newest = NgramIndex()
+    for request, end in enumerate([usual] * 10 + [newer]):
+        newest.insert(request, phrase + end)
+    assert paths(newest.propose([phrase], 4, 3))[-1] == newer, "BFS goes by length and recency"
+
+
+def tokens_per_cycle(match_type: str, seed: int) -> float:
+    """Replies of 60 tokens from three templates, of which 13 vary: two times in three the usual one."""
+    rng = random.Random(seed)
+    index = NgramIndex(NgramConfig(match_type=match_type))
+    templates = [[rng.randrange(5000) for _ in range(60)] for _ in range(3)]
+    varying = [
+        {p: [rng.randrange(5000) for _ in range(40)] for p in rng.sample(range(2, 60), 13)} for _ in templates
+    ]
+    emitted, cycles = 0, 0
+    for request in range(100):
+        which = rng.randrange(3)
+        text = list(templates[which])
+        for place, values in varying[which].items():
+            text[place] = values[0 if rng.random() < 0.67 else rng.randrange(1, 40)]
+        end = 2
+        index.insert(request, text[:end])
+        while end < len(text):
+            draft = index.propose([text[:end]], 12, 8)
+            rest = text[end:]
+            kept = max((len(path) for path in paths(draft) if path == rest[: len(path)]), default=0)
+            new = rest[: kept + 1]
+            index.insert(request, new)
+            end += len(new)
+            if request >= 30:
+                emitted, cycles = emitted + len(new), cycles + 1
+    return emitted / cycles
+
+
+def test_templates_gain_from_counts():
+    """The figures of docs/serving.md; children cut by recency gave PROB 4.60."""
+    bfs, prob = (sum(tokens_per_cycle(kind, seed) for seed in range(3)) / 3 for kind in ("BFS", "PROB"))
+    print(f"BFS {bfs:.2f}, PROB {prob:.2f} tokens a cycle")
+    assert prob > 4.65 and prob > 1.1 * bfs
+
+
 def test_inserts_in_pieces_equal_one_insert():
     text = [random.Random(1).randrange(4) for _ in range(200)]
     whole, pieces = NgramIndex(), NgramIndex()

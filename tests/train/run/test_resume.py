@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -51,6 +53,21 @@ def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) 
     (run.output / ".step-9.partial").mkdir()
     assert run("--resume", "--max-steps", "9") == 0
     assert run.metrics() == whole
+
+
+def test_steps_draw_from_no_global_state(make_run: Callable) -> None:
+    """So a checkpoint holds none: order, noise and judged prompts have generators of their own."""
+    run = make_run(
+        judge={"every": 2, "max_tokens": 6}, training={"feature_noise": {"kind": "uniform", "amount": 0.1}}
+    )
+    after = []
+    for steps in ("2", "5"):
+        python, numpy = random.getstate(), np.random.get_state()[1].tolist()
+        assert run("--max-steps", steps, f"output_dir={run.folder / steps}") == 0
+        assert random.getstate() == python and np.random.get_state()[1].tolist() == numpy
+        after.append(torch.random.get_rng_state())
+    assert torch.equal(*after), "the head's first weights are all that is drawn from torch's"
+    assert not list(run.folder.rglob("rng.pt"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

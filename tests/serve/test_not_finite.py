@@ -1,0 +1,136 @@
+"""A target whose weights hold NaN for one token: the requests that hold it end with an error, alone."""
+
+import math
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+from tiny_engine import make_engine
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.cpu_graph import CpuGraphs
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.request import Request
+from eagle_kit.speculation.verify.decide import is_finite
+
+BAD = 100
+GOOD = [[3, 4, 5, 6], [9, 8, 7], [1] * 9]
+
+
+def models(value: float = math.nan):
+    """A target that never emits ``BAD`` of itself, whose embedding is ``value`` there, and its head."""
+    target = tiny_target(tie_word_embeddings=False)
+    with torch.no_grad():
+        target.embed_tokens.weight[BAD] = value
+    return target, tiny_head(target)
+
+
+def serve(engine, prompts, params):
+    requests = [Request(i, list(p), params) for i, p in enumerate(prompts)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return requests
+
+
+def replies(engine, prompts, params):
+    return [request.token_ids for request in serve(engine, prompts, params)]
+
+
+def engine_of(pair, shape, **options):
+    engine = make_engine(pair, batch=4, page_size=4, **options)
+    engine.use_shape(SpecShape.parse(shape))
+    return engine
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [None, "3,1,4", "3,2,6"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_request_ends_alone(shape, temperature, lag):
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
+    pair = models()
+    expected = replies(engine_of(pair, shape, lag=lag), GOOD, params)
+    engine = engine_of(pair, shape, lag=lag)
+    bad = [5, BAD, *range(20, 30)]
+    requests = serve(engine, [GOOD[0], bad, *GOOD[1:]], params)
+    ended = requests.pop(1)
+    assert ended.finish_reason == "error" and ended.token_ids == []
+    assert [request.token_ids for request in requests] == expected
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert engine.totals.num_finished == {"error": 1, "length": 3}
+    assert engine.page_pool.match(bad) == [], "no page that led to NaN is cached"
+    assert engine.page_pool.match(GOOD[2]), "those of the others are"
+    assert replies(engine, GOOD, params) == expected, "pages and slots that held NaN are used again"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("shape", [None, "3,1,4", "3,2,6"])
+def test_a_reply_ends_before_the_token_whose_logits_are_not_finite(shape, value):
+    """``logit_bias`` makes the target emit the token; its own logits come a cycle later."""
+    params = SamplingParams(max_tokens=12, logit_bias={BAD: 1e9}, ignore_eos=True)
+    engine = engine_of(models(value), shape)
+    (request,) = serve(engine, [[3, 4, 5, 6]], params)
+    assert request.finish_reason == "error" and request.token_ids == [BAD]
+    assert engine.page_pool.match([3, 4, 5, 6, BAD]), "the page before it is cached"
+
+
+@pytest.mark.parametrize("graphs", [lambda: GraphRunner("cycle", EagerGraph), lambda: CpuGraphs(2)])
+def test_recordings_carry_the_flag(graphs):
+    """A request that turns bad after the cycle was recorded."""
+    pair = models()
+    engine = make_engine(pair, batch=4, page_size=4)
+    engine.runner.graphs = graphs()
+    engine.use_shape(SpecShape.parse("3,1,4"))
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+    expected = replies(engine_of(pair, "3,1,4"), GOOD[:2], params)
+    assert replies(engine, GOOD[:2], params) == expected and engine.runner.graphs.num_graphs
+    with torch.no_grad():
+        poison = int(expected[0][5])
+        pair[0].embed_tokens.weight[poison] = math.nan
+    first, second = serve(engine, [GOOD[0], GOOD[1]], params)
+    assert first.finish_reason == "error"
+    assert first.token_ids == expected[0][: len(first.token_ids)] and len(first.token_ids) <= 6
+    assert poison in expected[1] or second.token_ids == expected[1]
+
+
+def test_a_request_aborted_before_its_logits_are_seen_is_not_cached():
+    engine = engine_of(models(), None, lag=1)
+    prompt = [5, 6, 7, BAD, *range(20, 30)]
+    request = Request(0, prompt, SamplingParams(max_tokens=5))
+    engine.add_request(request)
+    engine.step()
+    engine.abort(request)
+    while engine.has_work:
+        engine.step()
+    assert engine.page_pool.match(prompt) == []
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_that_is_preempted_in_the_middle_is_cached_where_it_is_finite(lag, bad):
+    """Of 40 tokens, computed 8 at a time, the 10th may be bad."""
+    engine = engine_of(models(), None, lag=lag, prefill_tokens=8)
+    prompt = list(range(40))
+    prompt[9] = BAD if bad else 9
+    request = Request(0, prompt, SamplingParams(max_tokens=2))
+    engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    cached = 8 if bad else 24 - 8 * lag
+    assert request.finish_reason == ("error" if bad else None)
+    if not bad:
+        engine.scheduler._preempt(request)
+    assert len(engine.page_pool.match(prompt)) * 4 == cached
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert request.finish_reason == ("error" if bad else "length")
+
+
+def test_finite_rows():
+    nan, inf = math.nan, math.inf
+    rows = [[0.0, 1.0], [0.0, -inf], [-inf, -inf], [inf, 0.0], [nan, 0.0], [-inf, nan]]
+    assert is_finite(torch.tensor(rows)).tolist() == [True, True, False, False, False, False]
