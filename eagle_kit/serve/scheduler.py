@@ -157,7 +157,7 @@ class Scheduler:
         heads = [queue[0][2] for queue in self._queues.values()]
         if not self.page_pool.prefix_cache:
             return heads
-        begun = [request for request in self.running if request.is_prefilling]
+        begun = [each for each in self.running if each.num_verified < each.num_to_compute]
         return [
             head
             for head in heads
@@ -178,7 +178,7 @@ class Scheduler:
             ):
                 return True
             left = other.num_to_compute - other.num_computed - request.num_to_compute
-            turn, done = self.config.prefill_tokens, other.num_computed - other.num_shared_tokens
+            turn, done = self.config.prefill_tokens, other.num_verified - other.num_shared_tokens
             return not request.token_ids and done >= turn and left > turn
 
         return [other for other in self.running if gives_way(other)]
