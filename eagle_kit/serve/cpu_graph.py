@@ -14,6 +14,7 @@ cannot be recorded.
 """
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_
 RECORD_AFTER = 24
 """Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
 MAX_RECORDINGS = 12
-"""Some tens of megabytes each, for a target of 30 layers."""
+"""Of all engines of the process; some tens of megabytes each, for a target of 30 layers."""
 MAX_COUNTED = 1024
 READS = (
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),
@@ -43,6 +44,9 @@ WRITING = {
 """Operations to which True and 1 are the same: the type is that of the tensor."""
 READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Of operations whose result Python cannot use without knowing numbers."""
+
+_used: "OrderedDict[tuple[weakref.ref[CpuGraphs], Hashable], None]" = OrderedDict()
+"""Recordings of the process, the least recently used first."""
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +314,7 @@ class CpuGraphs:
         self._record_after = record_after
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
         self._conditions: dict[Hashable, list[Condition]] = {}
-        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._recordings: dict[Hashable, Recording] = {}
         self._refused: set[Hashable] = set()
 
     @property
@@ -331,7 +335,7 @@ class CpuGraphs:
             return body(inputs)
         recording = self._recordings.get((kind, choices))
         if recording is not None:
-            self._recordings.move_to_end((kind, choices))
+            self._note_use((kind, choices))
             return recording.replay(inputs)
         self._runs[kind, choices] = self._runs.pop((kind, choices), 0) + 1
         if len(self._runs) > MAX_COUNTED:
@@ -359,9 +363,19 @@ class CpuGraphs:
         if any(len(set(choice)) > 1 for choice in choices):
             return outputs
         self._recordings[kind, choices] = recording
-        if len(self._recordings) > MAX_RECORDINGS:
-            self._recordings.popitem(last=False)
+        self._note_use((kind, choices))
+        for owner, key in [each for each in _used if each[0]() is None]:
+            del _used[owner, key]
+        while len(_used) > MAX_RECORDINGS:
+            (owner, key), _ = _used.popitem(last=False)
+            if (graphs := owner()) is not None:
+                del graphs._recordings[key]
         return outputs
+
+    def _note_use(self, key: Hashable) -> None:
+        """Put a recording behind all others of the process in the order in which they are dropped."""
+        _used[weakref.ref(self), key] = None
+        _used.move_to_end((weakref.ref(self), key))
 
     def _refuse(self, kind: Hashable, error: Exception) -> None:
         _log.info("A cycle stays in Python: %s.", error)

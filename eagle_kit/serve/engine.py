@@ -111,6 +111,16 @@ class Engine:
         """Share of the pages that running requests hold, 0 to 1."""
         return 1.0 - self.page_pool.num_available / self.page_pool.num_pages
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured or recorded cycles at hand."""
+        return self.runner.graphs.num_graphs
+
+    @property
+    def num_grammars(self) -> int:
+        """Compiled grammars at hand."""
+        return 0 if self._grammars is None else self._grammars.num_compiled
+
     def use_shape(self, shapes: ShapeTable | SpecShape) -> None:
         """Speculate with ``shapes`` from the next request on.
 

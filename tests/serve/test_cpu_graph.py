@@ -207,6 +207,20 @@ def test_recordings_are_few(monkeypatch):
             assert graphs.num_graphs == min(3, 8 * turn + size) and len(graphs._runs) <= 5
 
 
+def test_engines_of_a_process_share_the_bound(monkeypatch):
+    monkeypatch.setattr(cpu_graph, "MAX_RECORDINGS", 3)
+    engines, x = [CpuGraphs(record_after=1) for _ in range(5)], torch.ones(2)
+    for count, graphs in enumerate(engines, 1):
+        for name in "ab":
+            graphs.run(GraphCall(name, 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS))
+        assert sum(each.num_graphs for each in engines) == min(3, 2 * count)
+    del engines[-1], graphs
+    last = engines[-1]
+    for name in "ab":
+        assert last.run(GraphCall(name, 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)).tolist() == [2, 2]
+    assert last.num_graphs == 2, "recordings of an engine that is gone do not count"
+
+
 @pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
 def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):

@@ -1,5 +1,6 @@
 """The FastAPI application: routes, their documentation, errors, and the engine's life."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import return_free_memory
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.middleware import RequestContext
 from eagle_kit.serve.api.routes_generate import add_generation_routes
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
     from eagle_kit.serve.llm import LLM
 
+TRIM_EVERY_S = 10.0
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -53,7 +56,9 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
+        trimming = asyncio.create_task(_return_memory())
         yield
+        trimming.cancel()
         await service.engine.shutdown()
         service.close()
 
@@ -66,6 +71,13 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     app.add_exception_handler(HTTPException, _raise_in_our_shape)
     app.add_middleware(RequestContext, api_key=config.api_key)
     return app
+
+
+async def _return_memory() -> None:
+    """Return freed memory to the system from time to time."""
+    while True:
+        await asyncio.sleep(TRIM_EVERY_S)
+        await asyncio.to_thread(return_free_memory)
 
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:

@@ -1,12 +1,13 @@
 """Request bodies: bounded in size, JSON, validated strictly."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from eagle_kit.serve.api.errors import ApiError, from_validation
+from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import Overloaded
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -68,8 +69,17 @@ async def _in_time(body: Coroutine[Any, Any, bytes], draining: asyncio.Event) ->
 
 
 async def _read(request: Any, max_bytes: int) -> bytes:
+    from starlette.requests import ClientDisconnect
+
+    try:
+        return await _read_stream(request.stream(), max_bytes)
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read_stream(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
     chunks, size = [], 0
-    async for chunk in request.stream():
+    async for chunk in stream:
         size += len(chunk)
         if size <= max_bytes:
             chunks.append(chunk)

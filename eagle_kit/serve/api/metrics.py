@@ -89,6 +89,8 @@ class _EngineCollector:
             ("num_requests_running", "Requests in the batch.", engine.num_running),
             ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
             ("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage),
+            ("num_graphs", "Captured or recorded cycles.", engine.num_graphs),
+            ("num_grammars", "Compiled grammars that are remembered.", engine.num_grammars),
         )
         counters = (
             ("num_preemptions", "Requests preempted for want of pages.", totals.num_preemptions),

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from eagle_kit.serve.api.errors import ApiError, as_api_error
+from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import EngineFailed, Overloaded
 
 Scope = MutableMapping[str, Any]
@@ -63,6 +64,8 @@ class RequestContext:
             self._check_single(scope["headers"])
             self._authorise(scope["path"], headers.get(b"authorization", b""))
             await self.app(scope, receive, send_with_id)
+        except ClientGone:
+            pass  # in the middle of its body; nobody is there to answer
         except Exception as error:
             answer = as_api_error(error)
             if answer.status == 500 and not isinstance(error, EngineFailed):  # which is in the log already

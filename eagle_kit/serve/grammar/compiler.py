@@ -152,6 +152,11 @@ class GrammarCompiler:
         self._num_starts = itertools.count()
         self._compiled = lru_cache(maxsize=NUM_COMPILED)(self._compile)
 
+    @property
+    def num_compiled(self) -> int:
+        """Grammars that are remembered."""
+        return self._compiled.cache_info().currsize
+
     def start(self, grammar: Grammar) -> GrammarMatch:
         """Return a match of ``grammar`` that has read nothing.
 

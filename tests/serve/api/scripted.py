@@ -63,6 +63,8 @@ class ScriptedEngine:
     def kv_usage(self) -> float:
         return len(self.running) / self.slots
 
+    num_graphs = num_grammars = 0
+
     def add_request(self, request: Request) -> None:
         if not request.prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")

@@ -274,6 +274,14 @@ def test_a_body_that_never_arrives_holds_neither_memory_nor_the_shutdown(scripte
             assert not server.thread.is_alive()
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(scripted, caplog):
+    with serving(*scripted("abc")) as server:
+        half_a_request(server).close()
+        assert server.http.get("/health").status_code == 200
+        wait_until(lambda: not server.server.server_state.tasks)
+    assert not caplog.records
+
+
 def test_headers_that_never_end_are_refused_in_time(scripted, monkeypatch):
     monkeypatch.setattr("eagle_kit.serve.api.connection.HEADERS_S", 0.3)
     with serving(*scripted("abc")) as server:

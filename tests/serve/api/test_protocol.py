@@ -335,6 +335,7 @@ def test_metrics_count_what_the_engine_did(scripted):
     assert positions == [2, 2]
     assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 7
     assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
+    assert float(samples["process_resident_memory_bytes"]) > 1e8
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     for name, count in (("time_to_first_token", 1), ("inter_token_latency", 4), ("e2e_request_latency", 1)):
         assert value(f"{name}_seconds_count") == count
