@@ -135,7 +135,15 @@ class Engine:
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.runner.use_shape(shapes)
         room, speculates = self.config.room(shapes.steps), self.runner.models.drafter is not None
-        self.scheduler = Scheduler(self.page_pool, self.config, room=room, needs_last=speculates)
+        model = self.target.config
+        attention = 2 * model.num_heads * model.head_dim * model.num_layers
+        self.scheduler = Scheduler(
+            self.page_pool,
+            self.config,
+            room=room,
+            needs_last=speculates,
+            attention_cost=attention / sum(weight.numel() for weight in self.target.parameters()),
+        )
 
     def _check_shape(self, shape: SpecShape) -> None:
         if shape.steps and self.draft is None and self.ngram is None:

@@ -13,8 +13,9 @@ slot that becomes free goes to the first in the order, so that nobody waits for 
 
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
-that decodes computes fewer prompt tokens; half of them belong to the prompt that has waited longest, the rest
-to those that end soonest. A request that does not fit yet keeps those behind it waiting.
+that decodes computes fewer prompt tokens, which count for more the more there are before them; half of them
+belong to the prompt that has waited longest, the rest to those that end soonest. A request that does not fit
+yet keeps those behind it waiting.
 """
 
 import heapq
@@ -53,10 +54,19 @@ class Scheduler:
         config: slots and most prompt tokens of one step, over all requests.
         room: tokens behind its known ones that a request may need pages for in the next cycle.
         needs_last: whether the last token of a cached prefix is computed again for its hidden state.
+        attention_cost: arithmetic of attention per token before, over that of everything else of a token.
     """
 
-    def __init__(self, page_pool: PagePool, config: ResolvedConfig, *, room: int, needs_last: bool) -> None:
-        self.page_pool, self.config = page_pool, config
+    def __init__(
+        self,
+        page_pool: PagePool,
+        config: ResolvedConfig,
+        *,
+        room: int,
+        needs_last: bool,
+        attention_cost: float = 0.0,
+    ) -> None:
+        self.page_pool, self.config, self.attention_cost = page_pool, config, attention_cost
         self.room, self.needs_last = room, needs_last
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
@@ -212,18 +222,25 @@ class Scheduler:
         begun = [request for request in self.running if request.is_prefilling]
         if not begun:
             return []
-        left = self.config.mixed_prefill_tokens if decodes else self.config.prefill_tokens
+        left: float = self.config.mixed_prefill_tokens if decodes else self.config.prefill_tokens
         oldest = min(begun, key=_rank)
-        reserved = min(oldest.num_to_compute - oldest.num_computed, left - left // 2)
-        chunks = []
+        rest = oldest.num_to_compute - oldest.num_computed
+        reserved = min(rest * self._cost_at(oldest.num_computed), left / 2)
+        chunks: list[Chunk] = []
         for request in sorted(begun, key=lambda each: (each.num_to_compute - each.num_computed, _rank(each))):
             reserved = 0 if request is oldest else reserved
             start = request.num_computed
-            stop = min(request.num_to_compute, start + left - reserved)
+            cost = self._cost_at(start)
+            count = max(int((left - reserved) / cost), 1 if request is oldest else 0)
+            stop = min(request.num_to_compute, start + count)
             if stop > start:
                 chunks.append(Chunk(request, start, stop))
-                left -= stop - start
+                left -= (stop - start) * cost
         return chunks
+
+    def _cost_at(self, position: int) -> float:
+        """Cost of a prompt's token, relative to that of the first: attention reads all before it."""
+        return 1.0 + self.attention_cost * position
 
 
 def _rank(request: Request) -> tuple[int, int]:
