@@ -30,7 +30,7 @@ Case = tuple[int, str]
 
 class Wait(NamedTuple):
     """An ordinary reply: seconds since the start of the soak when it was asked for, seconds to its first and
-    last token, the mean number of other generations meanwhile, and its text."""
+    last token, the mean number of other requests with a prompt or a body meanwhile, and its text."""
 
     at: float
     case: Case
@@ -56,24 +56,24 @@ class Load:
     started: float = field(default_factory=time.monotonic)
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
-    num_generating: int = 0
+    num_served: int = 0
     _area: float = 0.0
     _at: float = field(default_factory=time.monotonic)
 
     @contextmanager
-    def generating(self) -> Iterator[Callable[[], float]]:
-        """Count a generation; what it gives returns the mean number of others since the beginning."""
+    def serving(self) -> Iterator[Callable[[], float]]:
+        """Count a request that takes work; what it gives returns the mean number of others meanwhile."""
         begun, area = time.monotonic(), self._advance()
-        self.num_generating += 1
+        self.num_served += 1
         try:
             yield lambda: (self._advance() - area) / max(time.monotonic() - begun, 1e-9) - 1.0
         finally:
             self._advance()
-            self.num_generating -= 1
+            self.num_served -= 1
 
     def _advance(self) -> float:
         now = time.monotonic()
-        self._area += self.num_generating * (now - self._at)
+        self._area += self.num_served * (now - self._at)
         self._at = now
         return self._area
 
@@ -100,7 +100,7 @@ async def ordinary(load: Load, case: Case | None = None) -> str:
     number, mode = case = case or (load.rng.randrange(len(QUESTIONS)), load.rng.choice(tuple(MODES)))
     body = {"messages": [{"role": "user", "content": QUESTIONS[number]}], "max_tokens": NUM_TOKENS}
     begun, first, text = time.monotonic(), 0.0, ""
-    with load.generating() as others:
+    with load.serving() as others:
         async for event in load.server.stream(CHATS, {**body, **MODES[mode]}):
             if "error" in event:
                 return f"event {event['error']['code']}"
@@ -113,7 +113,7 @@ async def ordinary(load: Load, case: Case | None = None) -> str:
 
 
 async def _generate(load: Load, path: str, **body: Any) -> Answer:
-    with load.generating():
+    with load.serving():
         return await load.server.ask(path, body)
 
 
@@ -138,7 +138,7 @@ async def long_reply(load: Load) -> str:
 async def echo(load: Load) -> str:
     """Have a prompt that fills the context repeated 128 times, as a stream."""
     body = {"prompt": [70] * (load.max_context - 16), "n": 128, "max_tokens": 1, "echo": True}
-    with load.generating():
+    with load.serving():
         async for _ in load.server.stream(COMPLETIONS, body):
             pass
     return "200"
@@ -147,7 +147,7 @@ async def echo(load: Load) -> str:
 async def leaver(load: Load) -> str:
     """Go away in the middle of a reply."""
     body = {"prompt": "A list of numbers:", "max_tokens": 400}
-    with load.generating():
+    with load.serving():
         try:
             async with asyncio.timeout(load.rng.uniform(0.1, 4.0)):
                 async for _ in load.server.stream(COMPLETIONS, body):
@@ -161,7 +161,7 @@ async def unread(load: Load) -> str:
     """Ask for a long stream, read nothing of it for 20 seconds, and leave."""
     body = {"prompt": [71] * (load.max_context - 16), "n": 16, "max_tokens": 4, "echo": True, "stream": True}
     content = json.dumps(body).encode()
-    with load.generating():
+    with load.serving():
         async with load.server.connect() as (reader, writer):
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(load.server.head("POST", COMPLETIONS, len(content)) + content)
@@ -223,11 +223,9 @@ BODIES: tuple[Callable[[], bytes], ...] = (
 
 async def refused(load: Load) -> str:
     """Send what must be refused, up to 9 MB."""
-    return str((await load.server.ask(CHATS if load.rng.random() < 0.3 else COMPLETIONS, _body(load))).status)
-
-
-def _body(load: Load) -> bytes:
-    return load.rng.choice(BODIES)()
+    path, body = CHATS if load.rng.random() < 0.3 else COMPLETIONS, load.rng.choice(BODIES)()
+    with load.serving():
+        return str((await load.server.ask(path, body)).status)
 
 
 async def structured(load: Load) -> str:
@@ -240,7 +238,7 @@ async def structured(load: Load) -> str:
         "required": names,
         "additionalProperties": False,
     }
-    with load.generating():
+    with load.serving():
         answer = await load.server.ask(
             CHATS, _schema(schema).replace(b'"max_tokens": 8', b'"max_tokens": 60')
         )
@@ -263,7 +261,7 @@ MIX = (
     Kind("slow headers", slow_headers, 5, 1.0, ("408",), "headers that never end"),
     Kind("slow body", slow_body, 2, 5.0, ("408",), "a byte a second"),
     Kind("probe", probe, 20, 0.2, ("200",), "/health_generate"),
-    Kind("refused", refused, 2, 1.0, ("400", "413"), f"{len(BODIES)} bodies of up to 9 MB"),
+    Kind("refused", refused, 2, 2.0, ("400", "413"), f"{len(BODIES)} bodies of up to 9 MB"),
     Kind("structured", structured, 1, 3.0, ("200", "200 cut"), "a schema that is new every time"),
 )
 

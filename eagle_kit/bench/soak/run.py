@@ -1,7 +1,8 @@
 """Run of a soak: replies alone first, then all clients at once, then the judgement.
 
 An ordinary reply may take ``(2 + A) T`` seconds: twice its time alone, T, and its fair share, a further T for
-each of the A other HTTP requests whose replies were being generated meanwhile (their mean number).
+each of the A other requests that the server worked on meanwhile: their mean number, however many choices they
+have, without probes and without those whose headers or body never end.
 """
 
 import asyncio
@@ -176,7 +177,7 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
         "seconds over allowed": _spread(ratios),
         "seconds alone, first token": _spread([each.first for each in alone.values()]),
         "seconds, first token": _spread([wait.first for wait in load.waits]),
-        "other generations meanwhile": _spread([wait.others for wait in load.waits]),
+        "other requests meanwhile": _spread([wait.others for wait in load.waits]),
         "resident GB at start, 1/3, 2/3, end": [
             round(samples[i].resident_gb, 2)
             for i in (0, len(samples) // 3, 2 * len(samples) // 3, len(samples) - 1)
