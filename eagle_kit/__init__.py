@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from eagle_kit.core.process import limit_spinning
+
 if TYPE_CHECKING:
     from eagle_kit.config.engine import EngineConfig
     from eagle_kit.core.output import RequestOutput
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
+
+limit_spinning()  # OpenMP reads it when torch is loaded
 
 _HOMES = {
     "EngineConfig": "eagle_kit.config.engine",

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.support.files import WEIGHTS
+from eagle_kit.kinds.support.files import METADATA, WEIGHTS
 from eagle_kit.models.loading.source import LOG_IN, REPOSITORY, hub_error
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
@@ -47,6 +47,10 @@ class Repository:
             raise UserError(
                 f"The repository {name} exists and is public.",
                 "Make it private on its page, or leave --private out.",
+            )
+        if WEIGHTS in found and METADATA not in found:
+            raise UserError(
+                f"The repository {name} holds a model of another making.", "Choose a new repository."
             )
 
     def upload(self, folder: Path) -> str:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from eagle_kit.core.process import SPIN_VARIABLES, busy_cores, is_busy, num_cores
 from eagle_kit.report.environment import describe_machine, describe_versions, package_versions
 
 OPTIONAL = {
@@ -52,7 +53,14 @@ def _versions() -> Iterator[str]:
 def _machine() -> Iterator[str]:
     machine, free = describe_machine("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     yield f"{machine['system']}, {machine['cpu']}"
-    yield f"{machine['cores']} cores, {machine['threads']} torch threads"
+    waiting = {name: value for name in SPIN_VARIABLES if (value := os.environ.get(name))}
+    how = ", ".join(f"{name}={value}" for name, value in waiting.items())
+    yield f"{machine['cores']} cores, {machine['threads']} torch threads, {how}"
+    if is_busy():
+        yield (
+            f"warning: {busy_cores():.1f} of {num_cores()} cores were busy in the last minute; timings are off, and "
+            "OMP_NUM_THREADS=1 beside a busy program is faster than more threads"
+        )
     disk = _gib(shutil.disk_usage(".").free)
     yield f"memory {machine['memory_gb']} GiB, {_gib(free)} free; disk {disk} free here"
 

@@ -1,11 +1,17 @@
-"""CPU cores and memory of the process, and its exit code after an interruption."""
+"""CPU cores and threads of the process, and its exit code after an interruption."""
 
-import ctypes
 import os
-from contextlib import suppress
+import sys
+import warnings
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted and has saved its work so far."""
+SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+SPIN_COUNT = "10000"
+"""Turns that a thread of OpenMP waits for others before it sleeps, some tens of microseconds. By default it
+spins for milliseconds, and beside any other program two threads are slower than one; asleep at once, they
+lose half of their speed on a quiet machine. Figures are in docs/training.md."""
+_is_late = False
 
 
 def num_cores() -> int:
@@ -13,9 +19,32 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def return_free_memory() -> None:
-    """Return what the allocator keeps of freed memory to the system; takes a millisecond or two. Large
-    objects of a moment, such as parsed bodies, otherwise stay in resident memory, a peak in every thread.
-    Only glibc can."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def limit_spinning() -> None:
+    """Have threads of OpenMP sleep soon where nothing else was asked for; without effect behind the import of
+    torch."""
+    global _is_late
+    if any(name in os.environ for name in SPIN_VARIABLES):
+        return
+    _is_late = "torch" in sys.modules
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # also for processes that are started from here
+
+
+def warn_of_spinning(num_threads: int) -> None:
+    """Warn when :func:`limit_spinning` came too late for the threads of this process, while other programs
+    keep the machine busy."""
+    if _is_late and num_threads > 1 and is_busy():
+        warnings.warn(
+            "torch was imported before eagle_kit, so its threads spin while they wait, which is slow beside "
+            f"other programs. Import eagle_kit first, or set GOMP_SPINCOUNT={SPIN_COUNT}.",
+            stacklevel=3,
+        )
+
+
+def busy_cores() -> float:
+    """Cores that were busy in the last minute, this process included."""
+    return os.getloadavg()[0]
+
+
+def is_busy() -> bool:
+    """Return True if more than half of the cores were busy."""
+    return busy_cores() > 0.5 * num_cores()

@@ -14,6 +14,7 @@ cannot be recorded.
 """
 
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -47,6 +48,7 @@ READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 _used: "OrderedDict[tuple[weakref.ref[CpuGraphs], Hashable], None]" = OrderedDict()
 """Recordings of the process, the least recently used first."""
+_lock = threading.Lock()
 
 _log = logging.getLogger(__name__)
 
@@ -364,18 +366,21 @@ class CpuGraphs:
             return outputs
         self._recordings[kind, choices] = recording
         self._note_use((kind, choices))
-        for owner, key in [each for each in _used if each[0]() is None]:
-            del _used[owner, key]
-        while len(_used) > MAX_RECORDINGS:
-            (owner, key), _ = _used.popitem(last=False)
-            if (graphs := owner()) is not None:
-                del graphs._recordings[key]
+        with _lock:
+            for owner, key in [each for each in _used if each[0]() is None]:
+                del _used[owner, key]
+            while len(_used) > MAX_RECORDINGS:
+                (owner, key), _ = _used.popitem(last=False)
+                if (graphs := owner()) is not None:
+                    graphs._recordings.pop(key, None)
+                    graphs._runs.pop(key, None)  # so that it is not recorded again at its next run
         return outputs
 
     def _note_use(self, key: Hashable) -> None:
         """Put a recording behind all others of the process in the order in which they are dropped."""
-        _used[weakref.ref(self), key] = None
-        _used.move_to_end((weakref.ref(self), key))
+        with _lock:
+            _used[weakref.ref(self), key] = None
+            _used.move_to_end((weakref.ref(self), key))
 
     def _refuse(self, kind: Hashable, error: Exception) -> None:
         _log.info("A cycle stays in Python: %s.", error)

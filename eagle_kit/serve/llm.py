@@ -12,6 +12,7 @@ import torch
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 from eagle_kit.data.chat.template import prompt_token_ids
@@ -85,6 +86,8 @@ class LLM:
             self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
+        if self.target.embed_tokens.weight.device.type == "cpu":
+            warn_of_spinning(torch.get_num_threads())
         pack_weights(self.target)
         if self._options.kv_dtype == "fp8_e4m3":
             check_fp8(self.target.embed_tokens.weight.device)

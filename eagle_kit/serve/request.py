@@ -30,6 +30,7 @@ class Request:
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
+        turn_began: tokens of the reply when it was last admitted.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         slot: row of the device's tables while it runs, else -1.
@@ -53,6 +54,7 @@ class Request:
     num_cached_tokens: int = 0
     num_shared_tokens: int = 0
     num_preemptions: int = 0
+    turn_began: int = 0
     num_computed: int = 0
     num_verified: int = 0
     slot: int = -1

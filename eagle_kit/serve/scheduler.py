@@ -4,12 +4,14 @@ Requests of one group share a turn: the choices of an HTTP request, or all promp
 wait in the order of priority, then of the slots that they hold, then of arrival. A group that holds none need
 not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
 
-* a group that holds several,
-* a request that is :data:`TURN_TOKENS` tokens of the reply ahead of it,
-* for its first token, a prompt that has had a step's tokens and lacks more than that beyond its own.
+* a group that holds several, whatever its priority,
+* a request that has had a turn of :data:`TURN_TOKENS` tokens and is as many ahead of it in its reply,
+* for its first token, and only with a prefix cache, a prompt that has had a turn of a step's tokens and lacks
+  more than those beyond its own.
 
-The one that gives way waits again. Its tokens stay in the prefix cache, so that going on costs little, and a
-slot that becomes free goes to the first in the order, so that nobody waits for ever.
+Nobody gives way for a request that would not fit even so. The one that gives way waits again. Its tokens stay
+in the prefix cache, so that going on costs little; a slot that becomes free goes to the first in the order,
+which then has a turn, so that nobody waits for ever.
 
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
@@ -20,15 +22,16 @@ yet keeps those behind it waiting.
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.serve.request import Request
 
-TURN_TOKENS = 64
-"""Tokens of a reply that a request is sure of, whoever waits. Preempted after each, it computes a page more
-than otherwise: about 1 % of the time of 64 tokens."""
+TURN_TOKENS = 32
+"""Tokens of a reply in a turn. With a prefix cache each further turn costs about a page of prefill, 2 % of
+the time of 32 tokens."""
 
 
 class Chunk(NamedTuple):
@@ -151,12 +154,14 @@ class Scheduler:
             first = min(ready, key=self._order)
             if not self._admit(first):
                 break
-        for request in sorted(self._heads(), key=self._order):
-            while request.slot < 0 and (victims := self._victims(request)):
+        dispensable = self._dispensable()
+        for request in sorted(self._heads(), key=self._order) if dispensable else ():
+            while request.slot < 0 and (victims := self._victims(request, dispensable)):
                 victim = max(victims, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
                 self._admit(request)
+                dispensable = self._dispensable()
             if request.slot < 0 and self._slots:
                 break
         return preempted
@@ -174,24 +179,54 @@ class Scheduler:
             if all(each.group != head.group or each.prompt_ids != head.prompt_ids for each in begun)
         ]
 
-    def _victims(self, request: Request) -> list[Request]:
-        """List the running requests that give way to a waiting one."""
-        if self._num_held[request.group]:
+    def _dispensable(self) -> list[Request]:
+        """List the running requests that could give way, those that have got most first."""
+
+        def may_give_way(request: Request) -> bool:
+            if self._num_held[request.group] > 1:
+                return True
+            return _has_had_turn(request) or self._has_had_prompt_turn(request)
+
+        return sorted(filter(may_give_way, self.running), key=lambda each: -len(each.token_ids))
+
+    def _has_had_prompt_turn(self, request: Request) -> bool:
+        turn = self.config.prefill_tokens
+        return (
+            self.page_pool.prefix_cache
+            and request.num_verified - request.num_shared_tokens >= turn < _rest(request)
+        )
+
+    def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
+        """List those that give way to a waiting request."""
+        if self._num_held[request.group] or not dispensable:
             return []
+        most = len(dispensable[0].token_ids) - len(request.token_ids)
+        if most < TURN_TOKENS and request.token_ids and max(self._num_held.values()) == 1:
+            return []  # at once in the usual case of a long queue
 
         def gives_way(other: Request) -> bool:
+            if self._num_held[other.group] > 1:
+                return True
             if other.priority > request.priority:
                 return False
-            if (
-                self._num_held[other.group] > 1
-                or len(other.token_ids) - len(request.token_ids) >= TURN_TOKENS
-            ):
+            ahead = len(other.token_ids) - len(request.token_ids)
+            if ahead >= TURN_TOKENS and _has_had_turn(other):
                 return True
-            left = other.num_to_compute - other.num_computed - request.num_to_compute
-            turn, done = self.config.prefill_tokens, other.num_verified - other.num_shared_tokens
-            return not request.token_ids and done >= turn and left > turn
+            left = _rest(other) - request.num_to_compute
+            is_longer = left > self.config.prefill_tokens
+            return is_longer and self._has_had_prompt_turn(other) and not request.token_ids
 
-        return [other for other in self.running if gives_way(other)]
+        victims = [other for other in dispensable if gives_way(other)]
+        return victims if self._would_fit(request, victims) else []
+
+    def _would_fit(self, request: Request, victims: Sequence[Request]) -> bool:
+        """Return True if all ``victims`` together make room for a request."""
+        need = self.page_pool.pages_for(request.num_tokens + self.room) + len(self.running) - len(victims)
+        freed = sum(
+            len(each.allocation.pages) + sum(node.refs == 1 for node in each.allocation.nodes)
+            for each in victims
+        )
+        return need <= self.page_pool.num_available + freed
 
     def _admit(self, request: Request) -> bool:
         """Admit the first request of its group, if there is a slot and it fits."""
@@ -209,6 +244,7 @@ class Scheduler:
             return False
         self._dequeue(request)
         request.allocation, request.slot = allocation, self._slots.pop()
+        request.turn_began = len(request.token_ids)
         request.num_shared_tokens = len(shared) * self.page_pool.page_size
         request.num_computed = request.num_shared_tokens - (1 if shared and self.needs_last else 0)
         if not request.num_preemptions:
@@ -224,10 +260,9 @@ class Scheduler:
             return []
         left: float = self.config.mixed_prefill_tokens if decodes else self.config.prefill_tokens
         oldest = min(begun, key=_rank)
-        rest = oldest.num_to_compute - oldest.num_computed
-        reserved = min(rest * self._cost_at(oldest.num_computed), left / 2)
+        reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)
         chunks: list[Chunk] = []
-        for request in sorted(begun, key=lambda each: (each.num_to_compute - each.num_computed, _rank(each))):
+        for request in sorted(begun, key=lambda each: (_rest(each), _rank(each))):
             reserved = 0 if request is oldest else reserved
             start = request.num_computed
             cost = self._cost_at(start)
@@ -241,6 +276,15 @@ class Scheduler:
     def _cost_at(self, position: int) -> float:
         """Cost of a prompt's token, relative to that of the first: attention reads all before it."""
         return 1.0 + self.attention_cost * position
+
+
+def _has_had_turn(request: Request) -> bool:
+    return len(request.token_ids) - request.turn_began >= TURN_TOKENS
+
+
+def _rest(request: Request) -> int:
+    """Number of prompt tokens that are still to be computed."""
+    return request.num_to_compute - request.num_computed
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -314,6 +314,11 @@ def test_a_push_that_would_mix_or_publish_is_refused(hub, target, tmp_path, monk
     hub.add("me/old", tmp_path / "old")
     assert main([*words, "--push", "me/old"]) == 2
     assert "holds other weights than a draft's (pytorch_model.bin)" in spoken(capsys)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"x")
+    hub.add("me/whole", tmp_path / "whole")
+    assert main([*words, "--push", "me/whole"]) == 2
+    assert "holds a model of another making" in spoken(capsys)
     assert not (tmp_path / "out").exists()
 
 

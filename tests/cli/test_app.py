@@ -210,3 +210,11 @@ def test_the_demo_ends_with_a_line_for_machines():
     assert last_line(summary, "shipped") == (
         "demo: greedy_identical=yes accept_length=2.35 speedup=0.99 plot=p.png summary=s.json"
     )
+
+
+def test_doctor_warns_of_a_busy_machine(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_matmul_rates", lambda: iter(()))
+    for load, warns in ((0.1, False), (1000.0, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert app.main(["doctor"]) == 0
+        assert ("cores were busy in the last minute" in capsys.readouterr().out) is warns

@@ -1,28 +1,49 @@
-"""The process: memory that is given back."""
+"""Threads of the process: how they wait for one another."""
 
-import ctypes
+import os
 import subprocess
 import sys
 
 import pytest
 
-PROGRAM = """
-from eagle_kit.core.process import return_free_memory
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-blocks = [bytearray(60_000) for _ in range(4000)]
-above = bytearray(60_000)  # so that the heap cannot shrink from its end
-del blocks
-before = resident()
-return_free_memory()
-print(before - resident())
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+SHOW = "; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
+BUSY = """
+import os, warnings
+os.getloadavg = lambda: ({load}, 0.0, 0.0)
+{imports}
+from eagle_kit.core.process import warn_of_spinning
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    warn_of_spinning({threads})
+print([str(each.message) for each in caught])
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
-def test_freed_memory_goes_back_to_the_system():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 150_000_000
+def run(code: str, **environment: str) -> str:
+    """Run a program with none of the variables but those given -> what it prints."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=kept | environment)
+    return done.stdout.strip()
+
+
+def test_threads_sleep_soon_unless_something_else_was_asked_for():
+    assert run("import eagle_kit" + SHOW) == "10000"
+    assert run("import eagle_kit.cli, sys; assert 'torch' not in sys.modules" + SHOW) == "10000"
+    assert run("import eagle_kit" + SHOW, GOMP_SPINCOUNT="7") == "7"
+    assert run("import eagle_kit" + SHOW, OMP_WAIT_POLICY="ACTIVE") == "None"
+
+
+@pytest.mark.parametrize(
+    ("imports", "load", "threads", "warns"),
+    [
+        ("import torch, eagle_kit", 1e6, 2, True),
+        ("import torch, eagle_kit", 1e6, 1, False),
+        ("import torch, eagle_kit", -1e6, 2, False),
+        ("import eagle_kit, torch", 1e6, 2, False),
+    ],
+)
+def test_a_late_import_is_told_where_it_costs(imports, load, threads, warns):
+    said = run(BUSY.format(imports=imports, load=load, threads=threads))
+    assert ("torch was imported before eagle_kit" in said) is warns

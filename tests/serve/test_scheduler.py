@@ -9,7 +9,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.request import Request
 
-SLOTS, TURN = 4, 64
+SLOTS, TURN = 4, 32
 LONG = [(3 * i + i * i) % 11 for i in range(400)]
 
 
@@ -89,6 +89,46 @@ def test_long_replies_give_way_after_their_turn(models):
     assert newcomers[0].token_ids
 
 
+def loop(engine, clients, steps, max_tokens) -> int:
+    """Serve ``clients`` that ask for a short reply again and again -> the number of replies."""
+    live, count = [], 0
+    for _ in range(steps):
+        live = [request for request in live if request.finish_reason is None]
+        while len(live) < clients:
+            live += requests_of([[count % 11] * 8], first=1000 + count, max_tokens=max_tokens)
+            engine.add_request(live[-1])
+            count += 1
+        engine.step()
+    return count
+
+
+@pytest.mark.parametrize(("slots", "clients"), [(1, 2), (4, 4)])
+def test_a_long_reply_does_not_starve_behind_short_ones(models, slots, clients):
+    engine = make_engine(models, slots, page_size=4, max_context=512)
+    (long,) = requests_of([[1, 2]], max_tokens=400)
+    begin(engine, [long], steps=70)
+    assert loop(engine, clients, steps=700, max_tokens=16) > 15
+    assert len(long.token_ids) > 70 + 2 * TURN
+
+
+def test_a_long_prompt_does_not_start_again_and_again_without_a_prefix_cache(models):
+    engine = make_engine(models, 1, page_size=4, max_context=512, prefix_cache=False, prefill_tokens=16)
+    (long,) = requests_of([LONG], max_tokens=5)
+    begin(engine, [long], steps=1)
+    loop(engine, clients=2, steps=100, max_tokens=8)
+    assert long.token_ids
+
+
+def test_nobody_gives_way_for_what_would_not_fit_even_so(models):
+    engine = make_engine(models, SLOTS, page_size=4, max_context=512, kv_tokens=600)
+    holder, small = requests_of([LONG[:300], [1, 2]], max_tokens=150)
+    holder.priority = 1
+    begin(engine, [holder, small], steps=100)
+    (large,) = requests_of([LONG[::-1][:350]], first=100, max_tokens=20)
+    begin(engine, [large], steps=20)
+    assert engine.totals.num_preemptions == 0 and large.slot < 0 < len(small.token_ids)
+
+
 def test_replies_shorter_than_a_turn_are_never_interrupted(models):
     engine = engine_of(models)
     begin(engine, requests_of([[i % 11, 1] for i in range(5 * SLOTS)], max_tokens=TURN), steps=1000)
@@ -132,6 +172,15 @@ def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
     begin(engine, requests_of([LONG] * SLOTS, together=True, max_tokens=3), steps=30)
     assert not engine.has_work
     assert sum(computed) <= len(LONG) + 4 * SLOTS
+
+
+def test_many_choices_of_a_higher_priority_leave_others_a_slot(models):
+    engine = engine_of(models)
+    many = requests_of([[1, 2, 3]] * 8, together=True, max_tokens=300)
+    for request in many:
+        request.priority = 1
+    begin(engine, many, steps=10)
+    assert steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=3)) <= 2
 
 
 def test_a_higher_priority_does_not_give_way_to_a_lower(models):

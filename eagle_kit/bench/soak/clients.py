@@ -125,13 +125,13 @@ async def many_choices(load: Load) -> str:
 
 async def long_prompt(load: Load) -> str:
     """Send a prompt that fills the context, another every time."""
-    ids = [load.rng.randrange(100, 1000) for _ in range(load.max_context - 16)]
+    ids = [load.rng.randrange(5, 100) for _ in range(load.max_context - 16)]
     return str((await _generate(load, COMPLETIONS, prompt=ids, max_tokens=8)).status)
 
 
 async def long_reply(load: Load) -> str:
-    """Ask for 1,000 tokens."""
-    body = {"prompt": "The history of", "max_tokens": 1000, "ignore_eos": True}
+    """Ask for 1,000 tokens, or half of the context."""
+    body = {"prompt": "The history of", "ignore_eos": True, "max_tokens": min(1000, load.max_context // 2)}
     return str((await _generate(load, COMPLETIONS, **body)).status)
 
 
@@ -146,7 +146,7 @@ async def echo(load: Load) -> str:
 
 async def leaver(load: Load) -> str:
     """Go away in the middle of a reply."""
-    body = {"prompt": "A list of numbers:", "max_tokens": 400}
+    body = {"prompt": "A list of numbers:", "max_tokens": min(400, load.max_context // 2)}
     with load.serving():
         try:
             async with asyncio.timeout(load.rng.uniform(0.1, 4.0)):

@@ -160,9 +160,11 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
         outcomes = load.outcomes.get(kind.name, Counter())
         wrong = {outcome: n for outcome, n in outcomes.items() if outcome not in kind.right}
         failures += [f"{kind.name}: {count} times {outcome}" for outcome, count in wrong.items()]
-    third = samples[-1].at / 3
+    third = len(samples) // 3
+    if not third:
+        return {"failures": ["it was too short to be judged"]}
     before, last = (
-        max(each.resident_gb for each in samples if begin <= each.at / third <= begin + 1) for begin in (1, 2)
+        max(each.resident_gb for each in part) for part in (samples[third:-third], samples[-third:])
     )
     if last > GROWTH * before:
         failures.append(f"memory grew from {before:.2f} to {last:.2f} GB in the last third")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.process import return_free_memory
+from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.middleware import RequestContext
 from eagle_kit.serve.api.routes_generate import add_generation_routes
@@ -74,10 +74,11 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
 
 
 async def _return_memory() -> None:
-    """Return freed memory to the system from time to time."""
+    """Return freed memory to the system from time to time: the engine keeps its own blocks, and with them
+    those of every large body and grammar that there ever was."""
     while True:
         await asyncio.sleep(TRIM_EVERY_S)
-        await asyncio.to_thread(return_free_memory)
+        await asyncio.to_thread(release_free_memory)
 
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:

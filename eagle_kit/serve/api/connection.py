@@ -10,7 +10,7 @@ from eagle_kit.serve.api.errors import ApiError
 HEADERS_S = 10.0
 """Seconds in which the line and the headers of a request have to arrive."""
 UNREAD_S = 60.0
-"""Seconds without reading after which a client with a full buffer is cut off."""
+"""Seconds without reading anything after which a client with a full buffer is cut off."""
 
 
 def connection_class() -> Any:
@@ -45,13 +45,21 @@ def connection_class() -> Any:
         def pause_writing(self) -> None:
             """Stop the response until the client has read, and wait for that."""
             super().pause_writing()
-            self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+            self._watch_reading(None)
 
         def resume_writing(self) -> None:
             """Go on with the response."""
             super().resume_writing()
             if self._unread_timer is not None:
                 self._unread_timer.cancel()
+
+        def _watch_reading(self, unread: int | None) -> None:
+            """Cut the client off if its ``unread`` bytes have not become fewer, or look again later."""
+            now = self.transport.get_write_buffer_size()
+            if unread is not None and now >= unread:
+                self.transport.abort()
+            else:
+                self._unread_timer = self.loop.call_later(UNREAD_S, self._watch_reading, now)
 
         def _watch(self) -> None:
             is_answering = self.cycle is not None and not self.cycle.response_complete
@@ -62,7 +70,7 @@ def connection_class() -> Any:
                 self._headers_timer = self.loop.call_later(HEADERS_S, self._refuse)
 
         def _refuse(self) -> None:
-            """Answer 408 and close."""
+            """Answer 408 where a request has begun, and close."""
             message = f"The headers have not arrived in {HEADERS_S:.0f} seconds; send them faster."
             body = json.dumps(ApiError(408, message, code="headers_timeout").body()).encode()
             headers = [("content-type", "application/json"), ("connection", "close")]
@@ -71,7 +79,8 @@ def connection_class() -> Any:
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ]
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            has_begun = self.conn.trailing_data[0] != b""
+            if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
             self.transport.close()
 

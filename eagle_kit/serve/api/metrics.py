@@ -93,7 +93,11 @@ class _EngineCollector:
             ("num_grammars", "Compiled grammars that are remembered.", engine.num_grammars),
         )
         counters = (
-            ("num_preemptions", "Requests preempted for want of pages.", totals.num_preemptions),
+            (
+                "num_preemptions",
+                "Running requests that gave way, for want of pages or at the end of a turn.",
+                totals.num_preemptions,
+            ),
             ("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens in the prefix cache.", totals.num_cached_prompt_tokens),
             ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),

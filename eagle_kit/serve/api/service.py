@@ -171,18 +171,18 @@ class Service:
         before = totals.num_generated_tokens
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         request = self.llm.make_request([0], params, TOP_PRIORITY)
-        (reply,) = await self.engine.add([request], is_probe=True)
-        end = asyncio.ensure_future(reply.collect())
-        try:
-            async with asyncio.timeout(PROBE_S):
+        async with asyncio.timeout(PROBE_S):
+            (reply,) = await self.engine.add([request], is_probe=True)
+            end = asyncio.ensure_future(reply.collect())
+            try:
                 while not end.done() and totals.num_generated_tokens == before:
                     await asyncio.wait({end}, timeout=PROBE_EVERY_S)
-            if end.done():
-                end.result()
-            self._probed_at = time.monotonic()
-        finally:
-            end.cancel()
-            reply.close()
+                if end.done():
+                    end.result()
+                self._probed_at = time.monotonic()
+            finally:
+                end.cancel()
+                reply.close()
 
     def abort(self, request_id: str | None) -> int:
         """Abort the replies of a request, named by its own or its response's id, or of all -> how many."""

@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.process import num_cores
+from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.train.run.trackers import tracker_options
 
@@ -66,6 +66,7 @@ def _set_up(device: torch.device, config: TrainConfig) -> None:
     if device.type == "cpu":
         keep_large_blocks()
         _share_cores(config.training.cpu_threads)
+        warn_of_spinning(torch.get_num_threads())
     elif config.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from eagle_kit.cli import main
+from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from tests.serve.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -189,6 +190,21 @@ def test_a_probe_sees_an_engine_that_emits_nothing(scripted, monkeypatch):
         assert server.http.get("/health_generate").status_code == 200
 
 
+def test_a_probe_ends_in_time_when_a_step_does_not(scripted, monkeypatch):
+    llm, engine = scripted(LONG, slots=1)
+    monkeypatch.setattr("eagle_kit.serve.api.service.PROBE_S", 0.5)
+    gate, plain = threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: gate.wait(20) and plain())
+    with serving(llm, engine) as server, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.http.post, CHAT, json=body(max_tokens=3))
+        wait_until(lambda: server.service.engine.num_live > 0)
+        time.sleep(0.2)  # the step that does not end has begun
+        answer = server.http.get("/health_generate")
+        assert (answer.status_code, answer.json()) == (503, {"status": "busy"})
+        gate.set()
+        assert reply.result().status_code == 200
+
+
 def test_probes_share_one_generation_and_its_answer(scripted):
     llm, engine = scripted(LONG, slots=2, step_s=0.1)
     with serving(llm, engine) as server, ThreadPoolExecutor(20) as pool:
@@ -282,6 +298,23 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(scripted, ca
     assert not caplog.records
 
 
+def test_freed_memory_goes_back_to_the_system(scripted, monkeypatch):
+    def resident():
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 4096
+
+    if not keep_large_blocks():
+        pytest.skip("needs glibc")
+    monkeypatch.setattr("eagle_kit.serve.api.app.TRIM_EVERY_S", 0.2)
+    with serving(*scripted("abc")):
+        blocks = [bytearray(60_000) for _ in range(5000)]
+        above = bytearray(60_000)  # so that the heap cannot shrink from its end
+        full = resident()
+        del blocks
+        wait_until(lambda: resident() < full - 200_000_000)
+        del above
+
+
 def test_headers_that_never_end_are_refused_in_time(scripted, monkeypatch):
     monkeypatch.setattr("eagle_kit.serve.api.connection.HEADERS_S", 0.3)
     with serving(*scripted("abc")) as server:
@@ -294,7 +327,7 @@ def test_headers_that_never_end_are_refused_in_time(scripted, monkeypatch):
                         assert b" 200 " in connection.recv(2000)
                     connection.sendall(begun)
                     answer = b"".join(iter(lambda c=connection: c.recv(2000), b""))
-                    assert b" 408 " in answer and b"headers_timeout" in answer
+                    assert (b" 408 " in answer and b"headers_timeout" in answer) is bool(begun)
         assert server.http.get("/health").status_code == 200
         time.sleep(0.5)  # idle between two requests is no lateness
         assert server.http.get("/health").status_code == 200
@@ -312,3 +345,22 @@ def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
             wait_until(lambda: server.service.engine.num_live > 0 or server.engine.seen)
             wait_until(lambda: not server.server.server_state.connections)
         wait_until(lambda: not server.server.server_state.tasks)
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_response(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.8)
+    with serving(*scripted("abc", max_context=100_000), max_queued=200) as server:
+        text = json.dumps({"prompt": [70] * 90_000, "n": 120, "max_tokens": 3, "echo": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(text)}\r\nContent-Type: application/json\r\n\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall((head + text).encode())
+            answer, started = connection.recv(100_000), time.monotonic()
+            while piece := connection.recv(200_000):
+                answer += piece
+                if time.monotonic() < started + 2.0:
+                    time.sleep(0.002)
+        content = answer.partition(b"\r\n\r\n")[2]
+        assert len(json.loads(content)["choices"]) == 120
