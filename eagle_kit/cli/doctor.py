@@ -58,8 +58,8 @@ def _machine() -> Iterator[str]:
     yield f"{machine['cores']} cores, {machine['threads']} torch threads, {how}"
     if is_busy():
         yield (
-            f"warning: {busy_cores():.1f} of {num_cores()} cores were busy in the last minute; timings are off, and "
-            "OMP_NUM_THREADS=1 beside a busy program is faster than more threads"
+            f"warning: {busy_cores():.1f} of {num_cores()} cores were busy in the last minute; timings are "
+            "off, and beside a busy program OMP_NUM_THREADS=1 is faster than more threads"
         )
     disk = _gib(shutil.disk_usage(".").free)
     yield f"memory {machine['memory_gb']} GiB, {_gib(free)} free; disk {disk} free here"
