@@ -95,8 +95,8 @@ class EngineConfig(Options):
         max_context: most tokens of prompt and reply; default the target's context, at most 8192.
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
-        prefill_tokens: most prompt tokens computed in one step; default 128 on a CPU, 8192 on a GPU.
-        mixed_prefill_tokens: the same of a step that also decodes; default 32 on a CPU, 1024 on a GPU.
+        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
+        mixed_prefill_tokens: the same of a step that also decodes for others; default 32 on a CPU, 1024 on a GPU.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
@@ -177,7 +177,7 @@ class EngineConfig(Options):
         if sizes is None:
             powers = [2**i for i in range(self.max_batch_size.bit_length())]
             sizes = tuple(powers if on_gpu else range(1, self.max_batch_size + 1))
-        prefill_tokens = self.prefill_tokens or (8192 if on_gpu else 128)
+        prefill_tokens = self.prefill_tokens or (8192 if on_gpu else 512)
         smaller = {size for size in sizes if size < self.max_batch_size}
         chosen = {
             "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),

@@ -15,9 +15,9 @@ which then has a turn, so that nobody waits for ever.
 
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
-that decodes computes fewer prompt tokens, which count for more the more there are before them; half of them
-belong to the prompt that has waited longest, the rest to those that end soonest. A request that does not fit
-yet keeps those behind it waiting.
+that decodes for several groups computes fewer prompt tokens, which count for more the more there are before
+them; half of them belong to the prompt that has waited longest, the rest to those that end soonest. A request
+that does not fit yet keeps those behind it waiting.
 """
 
 import heapq
@@ -91,7 +91,8 @@ class Scheduler:
         if not preempted:
             preempted = self._admit_all()
         decoding = [request for request in self.running if not request.is_prefilling]
-        return StepPlan(self._chunks(decodes=bool(decoding)), decoding, preempted)
+        holds_others = bool(decoding) and len(self._num_held) > 1
+        return StepPlan(self._chunks(holds_others=holds_others), decoding, preempted)
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue or the batch, and release its pages."""
@@ -172,7 +173,12 @@ class Scheduler:
         heads = [queue[0][2] for queue in self._queues.values()]
         if not self.page_pool.prefix_cache:
             return heads
-        begun = [each for each in self.running if each.num_verified < each.num_to_compute]
+        size = self.page_pool.page_size
+        begun = [
+            each
+            for each in self.running
+            if each.num_verified < each.num_to_compute and each.num_shared_tokens + size < each.num_to_compute
+        ]
         return [
             head
             for head in heads
@@ -253,12 +259,12 @@ class Scheduler:
         self._num_held[request.group] += 1
         return True
 
-    def _chunks(self, *, decodes: bool) -> list[Chunk]:
+    def _chunks(self, *, holds_others: bool) -> list[Chunk]:
         """Divide a step's tokens among the prompts."""
         begun = [request for request in self.running if request.is_prefilling]
         if not begun:
             return []
-        left: float = self.config.mixed_prefill_tokens if decodes else self.config.prefill_tokens
+        left: float = self.config.mixed_prefill_tokens if holds_others else self.config.prefill_tokens
         oldest = min(begun, key=_rank)
         reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)
         chunks: list[Chunk] = []

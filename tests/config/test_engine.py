@@ -49,7 +49,7 @@ def test_a_replaced_option_is_validated_and_the_original_stays():
 
 def test_devices_decide_what_was_left_open():
     cpu = EngineConfig(max_batch_size=5).resolve(on_gpu=False, max_positions=700)
-    assert (cpu.max_context, cpu.prefill_tokens, cpu.lag, cpu.graph_mode) == (700, 128, 0, "cycle")
+    assert (cpu.max_context, cpu.prefill_tokens, cpu.lag, cpu.graph_mode) == (700, 512, 0, "cycle")
     assert cpu.batch_sizes == (1, 2, 3, 4, 5) and cpu.shape.steps == 0
     gpu = EngineConfig(max_batch_size=5, lag=0).resolve(on_gpu=True)
     assert (gpu.max_context, gpu.prefill_tokens, gpu.lag, gpu.batch_sizes) == (8192, 8192, 0, (1, 2, 4, 5))

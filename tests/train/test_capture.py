@@ -54,7 +54,8 @@ def test_the_same_files_elsewhere_are_the_same_target_and_another_config_is_not(
     (other / "config.json").write_text(json.dumps({"rope_theta": 20000.0}))
     assert target_fingerprint(other) != target_fingerprint(folder)
     assert target_revision(other) is None
-    assert target_revision(other / "snapshots" / "0a1b") == "0a1b"
+    commit = "0a1b" * 10
+    assert target_revision(other / "snapshots" / commit) == commit
 
 
 def test_which_positions_need_a_teacher_does_not_depend_on_the_number_of_steps() -> None:
