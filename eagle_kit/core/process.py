@@ -7,10 +7,10 @@ import warnings
 INTERRUPTED = 130
 """Exit code of a command that was interrupted and has saved its work so far."""
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
-SPIN_COUNT = "10000"
-"""Turns that a thread of OpenMP waits for others before it sleeps, some tens of microseconds. By default it
-spins for milliseconds, and beside any other program two threads are slower than one; asleep at once, they
-lose half of their speed on a quiet machine. Figures are in docs/training.md."""
+SPIN_COUNT = "1000"
+"""Turns that a thread of OpenMP waits for others before it sleeps, some microseconds. By default it spins for
+milliseconds, and beside any other program two threads are slower than one; asleep at once, they lose a third
+of their speed on a quiet machine. Figures are in docs/training.md."""
 _is_late = False
 
 

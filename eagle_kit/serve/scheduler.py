@@ -151,10 +151,14 @@ class Scheduler:
     def _admit_all(self) -> list[Request]:
         """Admit requests in order as long as they fit, then those for which others give way -> those."""
         preempted: list[Request] = []
-        while self._slots and (ready := self._heads()):
-            first = min(ready, key=self._order)
+        heads = [(self._order(head), head) for head in self._heads()] if self._slots else []
+        heapq.heapify(heads)
+        while self._slots and heads:
+            first = heapq.heappop(heads)[1]
             if not self._admit(first):
                 break
+            if (head := self._head(first.group)) is not None:
+                heapq.heappush(heads, (self._order(head), head))
         dispensable = self._dispensable()
         for request in sorted(self._heads(), key=self._order) if dispensable else ():
             while request.slot < 0 and (victims := self._victims(request, dispensable)):
@@ -168,22 +172,27 @@ class Scheduler:
         return preempted
 
     def _heads(self) -> list[Request]:
-        """List the first request of every group that waits. A prompt that another of its group computes is
-        in the cache afterwards, and waits for that."""
-        heads = [queue[0][2] for queue in self._queues.values()]
-        if not self.page_pool.prefix_cache:
-            return heads
-        size = self.page_pool.page_size
-        begun = [
-            each
-            for each in self.running
-            if each.num_verified < each.num_to_compute and each.num_shared_tokens + size < each.num_to_compute
-        ]
-        return [
-            head
-            for head in heads
-            if all(each.group != head.group or each.prompt_ids != head.prompt_ids for each in begun)
-        ]
+        """List the first request of every group that waits."""
+        return [head for group in self._queues if (head := self._head(group)) is not None]
+
+    def _head(self, group: int) -> Request | None:
+        """Return the first request of a group in the queue. One whose prompt another of the group computes
+        waits, for the pages are in the cache afterwards."""
+        if group not in self._queues:
+            return None
+        head = self._queues[group][0][2]
+        if not self.page_pool.prefix_cache or not self._num_held[group]:
+            return head
+        for other in self.running:
+            has_pages_to_share = other.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
+            if (
+                other.group == group
+                and other.num_verified < other.num_to_compute
+                and has_pages_to_share
+                and other.prompt_ids == head.prompt_ids
+            ):
+                return None
+        return head
 
     def _dispensable(self) -> list[Request]:
         """List the running requests that could give way, those that have got most first."""

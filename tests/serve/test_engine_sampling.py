@@ -116,7 +116,9 @@ def test_first_tokens_follow_the_distribution_of_the_prompt(models):
 def _pair_counts(models, count, **engine_options) -> torch.Tensor:
     """How often each pair of first tokens is sampled, ``[11, 11]``."""
     shape = engine_options.pop("shape")
-    options = {"max_context": 24, "kv_tokens": 40_000, "page_size": 4, **engine_options}
+    options = {
+        "max_context": 24, "kv_tokens": 40_000, "page_size": 4, "mixed_prefill_tokens": 512, **engine_options
+    }  # fmt: skip
     engine = make_engine(models, batch=1000, **options)
     engine.use_shape(SpecShape.parse(shape))
     params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)

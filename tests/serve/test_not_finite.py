@@ -113,6 +113,7 @@ def test_a_request_aborted_before_its_logits_are_seen_is_not_cached():
 def test_a_prompt_that_is_preempted_in_the_middle_is_cached_where_it_is_finite(lag, bad):
     """Of 40 tokens, computed 8 at a time, the 10th may be bad."""
     engine = engine_of(models(), None, lag=lag, prefill_tokens=8)
+    engine.scheduler.attention_cost = 0.0  # so that every step computes 8
     prompt = list(range(40))
     prompt[9] = BAD if bad else 9
     request = Request(0, prompt, SamplingParams(max_tokens=2))
