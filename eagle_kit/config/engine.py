@@ -96,7 +96,7 @@ class EngineConfig(Options):
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
         prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
-        mixed_prefill_tokens: the same of a step that also decodes for others; default 32 on a CPU, 1024 on
+        mixed_prefill_tokens: the same of a step that also decodes for others; default 12 on a CPU, 1024 on
             a GPU.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
@@ -184,7 +184,7 @@ class EngineConfig(Options):
             "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
             "prefill_tokens": prefill_tokens,
             "mixed_prefill_tokens": min(
-                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 32)
+                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 12)
             ),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),

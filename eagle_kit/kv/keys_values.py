@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.kernels.rope.reference import store
+from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.window_attention import WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
@@ -52,18 +53,23 @@ class PagedKV(PagedStore):
             return _PrefillAttend(self, *self._prefill_plan(segments))
         target_rows, cached = self.prompt_rows(segments)
         sizes = [segment.stop - segment.start for segment in segments]
+        _, heads, _, head_dim = self.k.shape
+        spaces = []  # one for all layers: a new one would cost more than the copy
+        for rows, size in zip(cached, sizes, strict=True):
+            space = self.k.new_empty(2, heads, round_columns(len(rows) + size), head_dim)
+            space[:, :, len(rows) + size :] = 0
+            spaces.append(space)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_rows, v_rows = self.k[layer], self.v[layer]
             k_rows.index_copy_(1, target_rows, k.transpose(0, 1))
             v_rows.index_copy_(1, target_rows, v.transpose(0, 1))
             out = []
-            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, strict=True)
-            for my_q, my_k, my_v, rows in parts:
-                if rows.numel():
-                    my_k = torch.cat((k_rows[:, rows].transpose(0, 1), my_k))
-                    my_v = torch.cat((v_rows[:, rows].transpose(0, 1), my_v))
-                out.append(prefill_attention(my_q, my_k, my_v, self.scale))
+            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, spaces, strict=True)
+            for my_q, my_k, my_v, rows, space in parts:
+                _join(k_rows, rows, my_k, space[0])
+                _join(v_rows, rows, my_v, space[1])
+                out.append(chunk_attention(my_q, *space, self.scale, start=len(rows)))
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return attend
@@ -85,6 +91,14 @@ class PagedKV(PagedStore):
         rows = torch.where(positions >= write_from[request], own, self.trash_row)
         plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes))
         return rows, plan
+
+
+def _join(store_rows: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``rows [C]`` of ``store_rows [Hkv, R, D]``, then ``new [T, Hkv, D]``, to the front of ``out [Hkv,
+    ..., D]``."""
+    for head, mine in zip(store_rows, out, strict=True):
+        torch.index_select(head, 0, rows, out=mine[: len(rows)])
+    out[:, len(rows) : len(rows) + len(new)] = new.transpose(0, 1)
 
 
 class _StoreAttend:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.prefill_attention import chunk_attention
 from eagle_kit.kernels.rope.reference import store
+from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
@@ -90,10 +91,11 @@ class _PrefillAttend(_LatentAttend):
         out = []
         parts = zip(q.whole.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
         for my_q, my_rows, before in parts:
-            k, v = heads.expand(
-                torch.cat((_take(held, before, rows.dtype), my_rows)) if before.numel() else my_rows
-            )
-            out.append(prefill_attention(my_q, k, v, self.store.spec.scale))
+            known = len(before) + len(my_rows)
+            unused = my_rows.new_zeros(round_columns(known) - known, my_rows.shape[1])
+            k, v = heads.expand(torch.cat((_take(held, before, rows.dtype), my_rows, unused)))
+            keys, values = k.transpose(0, 1), v.transpose(0, 1)
+            out.append(chunk_attention(my_q, keys, values, self.store.spec.scale, start=len(before)))
         return torch.cat(out) if len(out) > 1 else out[0]
 
 

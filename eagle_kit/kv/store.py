@@ -91,6 +91,11 @@ class PagedStore(ABC):
         """Keys and values, or latents and None, as ``commit_path`` takes them."""
 
     @property
+    def numbers_per_token(self) -> int:
+        """Numbers held for one committed token in all layers."""
+        return sum(tensor.numel() // self.num_rows for tensor in self.tensors if tensor is not None)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one committed token in all layers."""
         return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)

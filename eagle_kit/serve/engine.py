@@ -32,6 +32,12 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex
 from eagle_kit.speculation.verify.verifiers import make_verifier
 
+READING_COST = 64
+"""Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU (SmolLM2-135M,
+one thread), about as many follow from the data sheets of GPUs."""
+WEIGHTS_COST = {"cpu": 12, "cuda": 256}
+"""Tokens computed in the time that the weights are read: measured as above; from data sheets."""
+
 
 @dataclass
 class EngineTotals:
@@ -135,14 +141,15 @@ class Engine:
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.runner.use_shape(shapes)
         room, speculates = self.config.room(shapes.steps), self.runner.models.drafter is not None
-        model = self.target.config
-        attention = 2 * model.num_heads * model.head_dim * model.num_layers
+        model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
             room=room,
             needs_last=speculates,
-            attention_cost=attention / sum(weight.numel() for weight in self.target.parameters()),
+            attention_cost=2 * model.num_heads * model.head_dim * model.num_layers / size,
+            reading_cost=READING_COST * self.runner.kv.numbers_per_token / size,
+            weights_cost=WEIGHTS_COST[self.runner.device.type],
         )
 
     def _check_shape(self, shape: SpecShape) -> None:

@@ -31,6 +31,7 @@ class Request:
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
         turn_began: tokens of the reply when it was last admitted.
+        savings: prompt tokens of earlier steps that were its share and were not computed.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         slot: row of the device's tables while it runs, else -1.
@@ -55,6 +56,7 @@ class Request:
     num_shared_tokens: int = 0
     num_preemptions: int = 0
     turn_began: int = 0
+    savings: float = 0.0
     num_computed: int = 0
     num_verified: int = 0
     slot: int = -1

@@ -6,8 +6,8 @@ not wait for the end of others' replies. It takes a slot, or the pages that it l
 
 * a group that holds several, whatever its priority,
 * a request that has had a turn of :data:`TURN_TOKENS` tokens and is as many ahead of it in its reply,
-* for its first token, and only with a prefix cache, a prompt that has had a turn of a step's tokens and lacks
-  more than those beyond its own.
+* for its first token, and only with a prefix cache, a prompt that has had a turn of :data:`TURN_CHUNKS` parts
+  and lacks more than those beyond its own.
 
 Nobody gives way for a request that would not fit even so. The one that gives way waits again. Its tokens stay
 in the prefix cache, so that going on costs little; a slot that becomes free goes to the first in the order,
@@ -16,8 +16,10 @@ which then has a turn, so that nobody waits for ever.
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
 that decodes for several groups computes fewer prompt tokens, which count for more the more there are before
-them; half of them belong to the prompt that has waited longest, the rest to those that end soonest. A request
-that does not fit yet keeps those behind it waiting.
+them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one that
+two steps' tokens would end is ended. The weights and what is before a part are read once for all of it, so a longer
+prompt saves its share of several steps up until a part is worth that. A request that does not fit yet keeps those
+behind it waiting.
 """
 
 import heapq
@@ -32,6 +34,8 @@ from eagle_kit.serve.request import Request
 TURN_TOKENS = 32
 """Tokens of a reply in a turn. With a prefix cache each further turn costs about a page of prefill, 2 % of
 the time of 32 tokens."""
+TURN_CHUNKS = 4
+"""Turn of a prompt, in parts as they are computed beside the replies of others."""
 
 
 class Chunk(NamedTuple):
@@ -58,6 +62,9 @@ class Scheduler:
         room: tokens behind its known ones that a request may need pages for in the next cycle.
         needs_last: whether the last token of a cached prefix is computed again for its hidden state.
         attention_cost: arithmetic of attention per token before, over that of everything else of a token.
+        reading_cost: time to read a token before for a part of a prompt, over that to compute one without
+            any before.
+        weights_cost: the same for reading the weights, once for all parts of a step.
     """
 
     def __init__(
@@ -68,13 +75,18 @@ class Scheduler:
         room: int,
         needs_last: bool,
         attention_cost: float = 0.0,
+        reading_cost: float = 0.0,
+        weights_cost: float = 0.0,
     ) -> None:
-        self.page_pool, self.config, self.attention_cost = page_pool, config, attention_cost
+        self.page_pool, self.config = page_pool, config
+        self.attention_cost, self.reading_cost = attention_cost, reading_cost
+        self.weights_cost = weights_cost
         self.room, self.needs_last = room, needs_last
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._prompt_turn = min(config.prefill_tokens, TURN_CHUNKS * config.mixed_prefill_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -104,7 +116,7 @@ class Scheduler:
         if not self._num_held[request.group]:
             del self._num_held[request.group]
         self._slots.append(request.slot)
-        request.slot, request.num_computed, request.num_verified = -1, 0, 0
+        request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -205,11 +217,8 @@ class Scheduler:
         return sorted(filter(may_give_way, self.running), key=lambda each: -len(each.token_ids))
 
     def _has_had_prompt_turn(self, request: Request) -> bool:
-        turn = self.config.prefill_tokens
-        return (
-            self.page_pool.prefix_cache
-            and request.num_verified - request.num_shared_tokens >= turn < _rest(request)
-        )
+        computed = request.num_verified - request.num_shared_tokens
+        return self.page_pool.prefix_cache and computed >= self._prompt_turn < _rest(request)
 
     def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
         """List those that give way to a waiting request."""
@@ -228,7 +237,7 @@ class Scheduler:
             if ahead >= TURN_TOKENS and _has_had_turn(other):
                 return True
             left = _rest(other) - request.num_to_compute
-            is_longer = left > self.config.prefill_tokens
+            is_longer = left > self._prompt_turn
             return is_longer and self._has_had_prompt_turn(other) and not request.token_ids
 
         victims = [other for other in dispensable if gives_way(other)]
@@ -273,19 +282,34 @@ class Scheduler:
         begun = [request for request in self.running if request.is_prefilling]
         if not begun:
             return []
-        left: float = self.config.mixed_prefill_tokens if holds_others else self.config.prefill_tokens
+        room, mixed = self.config.prefill_tokens, self.config.mixed_prefill_tokens
+        left: float = mixed if holds_others else room
         oldest = min(begun, key=_rank)
         reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)
         chunks: list[Chunk] = []
         for request in sorted(begun, key=lambda each: (_rest(each), _rank(each))):
             reserved = 0 if request is oldest else reserved
-            start = request.num_computed
-            cost = self._cost_at(start)
-            count = max(int((left - reserved) / cost), 1 if request is oldest else 0)
-            stop = min(request.num_to_compute, start + count)
-            if stop > start:
-                chunks.append(Chunk(request, start, stop))
-                left -= (stop - start) * cost
+            share, rest = left - reserved, min(_rest(request), room)
+            if share <= 0 or not rest:
+                continue
+            start, cost, reading = request.num_computed, self._cost_at(request.num_computed), 0.0
+            if not holds_others:
+                count = max(int(share / cost), 1 if request is oldest else 0)
+            elif rest * cost <= 2 * mixed:
+                count = rest
+            else:
+                reading = self.reading_cost * start + (0.0 if chunks else self.weights_cost)
+                count = int((share + request.savings - reading) / cost)
+                count = 0 if count * cost < reading else count
+            if count <= 0:
+                request.savings += share
+                left -= share
+                continue
+            count = min(count, rest)
+            chunks.append(Chunk(request, start, start + count))
+            room -= count
+            left -= max(count * cost + reading - request.savings, 0.0)
+            request.savings = 0.0
         return chunks
 
     def _cost_at(self, position: int) -> float:

@@ -160,3 +160,35 @@ def test_what_fp8_cannot_do_is_refused(monkeypatch):
         check_fp8(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     check_fp8(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (8, 1)], ids=["grouped", "multi-head", "multi-query"])
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_in_any_chunk_and_any_window(heads):
+    """Lengths at which BLAS divides its sums otherwise lie on the way, 192 and 384."""
+    generator = torch.Generator().manual_seed(5)
+    length, (hq, hkv) = 460, heads
+    q = torch.randn(length, hq, 64, generator=generator)
+    k, v = torch.randn(2, length, hkv, 64, generator=generator)
+    page_table = torch.randperm(30, generator=generator)[None]
+
+    def run(size, windows):
+        kv = PagedKV(1, hkv, 64, PoolLayout(30, 16, 1))
+        outs = []
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            part = (0, *(x[start:stop] for x in (q, k, v)))
+            if not windows:
+                outs.append(kv.prefill_attend([Segment(page_table[0], start, stop, start)])(*part))
+                continue
+            at, count = torch.tensor([start]), stop - start
+            bits = chain_bits(count, torch.device("cpu"))[None]
+            outs.append(kv.window_attend(page_table, at, bits, count, stop)(*part))
+            kv.commit_window(page_table, torch.arange(count)[None], at, torch.tensor([count]))
+        return torch.cat(outs)
+
+    whole = run(length, windows=False)
+    for size in (1, 7, 16, 33, 200):
+        assert torch.equal(run(size, windows=False), whole), size
+    for size in (1, 2, 5, 64):
+        assert torch.equal(run(size, windows=True), whole), size

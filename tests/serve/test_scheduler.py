@@ -23,7 +23,10 @@ def requests_of(prompts, first=0, together=False, **params) -> list[Request]:
 
 
 def engine_of(models, **options):
-    return make_engine(models, SLOTS, page_size=4, max_context=512, **options)
+    """Make an engine that does not count what parts of prompts read: nothing else costs much in a tiny model."""
+    engine = make_engine(models, SLOTS, page_size=4, max_context=512, **options)
+    engine.scheduler.reading_cost = engine.scheduler.weights_cost = 0.0
+    return engine
 
 
 def steps_to_first_token(engine, request) -> int:
@@ -158,6 +161,32 @@ def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeyp
     begin(engine, requests_of([[i, *LONG] for i in range(2)], first=10, max_tokens=3), steps=60)
     assert max(computed) <= 32 and sum(computed) == 2 + 2 * 401
     assert min(computed[1:-1]) < 16, "tokens with many before them count for more"
+
+
+def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(models, monkeypatch):
+    engine, parts = engine_of(models, mixed_prefill_tokens=16), []
+    engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
+    engine.scheduler.weights_cost = 12.0
+    prefill = engine.runner.prefill
+
+    def counting(chunks):
+        parts.extend((start, stop - start) for _, start, stop in chunks)
+        return prefill(chunks)
+
+    begin(engine, requests_of([[1, 2]], max_tokens=400), steps=3)
+    monkeypatch.setattr(engine.runner, "prefill", counting)
+    (long,) = requests_of([LONG], first=10, max_tokens=3)
+    begin(engine, [long], steps=20)
+    assert steps_to_first_token(engine, *requests_of([[5, 6, 7]], first=20, max_tokens=3)) <= 3
+    steps = 20
+    while not long.token_ids:
+        engine.step()
+        steps += 1
+    others = [part for part in parts if part != (0, 3)]
+    assert all(count >= 12 + 0.1 * start for start, count in others[:-1])
+    work = sum(count + 12 + 0.1 * start for start, count in others)
+    assert 0.4 * 16 * steps <= work <= 16 * (steps + 3), "it saves, and loses little of its share"
+
 
 
 def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):

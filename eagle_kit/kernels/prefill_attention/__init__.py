@@ -8,9 +8,9 @@ import torch
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.prefill_attention import reference
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
-from eagle_kit.kernels.prefill_attention.reference import prefill_attention
+from eagle_kit.kernels.prefill_attention.reference import chunk_attention, prefill_attention
 
-__all__ = ["PrefillPlan", "paged_prefill_attention", "prefill_attention"]
+__all__ = ["PrefillPlan", "chunk_attention", "paged_prefill_attention", "prefill_attention"]
 
 
 def paged_prefill_attention(

@@ -8,7 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
+from eagle_kit.kernels.summation import least_nodes, round_columns
 from eagle_kit.kernels.window_attention.reference import take_rows
+
+BLOCK = 32
+"""Queries of a chunk that are computed together: few enough that their scores stay in the cache of a core."""
 
 
 def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -21,18 +25,49 @@ def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
     Returns:
         ``[T, Hq, D]``.
     """
-    t, c = q.shape[0], k.shape[0] - q.shape[0]
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, 1).transpose(0, 1)[None]
-    v = v.repeat_interleave(group, 1).transpose(0, 1)[None]
+    (t, hq, _), hkv, c = q.shape, k.shape[1], k.shape[0] - q.shape[0]
+    # KV heads are the batch, so that their keys are not copied for every query head of a group.
+    queries = q.unflatten(1, (hkv, hq // hkv)).permute(1, 2, 0, 3)
+    keys, values = (x.transpose(0, 1)[:, None].expand(-1, hq // hkv, -1, -1) for x in (k, v))
     mask = None
     if c:
         rows = torch.arange(c, c + t, device=q.device)
         mask = torch.arange(c + t, device=q.device)[None] <= rows[:, None]
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
-    return out[0].transpose(0, 1)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def chunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, start: int
+) -> torch.Tensor:
+    """Causal attention of a chunk in the arithmetic of windows: in fp32 on a CPU a token has the same bits in
+    a chunk of any size as when it is decoded.
+
+    Args:
+        q: ``[T, Hq, D]``, the queries of positions ``start``..``start + T - 1``.
+        k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is at
+            least :func:`round_columns` of ``start + T``.
+
+    Returns:
+        ``[T, Hq, E]``.
+    """
+    t, hq, d = q.shape
+    hkv, g = k.shape[0], hq // k.shape[0]
+    out = q.new_empty(t, hq, v.shape[-1])
+    for a in range(0, t, BLOCK):
+        b = min(a + BLOCK, t)
+        n, m = b - a, max(b - a, least_nodes(g))
+        columns = round_columns(start + b)
+        nodes = F.pad(q[a:b] * scale, (0, 0, 0, 0, 0, m - n))
+        queries = nodes.view(m, hkv, g, d).transpose(0, 1).reshape(hkv, m * g, d)
+        scores = torch.bmm(queries, k[:, :columns].transpose(1, 2)).view(hkv, m, g, columns)
+        hidden = torch.full((m, columns - start - a), float("-inf"), device=q.device).triu_(1)
+        scores[..., start + a :] += hidden[:, None]
+        parts = torch.bmm(scores.view(hkv, m * g, columns).softmax(-1), v[:, :columns])
+        out[a:b] = parts.view(hkv, m, g, -1).transpose(0, 1).flatten(1, 2)[:n]
+    return out
 
 
 def paged_prefill_attention(

@@ -12,9 +12,7 @@ import torch
 
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.recording import guarded_choice
-
-COLUMNS = 64
-"""Numbers of columns on a CPU are rounded up to a multiple of this."""
+from eagle_kit.kernels.summation import COLUMNS, round_columns
 
 
 class Columns(NamedTuple):
@@ -123,10 +121,11 @@ def attend_in_groups(
 
 
 def _bucket(count: int) -> int:
-    """Round ``count`` up to a multiple of 64, or of an eighth to a quarter of itself when that is more."""
+    """Round ``count`` up as :func:`round_columns` does, or to an eighth to a quarter of itself when that is
+    more, so that there are few sizes."""
     runs = -(-count // COLUMNS)
     step = 1 << max(0, runs.bit_length() - 3)
-    return -(-runs // step) * step * COLUMNS
+    return round_columns(-(-runs // step) * step * COLUMNS)
 
 
 def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:

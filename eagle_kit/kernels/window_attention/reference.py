@@ -5,7 +5,9 @@ size, R rows of the store (head-major, so that a gathered store is a batch of ma
 """
 
 import torch
+from torch.nn import functional as F
 
+from eagle_kit.kernels.summation import least_nodes
 from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
@@ -48,14 +50,14 @@ def attend_to(
     """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``.
 
     The (N x G) query rows that share a KV head are one matmul, so that every key is read once per window.
-    One-node windows are padded to two nodes to keep the summation order: BLAS sums a single row in another
-    order than several, and plain decoding must equal speculation bit for bit.
+    Windows of few nodes are padded (:func:`least_nodes`), for plain decoding must equal speculation bit for
+    bit.
     """
     b, n, hq, d = q.shape
     hkv, c = k_rows.shape[0], rows.shape[1]
     g = hq // hkv
-    if n == 1:
-        q, mask = q.expand(b, 2, hq, d), mask.expand(b, 2, c)
+    if (missing := least_nodes(g) - n) > 0:
+        q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
     k = take_rows(k_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)
     v = take_rows(v_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)

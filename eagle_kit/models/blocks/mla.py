@@ -16,13 +16,13 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.summation import LEAST_ROWS
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import MLAConfig
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms inside the layer, independent of the config's ``rms_norm_eps``."""
-LEAST_ROWS = 4
 
 
 class Queries(NamedTuple):
@@ -171,8 +171,8 @@ def make_attention(config: DecoderConfig, input_size: int) -> Attention | Latent
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    On a CPU, inputs of fewer than four rows are padded to four to keep the summation order: MKL sums fewer
-    rows in another order, and a token's logits must not depend on the number of tokens in its window.
+    On a CPU, inputs of few rows are padded (:mod:`eagle_kit.kernels.summation`): a token's logits must not
+    depend on the number of tokens in its window.
     """
     t = len(x)
     if t < LEAST_ROWS and x.device.type == "cpu":

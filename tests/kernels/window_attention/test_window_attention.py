@@ -132,7 +132,7 @@ def test_requests_of_like_length_go_together_and_company_changes_no_bit():
 
     everybody = list(range(6))
     whole = plan(everybody, 768)
-    assert [group.rows.shape[1] for group in whole.by_length] == [768, 128, 256, 640]
+    assert [group.rows.shape[1] for group in whole.by_length] == [768, 128, 384, 640]
     out = window_attention(q, kv.k[0], kv.v[0], whole, 0.25)
     expected = window_attention(q, kv.k[0], kv.v[0], whole, 0.25, backend="reference")
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
