@@ -96,8 +96,8 @@ class EngineConfig(Options):
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
         prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
-        mixed_prefill_tokens: the same of a step that also decodes for others; default 12 on a CPU, 1024 on
-            a GPU.
+        mixed_prefill_tokens: share of prompts in a step that also decodes for others, in tokens that have
+            none before them; default 12 on a CPU, 1024 on a GPU.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.

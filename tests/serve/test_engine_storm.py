@@ -30,6 +30,7 @@ class RandomRunner:
         if shape.steps and not ngram:
             self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None)
         self.models = SimpleNamespace(drafter=self.drafter)
+        self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
 
     def use_shape(self, shapes):
         self.shapes = shapes

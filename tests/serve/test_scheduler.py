@@ -149,7 +149,7 @@ def test_prompts_of_one_call_run_to_their_ends(models):
 
 
 def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeypatch):
-    engine, computed = engine_of(models), []
+    engine, computed = engine_of(models, mixed_prefill_tokens=32), []
     prefill = engine.runner.prefill
 
     def counting(chunks):

@@ -16,10 +16,7 @@ import torch
 from eagle_kit.checkpoints.draft import load_draft
 
 REPOSITORY = Path(__file__).parents[3]
-STRATEGIES = (
-    "fsdp2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("multi-gpu", "zero2", "zero3")),
-)
+STRATEGIES = ("fsdp2", "multi-gpu", "zero2", "zero3")
 TRAINING = {"ttt_length": 3, "learning_rate": 1e-3, "epochs": 20, "sequences_per_step": 4, "warmup_steps": 1}
 NAMED = {
     "fsdp2": ("sharded-target=training.target_placement=fsdp training.cache_hidden_states=disk",),
@@ -77,6 +74,7 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Callable, strategy: str) -> None:
     run = make_run(training=TRAINING)
     torch.set_num_threads(1)
