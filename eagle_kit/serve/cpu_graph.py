@@ -33,6 +33,7 @@ RECORD_AFTER = 24
 """Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
 MAX_RECORDINGS = 12
 """Of all engines of the process; some tens of megabytes each, for a target of 30 layers."""
+MAX_RECORD_AFTER = 64 * RECORD_AFTER
 MAX_COUNTED = 1024
 READS = (
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),
@@ -126,6 +127,7 @@ class Recording:
             self.outputs = body(inputs)
         self._inputs, self._operations = list(leaves(inputs)), recorder.operations
         self._outside: list[torch.Tensor] = []
+        self.num_replays = 0
         self.conditions: list[Condition] = []
 
     def compile(self, lengths: Lengths) -> None:
@@ -141,6 +143,7 @@ class Recording:
 
     def replay(self, inputs: Any) -> Any:
         """Run the operations over ``inputs`` of the same shapes -> new outputs."""
+        self.num_replays += 1
         results = iter(self._function(*leaves(inputs), *self._outside))
         return map_tensors(lambda _: next(results), self._layout)
 
@@ -372,9 +375,16 @@ class CpuGraphs:
             while len(_used) > MAX_RECORDINGS:
                 (owner, key), _ = _used.popitem(last=False)
                 if (graphs := owner()) is not None:
-                    graphs._recordings.pop(key, None)
-                    graphs._runs.pop(key, None)  # so that it is not recorded again at its next run
+                    graphs._drop(key)
         return outputs
+
+    def _drop(self, key: Any) -> None:
+        """Forget a recording. Where it was hardly replayed, batches change too often for recordings to pay, and
+        the next ones wait longer."""
+        recording = self._recordings.pop(key, None)
+        self._runs.pop(key, None)  # so that it is not recorded again at its next run
+        if recording is not None and recording.num_replays < RECORD_AFTER:
+            self._record_after = min(2 * self._record_after, MAX_RECORD_AFTER)
 
     def _note_use(self, key: Hashable) -> None:
         """Put a recording behind all others of the process in the order in which they are dropped."""

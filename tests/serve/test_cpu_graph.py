@@ -207,6 +207,27 @@ def test_recordings_are_few(monkeypatch):
             assert graphs.num_graphs == min(3, 8 * turn + size) and len(graphs._runs) <= 5
 
 
+def test_batches_that_change_too_often_are_recorded_ever_less(monkeypatch):
+    monkeypatch.setattr(cpu_graph, "MAX_RECORDINGS", 3)
+    graphs, recorded = CpuGraphs(record_after=2), []
+    record = graphs._record
+    monkeypatch.setattr(graphs, "_record", lambda *args: recorded.append(0) or record(*args))
+
+    def run(size, times):
+        x = torch.ones(size)
+        for _ in range(times):
+            assert graphs.run(GraphCall("many", 0, lambda x: x * 2, x, lambda: None, NO_LENGTHS)).sum() == 2 * size
+
+    for _ in range(200):
+        for size in range(1, 9):
+            run(size, 3)
+    assert len(recorded) < 60, "of 1,600 turns"
+    run(20, 4000)
+    before = len(recorded)
+    run(20, 1000)
+    assert len(recorded) == before and graphs.num_graphs == 3, "what runs often is recorded all the same"
+
+
 def test_engines_of_a_process_share_the_bound(monkeypatch):
     monkeypatch.setattr(cpu_graph, "MAX_RECORDINGS", 3)
     engines, x = [CpuGraphs(record_after=1) for _ in range(5)], torch.ones(2)
