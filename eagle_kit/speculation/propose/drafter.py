@@ -21,7 +21,7 @@ from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.tree_build import Candidates, Tree, chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout, Segment
@@ -97,10 +97,14 @@ class Drafter:
             num_columns: bound on the columns of a window, the pool's included.
             sampling: of the requests; this drafter proposes the same for all.
         """
-        grow = self._grow_chain if shape.topk == 1 else self._grow_tree
-        return DraftOutput(grow(state, shape, num_columns), Deterministic())
+        if shape.topk == 1:
+            tree = self._grow_chain(state, shape, num_columns)
+        else:
+            tree = tree_build(state.roots, *self.grow_candidates(state, shape, num_columns), shape)
+        return DraftOutput(tree, Deterministic())
 
-    def _grow_tree(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
+    def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
+        """Grow a tree behind the roots, K nodes a step -> all of its candidates."""
         draft, seq_lens = state.draft, state.seq_lens
         assert isinstance(draft, DraftState)
         b, topk = len(seq_lens), shape.topk
@@ -114,7 +118,7 @@ class Drafter:
             out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
             beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
             features = self._fed_back(out)
-        return tree_build(state.roots, *candidates, shape)
+        return candidates
 
     def _grow_chain(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
         """Take the best token of every step; a chain ranks nothing."""
