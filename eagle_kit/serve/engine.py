@@ -372,7 +372,7 @@ class Engine:
 
     def _publish(self, request: Request) -> bool:
         """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
-        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
+        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
 
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""

@@ -35,11 +35,11 @@ from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_rare
 from eagle_kit.serve.scheduler import Chunk
-from eagle_kit.serve.slots import Slots
+from eagle_kit.serve.slots import MAX_MISSED, Slots
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose, is_finite
@@ -232,6 +232,12 @@ class Runner:
         rows = self._tensor([request.slot for request in requests] + padding)
         shape, drafter = self.shapes.at(size), self.models.drafter
         steps, topk, tokens = shape
+        if drafter is not None and drafter.can_wait:
+            if any(each.num_missed and (steps or each.num_missed == MAX_MISSED) for each in requests):
+                self._catch_up(requests, longest)
+            if not steps:
+                for request in requests:
+                    request.num_missed += 1
         lookback = drafter.lookback if drafter is not None else 0
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
         settings = self._settings(shape, self._columns(columns), self._num_logprobs(requests))
@@ -242,6 +248,24 @@ class Runner:
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
         emitted = self._run(requests, CycleInputs(rows, sampling), settings, tree)
         return Results(requests, [request.epoch for request in requests], HostCopy(emitted), num_drafts)
+
+    def _catch_up(self, requests: list[Request], longest: int) -> None:
+        """Let the draft read what it has missed, in one forward."""
+        drafter, kept = self.models.drafter, self.slots.missed
+        assert drafter is not None and kept is not None
+        behind = [request for request in requests if request.num_missed]
+        length = max(request.num_missed for request in behind)
+        rows = self._tensor([request.slot for request in behind])
+        missed = Missed(kept.features[rows, :length], kept.tokens[rows, :length], kept.counts[rows])
+        state = self.slots.gather(rows)
+        before = state._replace(seq_lens=state.seq_lens - missed.counts)
+        with self.linear_forms.using():
+            columns = self._columns(longest + length + 2)
+            draft = drafter.extend(before, missed, missed.counts - 1, self.shapes.topk, columns)
+        self.slots.scatter(rows, state._replace(draft=draft), None)
+        kept.counts[rows] = 0
+        for request in behind:
+            request.num_missed = 0
 
     @torch.inference_mode()
     def warm_up(self) -> int:
@@ -319,6 +343,8 @@ class Runner:
         else:
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, inputs.allowed)
         self.slots.scatter(inputs.rows, out.state, out.counts)
+        if out.missed is not None:
+            self.slots.miss(inputs.rows, out.missed)
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:

@@ -41,6 +41,15 @@ class DraftState(NamedTuple):
     features: torch.Tensor
 
 
+class Missed(NamedTuple):
+    """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states that
+    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
 class Drafter:
     """Draft model with its key-value store. Mutates only the store.
 
@@ -49,6 +58,8 @@ class Drafter:
         layout: of the pool, shared with the target's store.
     """
 
+    can_wait = True
+    """Whether tokens of plain cycles can be read later, all at once."""
     lookback = 0
     """Prompt tokens before those that the stores lack that must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
@@ -157,20 +168,32 @@ class Drafter:
         Returns:
             The draft state of the next cycle.
         """
-        page_table, seq_lens = state.page_table, state.seq_lens
-        b, length = accepted.tokens.shape
-        first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
+        b = len(accepted.tokens)
+        first = torch.arange(b, device=out.hidden.device)[:, None] * (out.hidden.shape[0] // b)
         rows = (first + accepted.path).view(-1)
+        features = self.model.features(out.hidden[rows], out.aux[rows])
+        missed = Missed(features.view(b, -1, features.shape[1]), accepted.tokens, num_committed)
+        return self.extend(state, missed, accepted.num_accepted, topk, num_columns)
+
+    def extend(
+        self, state: CycleState, missed: "Missed", last: torch.Tensor, topk: int, num_columns: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over tokens behind ``state``, and store its entries.
+
+        Args:
+            last: int64 ``[B]``, the token to return the draft state of.
+        """
+        page_table, seq_lens = state.page_table, state.seq_lens
+        features, tokens, num_committed = missed
+        b, length = tokens.shape
         bits = chain_bits(length, seq_lens.device).expand(b, length)
         attend = self.kv.window_attend(page_table, seq_lens + 1, bits, length, num_columns)
         offset = torch.arange(length, device=seq_lens.device)
         slots = (seq_lens[:, None] + 1 + offset).view(-1)
-        states = self.model.step(
-            self.model.features(out.hidden[rows], out.aux[rows]), accepted.tokens.view(-1), slots, attend
-        )
+        states = self.model.step(features.flatten(0, 1), tokens.reshape(-1), slots, attend)
         self.kv.commit_window(page_table, offset.expand(b, length), seq_lens + 1, num_committed)
-        last = torch.arange(b, device=seq_lens.device) * length + accepted.num_accepted
-        return self._state(states[last], topk)
+        rows = torch.arange(b, device=seq_lens.device) * length + last
+        return self._state(states[rows], topk)
 
     def prefill(
         self,
