@@ -12,6 +12,7 @@ from eagle_kit.kv.page_pool import PageAllocation
 if TYPE_CHECKING:
     from eagle_kit.serve.grammar.compiler import GrammarMatch
     from eagle_kit.serve.text_stream import TextStream
+    from eagle_kit.tuning.policy import Ease
 
 
 @dataclass(eq=False)
@@ -52,6 +53,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    ease: "Ease | None" = None
     stats: SpecStats = field(default_factory=SpecStats)
     num_cached_tokens: int = 0
     num_shared_tokens: int = 0
