@@ -25,8 +25,10 @@ GAIN = 1.03
 """Predicted speed over that of the shape in use for which it is changed."""
 HOLD = 8
 """Cycles between two looks."""
-PROBE_EVERY = 32, 512
-"""Cycles of plain decoding, at first and at most, before one drafts to see what is accepted by now."""
+PROBE = 4
+"""Cycles that draft, after a while of plain decoding, to see what is accepted by now."""
+PROBE_EVERY = 64, 512
+"""Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
 
 
 @dataclass
@@ -59,9 +61,8 @@ class ShapePolicy:
         self._lengths = 1.0 + chances.cumprod(2).sum(2)
         self.shared_ease = 0.0
         self.shape = NO_SPECULATION
-        self.expected: dict[SpecShape, float] = {}
-        self._cycles_to_look = 0
-        self._plain_left, self._plain_next = 0, PROBE_EVERY[0]
+        self._batch_size, self._left = 0, 0
+        self._is_probe, self._num_plain, self._probe_every = False, 0, PROBE_EVERY[0]
         self._costs: dict[tuple[int, int], np.ndarray] = {}
 
     def new_request(self) -> Ease:
@@ -70,16 +71,21 @@ class ShapePolicy:
 
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on average."""
-        self._cycles_to_look -= 1
-        if self._cycles_to_look > 0:
+        self._num_plain += not self.shape.steps
+        self._left -= 1
+        if self._left > 0 and len(eases) == self._batch_size:
             return self.shape
-        if self.shape == NO_SPECULATION and self._plain_left > 0:
-            self._plain_left -= 1
-        self._cycles_to_look = HOLD
+        self._batch_size, self._left = len(eases), HOLD
         speeds = self.speeds(eases, context)
-        best = int(speeds.argmax())
-        if speeds[best] > GAIN * speeds[self._number[self.shape]]:
+        best, now = int(speeds.argmax()), self._number[self.shape]
+        was_probe, self._is_probe = self._is_probe, False
+        if speeds[best] > GAIN * speeds[now] or (was_probe and not best):
+            if now and not best:
+                self._probe_every = min(2 * self._probe_every, PROBE_EVERY[1]) if was_probe else PROBE_EVERY[0]
+                self._num_plain = 0
             self.shape = self.shapes[best]
+        elif not now and self._num_plain >= self._probe_every and len(self.shapes) > 1:
+            self.shape, self._left, self._is_probe = self.shapes[1 + int(speeds[1:].argmax())], PROBE, True
         return self.shape
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
