@@ -170,7 +170,7 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> Non
         say_self_test(model, llm, dtype)
     started = time.perf_counter()
     runner = llm.engine().runner
-    if num_graphs := runner.warm_up():
+    if num_graphs := llm.engine().warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
     for line in runner.linear_forms.report():
         say(f"linear     {line}")

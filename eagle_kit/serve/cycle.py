@@ -18,7 +18,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import decide, is_finite
 from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
@@ -71,12 +71,13 @@ class Emitted(NamedTuple):
 
 
 class CycleOutput(NamedTuple):
-    """The ``state`` of the next cycle, the ``emitted`` tokens, and ``counts`` of ``SamplingBatch`` after
-    them."""
+    """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them, and
+    what the draft ``missed`` of them: a cycle that drafts nothing leaves that for later."""
 
     state: CycleState
     emitted: Emitted
     counts: torch.Tensor | None
+    missed: Missed | None = None
 
 
 class Verified(NamedTuple):
@@ -120,8 +121,13 @@ def finish_cycle(
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
-    next_state = draft_extend(models.drafter, state, verified, settings)
-    return CycleOutput(next_state, verified.emitted, verified.counts)
+    drafter, missed = models.drafter, None
+    if drafter is not None and drafter.can_wait and not settings.shape.steps:
+        features = drafter.model.features(verified.out.hidden, verified.out.aux)
+        missed = Missed(features[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
+        drafter = None
+    next_state = draft_extend(drafter, state, verified, settings)
+    return CycleOutput(next_state, verified.emitted, verified.counts, missed)
 
 
 def verify_and_commit(

@@ -18,7 +18,7 @@ import torch
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeSet, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.llama import LlamaModel
@@ -31,6 +31,7 @@ from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex
 from eagle_kit.speculation.verify.verifiers import make_verifier
+from eagle_kit.tuning.policy import ShapePolicy
 
 READING_COST = 64
 """Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU (SmolLM2-135M,
@@ -93,9 +94,11 @@ class Engine:
         self.use_shape(NO_SPECULATION)
 
     @property
-    def shapes(self) -> ShapeTable:
-        """Shapes of speculation by batch size."""
-        return self.runner.shapes
+    def shapes(self) -> ShapeTable | ShapePolicy:
+        """Shapes of speculation by batch size, or the policy that chooses them."""
+        shapes = self.policy or self._table
+        assert shapes is not None
+        return shapes
 
     @property
     def has_work(self) -> bool:
@@ -127,20 +130,25 @@ class Engine:
         """Compiled grammars at hand."""
         return 0 if self._grammars is None else self._grammars.num_compiled
 
-    def use_shape(self, shapes: ShapeTable | SpecShape) -> None:
-        """Speculate with ``shapes`` from the next request on.
+    def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
+        """Speculate with ``shapes`` from the next request on, or with what a policy chooses cycle by cycle.
 
         Raises:
             UserError: there is no draft for one, or the draft cannot fill it.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
-        shapes = ShapeTable.parse(shapes)
-        for shape in shapes.shapes:
+        if isinstance(shapes, ShapePolicy):
+            policy, table, known = shapes, None, ShapeSet(tuple(shapes.shapes))
+        else:
+            policy, table = None, ShapeTable.parse(shapes)
+            known = table
+        for shape in known.shapes:
             self._check_shape(shape)
-        if bool(shapes.steps) != bool(self.shapes.steps):
+        if bool(known.steps) != bool(self.runner.shapes.steps):
             self.page_pool.clear()  # pages written without a draft have no entries of it
-        self.runner.use_shape(shapes)
-        room, speculates = self.config.room(shapes.steps), self.runner.models.drafter is not None
+        self.runner.use_shape(known)
+        self.policy, self._table = policy, table
+        room, speculates = self.config.room(known.steps), self.runner.models.drafter is not None
         model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
         self.scheduler = Scheduler(
             self.page_pool,
@@ -176,7 +184,7 @@ class Engine:
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
         tokens = min(len(prompt_ids) + max_tokens, config.max_context)
-        if config.num_pages_of(tokens + config.room(self.shapes.steps)) > config.num_pages:
+        if config.num_pages_of(tokens + config.room(self.runner.shapes.steps)) > config.num_pages:
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
                 f"key-value pool of {config.num_pages * config.page_size} tokens.",
@@ -244,12 +252,33 @@ class Engine:
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
-            results = self.runner.decode(decoding, self._longest(decoding), self.ngram)
+            shape = self._shape(decoding)
+            results = self.runner.decode(decoding, shape, self._longest(decoding), self.ngram)
             self._pending.append(results)
         self._collect_until(len(self._pending) - launched if self.config.lag else 0)
         self.totals.num_steps += 1
         news, self._news = list(self._news), {}
         return news
+
+    def _shape(self, decoding: Sequence[Request]) -> SpecShape:
+        """Choose the shape of the next cycle."""
+        if self.policy is None:
+            return self.shape_at(self.runner.padded(len(decoding)))
+        for request in decoding:
+            request.ease = request.ease or self.policy.new_request()
+        context = sum(request.num_tokens for request in decoding) // len(decoding)
+        return self.policy.choose([request.ease for request in decoding if request.ease], context)
+
+    def shape_at(self, batch_size: int) -> SpecShape:
+        """Shape that graphs of a batch size are captured for."""
+        if self._table is not None:
+            return self._table.at(batch_size)
+        assert self.policy is not None
+        return self.policy.shape
+
+    def warm_up(self) -> int:
+        """Capture graphs before the first request -> their number."""
+        return self.runner.warm_up(self.shape_at)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for request, _, _ in chunks:
@@ -263,7 +292,7 @@ class Engine:
 
     @property
     def _uses_ngram(self) -> bool:
-        return self.ngram is not None and self.shapes.steps > 0
+        return self.ngram is not None and self.runner.shapes.steps > 0
 
     def _index(self, requests: Sequence[Request]) -> None:
         """Append the new tokens of ``requests`` to the n-gram log, their prompts first."""
@@ -280,7 +309,7 @@ class Engine:
 
     def _longest(self, requests: Sequence[Request]) -> int:
         """Bound on the tokens that any of ``requests`` has in the pool."""
-        unseen = self.config.lag * (self.shapes.steps + 2)
+        unseen = self.config.lag * (self.runner.shapes.steps + 2)
         return max(request.num_tokens for request in requests) - 1 + unseen
 
     def _collect(self, results: Results) -> None:
@@ -309,6 +338,8 @@ class Engine:
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
             if results.num_drafts is not None:
+                if self.policy is not None and request.ease is not None:
+                    self.policy.observe(request.ease, results.shape, counts[i] - 1)
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
                 self.totals.num_draft_tokens += results.num_drafts[i]
@@ -372,7 +403,7 @@ class Engine:
 
     def _publish(self, request: Request) -> bool:
         """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
-        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
+        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
 
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""

@@ -12,6 +12,7 @@ from eagle_kit.kv.page_pool import PageAllocation
 if TYPE_CHECKING:
     from eagle_kit.serve.grammar.compiler import GrammarMatch
     from eagle_kit.serve.text_stream import TextStream
+    from eagle_kit.tuning.policy import Ease
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class Request:
         savings: prompt tokens of earlier steps that were its share and were not computed.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
+        num_missed: its last tokens that the draft has not read.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: pages that the device's table has; -1 when it must be written anew.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
@@ -51,6 +53,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    ease: "Ease | None" = None
     stats: SpecStats = field(default_factory=SpecStats)
     num_cached_tokens: int = 0
     num_shared_tokens: int = 0
@@ -59,6 +62,7 @@ class Request:
     savings: float = 0.0
     num_computed: int = 0
     num_verified: int = 0
+    num_missed: int = 0
     slot: int = -1
     epoch: int = 0
     num_pages_written: int = -1
@@ -78,6 +82,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and reply together."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_readable(self) -> int:
+        """Tokens whose keys others may use, those of the draft included."""
+        return max(0, self.num_verified - self.num_missed)
 
     @property
     def num_to_compute(self) -> int:

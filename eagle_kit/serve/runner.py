@@ -12,7 +12,7 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeSet, SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
@@ -35,11 +35,11 @@ from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_rare
 from eagle_kit.serve.scheduler import Chunk
-from eagle_kit.serve.slots import Slots
+from eagle_kit.serve.slots import MAX_MISSED, Slots
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose, is_finite
@@ -53,13 +53,15 @@ GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temp
 class Results(NamedTuple):
     """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
     ``epochs``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
-    ``num_computed`` tokens are computed, and the first tokens of replies where they end."""
+    ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
+    cycle."""
 
     requests: list[Request]
     epochs: list[int]
     copy: HostCopy
     num_drafts: Sequence[int] | None
     num_computed: Sequence[int] = ()
+    shape: SpecShape = NO_SPECULATION
 
 
 class CycleInputs(NamedTuple):
@@ -106,7 +108,7 @@ class Runner:
         self._verifier = make_verifier(config)
         self._sampling = SamplingTables(self.vocab_size, self.device)
         self._slots: dict[tuple[bool, int], Slots] = {}
-        self.use_shape(ShapeTable.parse(NO_SPECULATION))
+        self.use_shape(ShapeSet((NO_SPECULATION,)))
 
     @property
     def models(self) -> CycleModels:
@@ -125,7 +127,7 @@ class Runner:
         fits = isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
-    def use_shape(self, shapes: ShapeTable) -> None:
+    def use_shape(self, shapes: ShapeSet) -> None:
         """Speculate with ``shapes`` from now on; nothing may be running."""
         self.shapes = shapes
         drafter = self.models.drafter
@@ -218,20 +220,31 @@ class Runner:
         stops = [request.num_to_compute for request in requests]
         return tokens[:, 0], Results(requests, epochs, HostCopy(emitted), None, stops)
 
-    def decode(self, requests: list[Request], longest: int, ngram: NgramIndex | None = None) -> Results:
-        """Run one cycle for ``requests``; none has more than ``longest`` tokens, those on their way included.
+    def padded(self, batch_size: int) -> int:
+        """Size that a batch is padded to."""
+        return next(size for size in self.config.batch_sizes if size >= batch_size)
+
+    def decode(
+        self, requests: list[Request], shape: SpecShape, longest: int, ngram: NgramIndex | None = None
+    ) -> Results:
+        """Run one cycle for ``requests`` in one of the shapes.
 
         Args:
+            longest: bound on the tokens of a request, those on their way included.
             ngram: drafts in place of a model; every token of the requests must be known to the host.
         """
         for request in requests:
             if request.num_pages_written != len(request.allocation):
                 self.set_pages(request)
-        size = next(size for size in self.config.batch_sizes if size >= len(requests))
-        padding = [self.slots.dummy] * (size - len(requests))
+        padding = [self.slots.dummy] * (self.padded(len(requests)) - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
-        shape, drafter = self.shapes.at(size), self.models.drafter
-        steps, topk, tokens = shape
+        (steps, topk, tokens), drafter = shape, self.models.drafter
+        if drafter is not None and drafter.can_wait:
+            if any(each.num_missed and (steps or each.num_missed == MAX_MISSED) for each in requests):
+                self._catch_up(requests, longest)
+            if not steps:
+                for request in requests:
+                    request.num_missed += 1
         lookback = drafter.lookback if drafter is not None else 0
         columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
         settings = self._settings(shape, self._columns(columns), self._num_logprobs(requests))
@@ -241,16 +254,36 @@ class Runner:
             found = self._ngram_draft(requests, len(padding), ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
         emitted = self._run(requests, CycleInputs(rows, sampling), settings, tree)
-        return Results(requests, [request.epoch for request in requests], HostCopy(emitted), num_drafts)
+        epochs = [request.epoch for request in requests]
+        return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape)
+
+    def _catch_up(self, requests: list[Request], longest: int) -> None:
+        """Let the draft read what it has missed, in one forward."""
+        drafter, kept = self.models.drafter, self.slots.missed
+        assert drafter is not None and kept is not None
+        behind = [request for request in requests if request.num_missed]
+        length = max(request.num_missed for request in behind)
+        rows = self._tensor([request.slot for request in behind])
+        missed = Missed(kept.features[rows, :length], kept.tokens[rows, :length], kept.counts[rows])
+        state = self.slots.gather(rows)
+        before = state._replace(seq_lens=state.seq_lens - missed.counts)
+        with self.linear_forms.using():
+            columns = self._columns(longest + length + 2)
+            draft = drafter.extend(before, missed, missed.counts - 1, self.shapes.topk, columns)
+        self.slots.scatter(rows, state._replace(draft=draft), None)
+        kept.counts[rows] = 0
+        for request in behind:
+            request.num_missed = 0
 
     @torch.inference_mode()
-    def warm_up(self) -> int:
-        """Capture the graphs of greedy batches and of batches that sample, the largest first -> their number.
+    def warm_up(self, shape_at: Callable[[int], SpecShape]) -> int:
+        """Capture the graphs of greedy batches and of batches that sample, the largest first, in the shape of
+        each size -> their number.
         Forms of linear layers are chosen by measurements before that."""
         if self.graphs.mode != "cycle" or not self.graphs.has_fixed_shapes:
             return 0
         for size in sorted(self.config.batch_sizes, reverse=True):
-            settings = self._settings(self.shapes.at(size), self._columns(0), None)
+            settings = self._settings(shape_at(size), self._columns(0), None)
             rows = self._tensor([self.slots.dummy] * size)
             for params in GREEDY_AND_SAMPLED:
                 sampling = None if params is None else self._sampling.of_params(params, size)
@@ -319,6 +352,8 @@ class Runner:
         else:
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, inputs.allowed)
         self.slots.scatter(inputs.rows, out.state, out.counts)
+        if out.missed is not None:
+            self.slots.miss(inputs.rows, out.missed)
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:

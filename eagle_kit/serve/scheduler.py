@@ -117,6 +117,7 @@ class Scheduler:
             del self._num_held[request.group]
         self._slots.append(request.slot)
         request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
+        request.num_missed = 0
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -155,7 +156,7 @@ class Scheduler:
         return priority, self._num_held[request.group], number
 
     def _preempt(self, request: Request) -> None:
-        self.page_pool.publish(request.allocation, request.tokens(0, request.num_verified))
+        self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
         self.remove(request)
         request.num_preemptions += 1
         self.add(request)

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from eagle_kit.kernels.transfer import to_device
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
+
+MAX_MISSED = 32
+"""Tokens that a draft may be behind; then it reads them, all at once."""
 
 
 class Slots:
@@ -38,6 +41,12 @@ class Slots:
         self.active[count] = False
         self.draft = drafter.empty_state(count + 1, topk) if drafter is not None else None
         self.counts: torch.Tensor | None = None
+        self.missed: Missed | None = None
+        if drafter is not None and drafter.can_wait:
+            model = drafter.model
+            features = torch.zeros(count + 1, MAX_MISSED, model.feature_size, dtype=model.dtype, device=device)
+            tokens = torch.zeros(count + 1, MAX_MISSED, dtype=torch.int64, device=device)
+            self.missed = Missed(features, tokens, torch.zeros(count + 1, dtype=torch.int64, device=device))
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a request's page numbers."""
@@ -57,6 +66,8 @@ class Slots:
         if draft is not None and self.draft is not None:
             for mine, new in zip(self.draft, draft, strict=True):
                 mine[slots] = new
+        if self.missed is not None:
+            self.missed.counts[slots] = 0
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``."""
@@ -74,6 +85,14 @@ class Slots:
                 mine[rows] = new
         if self.counts is not None and counts is not None:
             self.counts[rows] = counts
+
+    def miss(self, rows: torch.Tensor, new: Missed) -> None:
+        """Append a token of each of ``rows [B]`` to what the draft has missed."""
+        assert self.missed is not None
+        at = self.missed.counts[rows].clamp(max=MAX_MISSED - 1)
+        self.missed.features[rows, at] = new.features[:, 0]
+        self.missed.tokens[rows, at] = new.tokens[:, 0]
+        self.missed.counts[rows] += new.counts
 
     def start_counts(self, slot: int, vocab_size: int, tokens: Sequence[int], root: torch.Tensor) -> None:
         """Count the tokens of a request's reply for its penalties: ``tokens`` that the host knows, or, when

@@ -29,7 +29,7 @@ def test_the_peak_is_within_the_plan(mode, sampling):
     options = {"max_batch_size": 32, "batch_sizes": (1, 8, 32), "kv_tokens": 400_000, "prefill_tokens": 512}
     llm = make(models, mode, shape="5,4,16", **pick(options, {"kv_tokens": 3000}))
     engine = llm.engine()
-    engine.runner.warm_up()
+    engine.warm_up()
     plan = llm.memory_plan
     synchronize()
     held = memory("allocated_bytes.all.current") - before

@@ -53,8 +53,10 @@ class RandomRunner:
         epochs = [request.epoch for request in requests]
         return [Results(list(requests), epochs, HostCopy(emitted), None, stops)]
 
-    def decode(self, requests, longest, ngram=None):
-        shape = self.shapes.at(len(requests))
+    def padded(self, batch_size):
+        return batch_size
+
+    def decode(self, requests, shape, longest, ngram=None):
         width = shape.steps + 1
         num_drafts = [shape.tokens - 1] * len(requests)
         if ngram is not None:

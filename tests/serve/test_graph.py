@@ -124,7 +124,7 @@ def test_warm_up_captures_the_largest_batches_first_and_changes_nothing():
     expected = replies(LLM(target, head, **options), LLM(target, head, **options).default_shape)
     llm = with_graphs(LLM(target, head, **options), "cycle")
     runner = llm.engine().runner
-    assert runner.warm_up() == 9
+    assert llm.engine().warm_up() == 9
     assert [key[1][0] for key in runner.graphs._graphs][::3] == [4, 2, 1]
     assert replies(llm, llm.default_shape) == expected
     assert runner.graphs.num_graphs == 9, "what was warmed up is what runs"

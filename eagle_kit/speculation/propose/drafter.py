@@ -21,7 +21,7 @@ from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.tree_build import Tree, chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.tree_build import Candidates, Tree, chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout, Segment
@@ -41,6 +41,15 @@ class DraftState(NamedTuple):
     features: torch.Tensor
 
 
+class Missed(NamedTuple):
+    """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states that
+    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
 class Drafter:
     """Draft model with its key-value store. Mutates only the store.
 
@@ -49,6 +58,8 @@ class Drafter:
         layout: of the pool, shared with the target's store.
     """
 
+    can_wait = True
+    """Whether tokens of plain cycles can be read later, all at once."""
     lookback = 0
     """Prompt tokens before those that the stores lack that must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
@@ -97,10 +108,14 @@ class Drafter:
             num_columns: bound on the columns of a window, the pool's included.
             sampling: of the requests; this drafter proposes the same for all.
         """
-        grow = self._grow_chain if shape.topk == 1 else self._grow_tree
-        return DraftOutput(grow(state, shape, num_columns), Deterministic())
+        if shape.topk == 1:
+            tree = self._grow_chain(state, shape, num_columns)
+        else:
+            tree = tree_build(state.roots, *self.grow_candidates(state, shape, num_columns), shape)
+        return DraftOutput(tree, Deterministic())
 
-    def _grow_tree(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
+    def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
+        """Grow a tree behind the roots, K nodes a step -> all of its candidates."""
         draft, seq_lens = state.draft, state.seq_lens
         assert isinstance(draft, DraftState)
         b, topk = len(seq_lens), shape.topk
@@ -114,7 +129,7 @@ class Drafter:
             out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
             beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
             features = self._fed_back(out)
-        return tree_build(state.roots, *candidates, shape)
+        return candidates
 
     def _grow_chain(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
         """Take the best token of every step; a chain ranks nothing."""
@@ -153,20 +168,32 @@ class Drafter:
         Returns:
             The draft state of the next cycle.
         """
-        page_table, seq_lens = state.page_table, state.seq_lens
-        b, length = accepted.tokens.shape
-        first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
+        b = len(accepted.tokens)
+        first = torch.arange(b, device=out.hidden.device)[:, None] * (out.hidden.shape[0] // b)
         rows = (first + accepted.path).view(-1)
+        features = self.model.features(out.hidden[rows], out.aux[rows])
+        missed = Missed(features.view(b, -1, features.shape[1]), accepted.tokens, num_committed)
+        return self.extend(state, missed, accepted.num_accepted, topk, num_columns)
+
+    def extend(
+        self, state: CycleState, missed: "Missed", last: torch.Tensor, topk: int, num_columns: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over tokens behind ``state``, and store its entries.
+
+        Args:
+            last: int64 ``[B]``, the token to return the draft state of.
+        """
+        page_table, seq_lens = state.page_table, state.seq_lens
+        features, tokens, num_committed = missed
+        b, length = tokens.shape
         bits = chain_bits(length, seq_lens.device).expand(b, length)
         attend = self.kv.window_attend(page_table, seq_lens + 1, bits, length, num_columns)
         offset = torch.arange(length, device=seq_lens.device)
         slots = (seq_lens[:, None] + 1 + offset).view(-1)
-        states = self.model.step(
-            self.model.features(out.hidden[rows], out.aux[rows]), accepted.tokens.view(-1), slots, attend
-        )
+        states = self.model.step(features.flatten(0, 1), tokens.reshape(-1), slots, attend)
         self.kv.commit_window(page_table, offset.expand(b, length), seq_lens + 1, num_committed)
-        last = torch.arange(b, device=seq_lens.device) * length + accepted.num_accepted
-        return self._state(states[last], topk)
+        rows = torch.arange(b, device=seq_lens.device) * length + last
+        return self._state(states[rows], topk)
 
     def prefill(
         self,

@@ -44,6 +44,7 @@ class ModulesDrafter(Drafter):
     """Several modules with a store each. Mutates only the stores."""
 
     model: HeadDraftModel
+    can_wait = False
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size

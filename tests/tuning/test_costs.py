@@ -1,0 +1,60 @@
+"""Costs fitted to made-up machines whose true times are known."""
+
+import pytest
+
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.tuning.costs import CostTable, Timing
+
+
+def machine(batch_size, shape, context):
+    """A target that is bound by memory up to 20 rows and by arithmetic beyond; reading keys costs as well."""
+    steps, topk, tokens = shape
+
+    def forward(rows, weights, keys):
+        return max(weights, weights * rows / 20) + 2e-3 * weights * batch_size * context / 100 * keys
+
+    time = 2e-4 + forward(batch_size * tokens, 30e-3, 1.0)
+    if steps:
+        time += 1e-4 + forward(batch_size * (steps + 1), 3e-3, 0.1)
+        time += (steps - 1) * forward(batch_size * topk, 2e-3, 0.1)
+    return time
+
+
+SHAPES = (NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,4,8", "5,4,16", "6,8,48")))
+UNSEEN = tuple(map(SpecShape.parse, ("3,1,4", "5,1,6", "4,4,12", "5,8,32", "2,4,6")))
+
+
+@pytest.fixture(scope="module")
+def table():
+    timings = [
+        Timing(size, shape, context, machine(size, shape, context))
+        for size in (1, 2, 4, 8, 16)
+        for shape in SHAPES
+        for context in (64, 1024)
+    ]
+    return CostTable.fit(timings)
+
+
+def test_cycles_that_were_measured_are_known(table):
+    assert table.error < 0.12
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 6, 12])
+@pytest.mark.parametrize("shape", UNSEEN, ids=str)
+def test_cycles_that_were_never_run_are_predicted(table, shape, batch_size):
+    for context in (200, 600):
+        expected = machine(batch_size, shape, context)
+        assert table.seconds(batch_size, shape, context) == pytest.approx(expected, rel=0.1)
+
+
+def test_more_work_never_costs_less(table):
+    for size in (1, 4, 9):
+        chains = [table.seconds(size, SpecShape(s, 1, s + 1), 300) for s in range(1, 9)]
+        assert chains == sorted(chains)
+    assert table.seconds(8, NO_SPECULATION, 2000) > table.seconds(8, NO_SPECULATION, 100)
+
+
+def test_a_table_comes_back_from_json(table):
+    assert CostTable.from_json(table.to_json()) == table
+    with pytest.raises(ValueError, match="coefficients"):
+        CostTable.from_json({"coefficients": [1.0], "error": 0})
