@@ -69,7 +69,7 @@ class PagedKV(PagedStore):
             for my_q, my_k, my_v, rows, space in parts:
                 _join(k_rows, rows, my_k, space[0])
                 _join(v_rows, rows, my_v, space[1])
-                out.append(chunk_attention(my_q, *space, self.scale, start=len(rows)))
+                out.append(chunk_attention(my_q, space[0], space[1], self.scale, start=len(rows)))
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return attend

@@ -379,8 +379,8 @@ class CpuGraphs:
         return outputs
 
     def _drop(self, key: Any) -> None:
-        """Forget a recording. Where it was hardly replayed, batches change too often for recordings to pay, and
-        the next ones wait longer."""
+        """Forget a recording. Where it was hardly replayed, batches change too often for recordings to pay,
+        and the next ones wait longer."""
         recording = self._recordings.pop(key, None)
         self._runs.pop(key, None)  # so that it is not recorded again at its next run
         if recording is not None and recording.num_replays < RECORD_AFTER:

@@ -71,8 +71,8 @@ class Emitted(NamedTuple):
 
 
 class CycleOutput(NamedTuple):
-    """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them, and
-    what the draft ``missed`` of them: a cycle that drafts nothing leaves that for later."""
+    """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them,
+    and what the draft ``missed`` of them: a cycle that drafts nothing leaves that for later."""
 
     state: CycleState
     emitted: Emitted

@@ -34,8 +34,8 @@ from eagle_kit.speculation.verify.verifiers import make_verifier
 from eagle_kit.tuning.policy import ShapePolicy
 
 READING_COST = 64
-"""Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU (SmolLM2-135M,
-one thread), about as many follow from the data sheets of GPUs."""
+"""Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU
+(SmolLM2-135M, one thread), about as many follow from the data sheets of GPUs."""
 WEIGHTS_COST = {"cpu": 12, "cuda": 256}
 """Tokens computed in the time that the weights are read: measured as above; from data sheets."""
 

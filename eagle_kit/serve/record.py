@@ -84,8 +84,8 @@ def _recording(drafts: dict[Request, list[tuple[int, Candidates]]], steps: int, 
             kept.append(candidates)
     if not kept:
         raise UserError("The replies are too short to record any draft.", "Give other prompts.")
-    parts = (torch.stack(part) for part in zip(*kept, strict=True))
-    return Recording(steps, topk, *parts, truth=torch.tensor(truth), lengths=lengths)
+    tokens, scores, parents = (torch.stack(part) for part in zip(*kept, strict=True))
+    return Recording(steps, topk, tokens, scores, parents, torch.tensor(truth), lengths)
 
 
 class _Recorder(Drafter):

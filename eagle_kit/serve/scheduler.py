@@ -16,10 +16,10 @@ which then has a turn, so that nobody waits for ever.
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
 that decodes for several groups computes fewer prompt tokens, which count for more the more there are before
-them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one that
-two steps' tokens would end is ended. The weights and what is before a part are read once for all of it, so a longer
-prompt saves its share of several steps up until a part is worth that. A request that does not fit yet keeps those
-behind it waiting.
+them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one
+that two steps' tokens would end is ended. The weights and what is before a part are read once for all of it,
+so a longer prompt saves its share of several steps up until a part is worth that. A request that does not fit
+yet keeps those behind it waiting.
 """
 
 import heapq

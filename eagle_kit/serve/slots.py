@@ -44,7 +44,9 @@ class Slots:
         self.missed: Missed | None = None
         if drafter is not None and drafter.can_wait:
             model = drafter.model
-            features = torch.zeros(count + 1, MAX_MISSED, model.feature_size, dtype=model.dtype, device=device)
+            features = torch.zeros(
+                count + 1, MAX_MISSED, model.feature_size, dtype=model.dtype, device=device
+            )
             tokens = torch.zeros(count + 1, MAX_MISSED, dtype=torch.int64, device=device)
             self.missed = Missed(features, tokens, torch.zeros(count + 1, dtype=torch.int64, device=device))
 

@@ -1,7 +1,7 @@
 """Timing of cycles in an engine: shapes, batch sizes and contexts that a table of costs is fitted to.
 
-Requests of random tokens run in the engine itself, so that everything of a step counts: kernels, recordings, the
-host's work. Their text accepts next to nothing, which costs what accepting would: shapes are fixed.
+Requests of random tokens run in the engine itself, so that everything of a step counts: kernels, recordings,
+the host's work. Their text accepts next to nothing, which costs what accepting would: shapes are fixed.
 """
 
 import random
@@ -38,7 +38,9 @@ def points_of(engine: Engine) -> list[Point]:
     """List the points worth timing in an engine."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= engine.config.max_batch_size]
     longest = engine.config.max_context - 512
-    return [Point(size, context) for size in sizes for context in CONTEXTS if context <= max(longest, CONTEXTS[0])]
+    return [
+        Point(size, context) for size in sizes for context in CONTEXTS if context <= max(longest, CONTEXTS[0])
+    ]
 
 
 def time_cycles(

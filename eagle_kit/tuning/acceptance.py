@@ -1,8 +1,8 @@
 """Acceptance of any shape of speculation, from drafts that were recorded at every position of replies.
 
-A deep and wide draft holds the candidates of every smaller one. What a smaller shape would have kept of them is
-grown again here, and compared with the reply; its cycles then walk through the reply as decoding would. So one
-recording predicts all shapes, and it knows the positions that a cycle of another shape would begin at.
+A deep and wide draft holds the candidates of every smaller one. What a smaller shape would have kept of them
+is grown again here, and compared with the reply; its cycles then walk through the reply as decoding would. So
+one recording predicts all shapes, and it knows the positions that a cycle of another shape would begin at.
 
 Legend: P positions, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
 """
@@ -41,8 +41,9 @@ class Recording:
     lengths: Sequence[int]
 
     def ranks(self, steps: int, topk: int) -> torch.Tensor:
-        """Rank among the candidates of a draft of ``steps``, ``topk`` of the reply's token at every depth, int64
-        ``[P, steps]``, :data:`NOWHERE` where it was not drafted. A window of N nodes has those below N - 1.
+        """Rank among the candidates of a draft of ``steps``, ``topk`` of the reply's token at every depth,
+        int64 ``[P, steps]``, :data:`NOWHERE` where it was not drafted. A window of N nodes has those below N
+        - 1.
 
         Raises:
             ValueError: the recording is not that deep or wide.
@@ -108,8 +109,8 @@ class Recording:
 
 
 class _Level(NamedTuple):
-    """Candidates of one depth, ``[P, m]`` each: their ``numbers`` in the recording, ``scores`` of the paths to
-    them (-inf: not drafted), and whether they continue the reply."""
+    """Candidates of one depth, ``[P, m]`` each: their ``numbers`` in the recording, ``scores`` of the paths
+    to them (-inf: not drafted), and whether they continue the reply."""
 
     numbers: torch.Tensor
     scores: torch.Tensor
@@ -124,7 +125,8 @@ class Acceptance(NamedTuple):
 
 
 def shapes_within(steps: int, topk: int, max_tokens: int = MAX_WINDOW) -> list[SpecShape]:
-    """List shapes worth trying of at most ``steps`` and ``topk``: chains, and trees of a few widths and sizes."""
+    """List shapes worth trying of at most ``steps`` and ``topk``: chains, and trees of a few widths and
+    sizes."""
     shapes = [SpecShape(depth, 1, depth + 1) for depth in range(1, steps + 1) if depth < max_tokens]
     for width in (k for k in (2, 3, 4, 6, 8) if k <= topk):
         for depth in range(1, steps + 1):

@@ -1,15 +1,16 @@
 """Time of a cycle in any shape of speculation, from the times of a few.
 
-A cycle is one forward of the target over the window, one of the draft over the emitted tokens, and one of the draft
-for each further step. The time of a forward grows with its rows, piece by piece linearly, and with the tokens before
-them; the pieces are fitted to measured cycles with coefficients that are never negative, so that more rows never cost
-less.
+A cycle is one forward of the target over the window, one of the draft over the emitted tokens, and one of the
+draft for each further step. The time of a forward grows with its rows, piece by piece linearly, and with the
+tokens before them; the pieces are fitted to measured cycles with coefficients that are never negative, so
+that more rows never cost less.
 
 Legend: B requests, S steps, K top-k, N nodes with the root.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +77,8 @@ class CostTable:
 
 
 def _features(batch_size: int, shape: SpecShape, context: int) -> list[float]:
-    """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each forward,
-    and the keys that each reads."""
+    """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each
+    forward, and the keys that each reads."""
     steps, topk, tokens = shape
     rows = {"target": batch_size * tokens}
     counts = {"target": 1, "extend": 0, "step": 0}
@@ -94,7 +95,7 @@ def _features(batch_size: int, shape: SpecShape, context: int) -> list[float]:
 
 def _pieces(rows: int) -> list[float]:
     """1, then the part of every interval between knots that lies below ``rows``."""
-    spans = zip(KNOTS, KNOTS[1:], strict=False)
+    spans = pairwise(KNOTS)
     return [1.0, *(min(max((rows - low) / (high - low), 0.0), 1.0) for low, high in spans)]
 
 

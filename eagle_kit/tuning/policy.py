@@ -1,9 +1,9 @@
 """Which shape the next cycles take: costs that were measured, acceptance as it comes.
 
-A recording says what every shape accepts of average text. How much easier or harder a request's text is than that is
-one number, its *ease*: the log-odds by which each drafted token is more likely to be accepted. Whatever shape is in
-use tells it, and it predicts all others. A shape is chosen for a batch, not for a request: requests of a cycle share
-its forwards, so a window that is small for one of them would save nothing.
+A recording says what every shape accepts of average text. How much easier or harder a request's text is than
+that is one number, its *ease*: the log-odds by which each drafted token is more likely to be accepted.
+Whatever shape is in use tells it, and it predicts all others. A shape is chosen for a batch, not for a
+request: requests of a cycle share its forwards, so a window that is small for one of them would save nothing.
 
 Legend: G values of ease, M shapes, S steps.
 """
@@ -70,7 +70,8 @@ class ShapePolicy:
         return Ease(self.shared_ease)
 
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
-        """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on average."""
+        """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
+        average."""
         self._num_plain += not self.shape.steps
         self._left -= 1
         if self._left > 0 and len(eases) == self._batch_size:
@@ -81,7 +82,9 @@ class ShapePolicy:
         was_probe, self._is_probe = self._is_probe, False
         if speeds[best] > GAIN * speeds[now] or (was_probe and not best):
             if now and not best:
-                self._probe_every = min(2 * self._probe_every, PROBE_EVERY[1]) if was_probe else PROBE_EVERY[0]
+                self._probe_every = (
+                    min(2 * self._probe_every, PROBE_EVERY[1]) if was_probe else PROBE_EVERY[0]
+                )
                 self._num_plain = 0
             self.shape = self.shapes[best]
         elif not now and self._num_plain >= self._probe_every and len(self.shapes) > 1:
@@ -113,7 +116,8 @@ class ShapePolicy:
 
 
 def _log_odds(reach: Sequence[float]) -> np.ndarray:
-    """Log-odds that each depth is accepted once the one before it was; those never seen are taken for unlikely."""
+    """Log-odds that each depth is accepted once the one before it was; those never seen are taken for
+    unlikely."""
     before = np.array([1.0, *reach[:-1]])
     chance = np.divide(reach, before, out=np.full(len(reach), 0.05), where=before > 0)
     chance = chance.clip(0.02, 0.98)

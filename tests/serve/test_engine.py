@@ -125,6 +125,7 @@ def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
 
 class KnowsTheAnswer:
     """A proposer whose tree holds the true continuation on its last children, among wrong siblings."""
+
     can_wait = False
 
     def __init__(self, proposer, answers, prompt_lens, wrong_at):

@@ -23,7 +23,7 @@ def requests_of(prompts, first=0, together=False, **params) -> list[Request]:
 
 
 def engine_of(models, **options):
-    """Make an engine that does not count what parts of prompts read: nothing else costs much in a tiny model."""
+    """Make an engine that does not count what parts of prompts read, by far the most of a tiny model."""
     engine = make_engine(models, SLOTS, page_size=4, max_context=512, **options)
     engine.scheduler.reading_cost = engine.scheduler.weights_cost = 0.0
     return engine
@@ -186,7 +186,6 @@ def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(models, mon
     assert all(count >= 12 + 0.1 * start for start, count in others[:-1])
     work = sum(count + 12 + 0.1 * start for start, count in others)
     assert 0.4 * 16 * steps <= work <= 16 * (steps + 3), "it saves, and loses little of its share"
-
 
 
 def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):

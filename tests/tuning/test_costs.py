@@ -20,7 +20,10 @@ def machine(batch_size, shape, context):
     return time
 
 
-SHAPES = (NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,4,8", "5,4,16", "6,8,48")))
+SHAPES = (
+    NO_SPECULATION,
+    *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,4,8", "5,4,16", "6,8,48")),
+)
 UNSEEN = tuple(map(SpecShape.parse, ("3,1,4", "5,1,6", "4,4,12", "5,8,32", "2,4,6")))
 
 

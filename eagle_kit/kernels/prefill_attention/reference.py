@@ -47,8 +47,8 @@ def chunk_attention(
 
     Args:
         q: ``[T, Hq, D]``, the queries of positions ``start``..``start + T - 1``.
-        k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is at
-            least :func:`round_columns` of ``start + T``.
+        k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is
+            at least :func:`round_columns` of ``start + T``.
 
     Returns:
         ``[T, Hq, E]``.

@@ -42,8 +42,8 @@ class DraftState(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states that
-    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+    """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states
+    that predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
 
     features: torch.Tensor
     tokens: torch.Tensor
