@@ -54,7 +54,7 @@ def test_devices_decide_what_was_left_open():
     gpu = EngineConfig(max_batch_size=5, lag=0).resolve(on_gpu=True)
     assert (gpu.max_context, gpu.prefill_tokens, gpu.lag, gpu.batch_sizes) == (8192, 8192, 0, (1, 2, 4, 5))
     assert EngineConfig().resolve(on_gpu=False, can_record=False).graph_mode == "off"
-    assert (cpu.mixed_prefill_tokens, gpu.mixed_prefill_tokens) == (32, 1024)
+    assert (cpu.mixed_prefill_tokens, gpu.mixed_prefill_tokens) == (12, 1024)
     assert EngineConfig(prefill_tokens=8).resolve(on_gpu=False).mixed_prefill_tokens == 8
     sized = cpu.replace(kv_tokens=100, page_size=8)
     assert (sized.num_pages, sized.room(4), sized.max_pages) == (13, 7, -(-(700 + 66) // 8))

@@ -172,7 +172,7 @@ class Drafter:
         first = torch.arange(b, device=out.hidden.device)[:, None] * (out.hidden.shape[0] // b)
         rows = (first + accepted.path).view(-1)
         features = self.model.features(out.hidden[rows], out.aux[rows])
-        missed = Missed(features.view(b, -1, features.shape[1]), accepted.tokens, num_committed)
+        missed = Missed(features.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
         return self.extend(state, missed, accepted.num_accepted, topk, num_columns)
 
     def extend(
