@@ -27,11 +27,11 @@ demo: install ## train a head for MINUTES minutes, serve it, measure it beside t
 	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
 	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
 
-test: install ## run the tests but those marked slow, at most 6 minutes on two cores
+test: install ## run the tests but those marked slow, about 9 minutes on two cores
 	@echo "== tests, $(WORKERS) processes"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install ## run all tests, at most 15 minutes on two cores
+test-all: install ## run all tests, about 15 minutes on two cores
 	@echo "== all tests, $(WORKERS) processes"
 	@$(PYTEST) $(ARGS)
 
