@@ -42,8 +42,7 @@ def test_shapes_that_change_every_cycle_change_no_text(models, batch, params, la
     policy = Restless(0)
     engine.use_shape(policy)
     requests = [
-        Request(i, list(prompt), SamplingParams(max_tokens=80, **params))
-        for i, prompt in enumerate(PROMPTS)
+        Request(i, list(prompt), SamplingParams(max_tokens=80, **params)) for i, prompt in enumerate(PROMPTS)
     ]
     serve(engine, requests)
     assert [request.token_ids for request in requests] == plain
