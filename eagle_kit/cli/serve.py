@@ -169,10 +169,10 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> Non
     if llm.default_shape.steps and not args.no_self_test:
         say_self_test(model, llm, dtype)
     started = time.perf_counter()
-    runner = llm.engine().runner
-    if num_graphs := llm.engine().warm_up():
+    engine = llm.engine()
+    if num_graphs := engine.warm_up():
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
-    for line in runner.linear_forms.report():
+    for line in engine.runner.linear_forms.report():
         say(f"linear     {line}")
 
 

@@ -85,33 +85,7 @@ NO_SPECULATION = SpecShape(0, 1, 1)
 
 
 @dataclass(frozen=True)
-class ShapeSet:
-    """Shapes that an engine may use.
-
-    Attributes:
-        shapes: all of them.
-    """
-
-    shapes: tuple[SpecShape, ...]
-
-    @property
-    def steps(self) -> int:
-        """Depth of the deepest shape; 0 is ordinary decoding at every batch size."""
-        return max(shape.steps for shape in self.shapes)
-
-    @property
-    def topk(self) -> int:
-        """Largest ``topk`` of the shapes."""
-        return max(shape.topk for shape in self.shapes)
-
-    @property
-    def tokens(self) -> int:
-        """Largest window of the shapes."""
-        return max(shape.tokens for shape in self.shapes)
-
-
-@dataclass(frozen=True, init=False)
-class ShapeTable(ShapeSet):
+class ShapeTable:
     """Speculation shape by batch size: draft tokens are cheap while a batch is memory-bound and expensive
     once it is compute-bound.
 
@@ -120,10 +94,6 @@ class ShapeTable(ShapeSet):
     """
 
     by_batch: tuple[tuple[int, SpecShape], ...]
-
-    def __init__(self, by_batch: tuple[tuple[int, SpecShape], ...]) -> None:
-        super().__init__(tuple(shape for _, shape in by_batch))
-        object.__setattr__(self, "by_batch", by_batch)
 
     @classmethod
     def parse(cls, text: "str | SpecShape | ShapeTable | None") -> "ShapeTable":
@@ -152,6 +122,26 @@ class ShapeTable(ShapeSet):
     def at(self, batch_size: int) -> SpecShape:
         """Shape for a batch of ``batch_size`` requests."""
         return next(shape for size, shape in reversed(self.by_batch) if size <= batch_size)
+
+    @property
+    def shapes(self) -> tuple[SpecShape, ...]:
+        """All shapes of the table."""
+        return tuple(shape for _, shape in self.by_batch)
+
+    @property
+    def steps(self) -> int:
+        """Depth of the deepest shape; 0 is ordinary decoding at every batch size."""
+        return max(shape.steps for shape in self.shapes)
+
+    @property
+    def topk(self) -> int:
+        """Largest ``topk`` of the shapes."""
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def tokens(self) -> int:
+        """Largest window of the shapes."""
+        return max(shape.tokens for shape in self.shapes)
 
 
 def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecShape:

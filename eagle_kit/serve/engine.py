@@ -18,7 +18,7 @@ import torch
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
-from eagle_kit.core.shape import NO_SPECULATION, ShapeSet, ShapeTable, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.llama import LlamaModel
@@ -94,13 +94,6 @@ class Engine:
         self.use_shape(NO_SPECULATION)
 
     @property
-    def shapes(self) -> ShapeTable | ShapePolicy:
-        """Shapes of speculation by batch size, or the policy that chooses them."""
-        shapes = self.policy or self._table
-        assert shapes is not None
-        return shapes
-
-    @property
     def has_work(self) -> bool:
         """True if :meth:`step` has something to do."""
         return bool(self.scheduler.running or self.num_waiting or self._pending)
@@ -137,18 +130,16 @@ class Engine:
             UserError: there is no draft for one, or the draft cannot fill it.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
-        if isinstance(shapes, ShapePolicy):
-            policy, table, known = shapes, None, ShapeSet(tuple(shapes.shapes))
-        else:
-            policy, table = None, ShapeTable.parse(shapes)
-            known = table
-        for shape in known.shapes:
+        if not isinstance(shapes, ShapePolicy):
+            shapes = ShapeTable.parse(shapes)
+        for shape in shapes.shapes:
             self._check_shape(shape)
-        if bool(known.steps) != bool(self.runner.shapes.steps):
+        did_speculate = bool(self.runner.steps)
+        self.runner.use_shape(shapes.shapes)
+        if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()  # pages written without a draft have no entries of it
-        self.runner.use_shape(known)
-        self.policy, self._table = policy, table
-        room, speculates = self.config.room(known.steps), self.runner.models.drafter is not None
+        self.shapes = shapes
+        room, speculates = self.config.room(self.runner.steps), self.runner.models.drafter is not None
         model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
         self.scheduler = Scheduler(
             self.page_pool,
@@ -184,7 +175,7 @@ class Engine:
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
         tokens = min(len(prompt_ids) + max_tokens, config.max_context)
-        if config.num_pages_of(tokens + config.room(self.runner.shapes.steps)) > config.num_pages:
+        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.num_pages:
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
                 f"key-value pool of {config.num_pages * config.page_size} tokens.",
@@ -262,19 +253,18 @@ class Engine:
 
     def _shape(self, decoding: Sequence[Request]) -> SpecShape:
         """Choose the shape of the next cycle."""
-        if self.policy is None:
-            return self.shape_at(self.runner.padded(len(decoding)))
+        if isinstance(self.shapes, ShapeTable):
+            return self.shapes.at(self.runner.padded(len(decoding)))
+        eases = []
         for request in decoding:
-            request.ease = request.ease or self.policy.new_request()
+            request.ease = request.ease or self.shapes.new_request()
+            eases.append(request.ease)
         context = sum(request.num_tokens for request in decoding) // len(decoding)
-        return self.policy.choose([request.ease for request in decoding if request.ease], context)
+        return self.shapes.choose(eases, context)
 
     def shape_at(self, batch_size: int) -> SpecShape:
         """Shape that graphs of a batch size are captured for."""
-        if self._table is not None:
-            return self._table.at(batch_size)
-        assert self.policy is not None
-        return self.policy.shape
+        return self.shapes.at(batch_size) if isinstance(self.shapes, ShapeTable) else self.shapes.shape
 
     def warm_up(self) -> int:
         """Capture graphs before the first request -> their number."""
@@ -292,7 +282,7 @@ class Engine:
 
     @property
     def _uses_ngram(self) -> bool:
-        return self.ngram is not None and self.runner.shapes.steps > 0
+        return self.ngram is not None and self.runner.steps > 0
 
     def _index(self, requests: Sequence[Request]) -> None:
         """Append the new tokens of ``requests`` to the n-gram log, their prompts first."""
@@ -309,7 +299,7 @@ class Engine:
 
     def _longest(self, requests: Sequence[Request]) -> int:
         """Bound on the tokens that any of ``requests`` has in the pool."""
-        unseen = self.config.lag * (self.runner.shapes.steps + 2)
+        unseen = self.config.lag * (self.runner.steps + 2)
         return max(request.num_tokens for request in requests) - 1 + unseen
 
     def _collect(self, results: Results) -> None:
@@ -338,8 +328,8 @@ class Engine:
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
             if results.num_drafts is not None:
-                if self.policy is not None and request.ease is not None:
-                    self.policy.observe(request.ease, results.shape, counts[i] - 1)
+                if isinstance(self.shapes, ShapePolicy) and request.ease is not None:
+                    self.shapes.observe(request.ease, results.shape, counts[i] - 1)
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
                 self.totals.num_draft_tokens += results.num_drafts[i]

@@ -84,8 +84,8 @@ def _recording(drafts: dict[Request, list[tuple[int, Candidates]]], steps: int, 
             kept.append(candidates)
     if not kept:
         raise UserError("The replies are too short to record any draft.", "Give other prompts.")
-    tokens, scores, parents = (torch.stack(part) for part in zip(*kept, strict=True))
-    return Recording(steps, topk, tokens, scores, parents, torch.tensor(truth), lengths)
+    candidates = Candidates(*(torch.stack(part) for part in zip(*kept, strict=True)))
+    return Recording(steps, topk, candidates, torch.tensor(truth), lengths)
 
 
 class _Recorder(Drafter):

@@ -12,8 +12,9 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, ShapeSet, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
+from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.open import open_store
@@ -45,7 +46,6 @@ from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose, is_finite
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
-COLUMN_BUCKET = 64
 GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 """Kinds of batches that are captured at the start."""
 
@@ -108,12 +108,12 @@ class Runner:
         self._verifier = make_verifier(config)
         self._sampling = SamplingTables(self.vocab_size, self.device)
         self._slots: dict[tuple[bool, int], Slots] = {}
-        self.use_shape(ShapeSet((NO_SPECULATION,)))
+        self.use_shape([NO_SPECULATION])
 
     @property
     def models(self) -> CycleModels:
         """Models of a cycle in the current shapes; in ordinary decoding without the drafter."""
-        return CycleModels(self.target, self.kv, self.drafter if self.shapes.steps else None)
+        return CycleModels(self.target, self.kv, self.drafter if self.steps else None)
 
     @property
     def verifiers(self) -> tuple[type, ...]:
@@ -127,14 +127,15 @@ class Runner:
         fits = isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
-    def use_shape(self, shapes: ShapeSet) -> None:
-        """Speculate with ``shapes`` from now on; nothing may be running."""
-        self.shapes = shapes
+    def use_shape(self, shapes: Sequence[SpecShape]) -> None:
+        """Speculate with any of ``shapes`` from now on; nothing may be running."""
+        self.steps = max(shape.steps for shape in shapes)
+        self.topk = max(shape.topk for shape in shapes)
         drafter = self.models.drafter
-        kind = (drafter is not None, shapes.topk)
+        kind = (drafter is not None, self.topk)
         if kind not in self._slots:  # graphs know the slots that they were captured with
             sizes = self.config.max_batch_size, self.config.max_pages, self.kv.dummy_page
-            self._slots[kind] = Slots(*sizes, drafter, shapes.topk, self.device)
+            self._slots[kind] = Slots(*sizes, drafter, self.topk, self.device)
         self.slots = self._slots[kind]
         self._sampling.forget()
 
@@ -180,7 +181,7 @@ class Runner:
             following[rows] = roots
         draft = None
         if drafter is not None:
-            draft = drafter.prefill(out, tokens, following, segments, rows, self.shapes.topk)
+            draft = drafter.prefill(out, tokens, following, segments, rows, self.topk)
         if not finished:
             return results
         slots = self._tensor([request.slot for request in finished])
@@ -269,7 +270,7 @@ class Runner:
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
         with self.linear_forms.using():
             columns = self._columns(longest + length + 2)
-            draft = drafter.extend(before, missed, missed.counts - 1, self.shapes.topk, columns)
+            draft = drafter.extend(before, missed, missed.counts - 1, self.topk, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts[rows] = 0
         for request in behind:
@@ -291,14 +292,14 @@ class Runner:
         return self.graphs.num_graphs
 
     def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
-        return CycleSettings(shape, num_columns, num_logprobs, self.verifier(shape), self.shapes.topk)
+        return CycleSettings(shape, num_columns, num_logprobs, self.verifier(shape), self.topk)
 
     def _columns(self, least: int) -> int:
         """Bound on the columns of a window, of few different values, so that shapes repeat. Kernels on a GPU
         read lengths on the device, so graphs are captured for the longest context only; on a CPU each request
         has the columns that its length needs (``WindowPlan.by_length``)."""
         if self.graphs.mode == "off":
-            return -(-least // COLUMN_BUCKET) * COLUMN_BUCKET
+            return round_columns(least)
         return self.config.max_pages * self.kv.page_size
 
     def _run(

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.tree_build import top_scores
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.tree_build import Candidates, top_scores
 
 NOWHERE = 10**6
 """Rank of a token that was not drafted."""
@@ -26,17 +27,14 @@ class Recording:
 
     Attributes:
         steps, topk: of the drafts.
-        tokens, scores, parents: ``[P, n]``, the candidates of each position as
-            :class:`~eagle_kit.kernels.tree_build.Candidates` has them.
+        candidates: of all positions, ``[P, n]``.
         truth: int64 ``[P, S]``, the tokens of the reply behind the root, -1 behind its end.
         lengths: positions of each reply, in order.
     """
 
     steps: int
     topk: int
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    parents: torch.Tensor
+    candidates: Candidates
     truth: torch.Tensor
     lengths: Sequence[int]
 
@@ -65,22 +63,24 @@ class Recording:
         return torch.stack(found, 1)
 
     def _first_level(self, topk: int) -> "_Level":
-        numbers = torch.arange(topk).expand(len(self.tokens), topk)
-        return _Level(numbers, self.scores[:, :topk], self.tokens[:, :topk] == self.truth[:, :1])
+        numbers = torch.arange(topk).expand(len(self.candidates.tokens), topk)
+        return _Level(
+            numbers, self.candidates.scores[:, :topk], self.candidates.tokens[:, :topk] == self.truth[:, :1]
+        )
 
     def _next_level(self, above: "_Level", depth: int, topk: int) -> "_Level":
         """Children of the best ``topk`` of a level, as far as the wider draft extended them."""
         best = top_scores(above.scores, topk)
         parents, parent_scores, parent_is_true = (part.gather(1, best) for part in above)
         first = self.topk + (depth - 2) * self.topk**2
-        extended = self.parents[:, first : first + self.topk**2 : self.topk]
+        extended = self.candidates.parents[:, first : first + self.topk**2 : self.topk]
         same = parents[:, :, None] == extended[:, None]
         place = same.int().argmax(2)
         numbers = (first + place * self.topk)[:, :, None] + torch.arange(topk)
-        scores = self.scores.gather(1, numbers.flatten(1)).view_as(numbers)
+        scores = self.candidates.scores.gather(1, numbers.flatten(1)).view_as(numbers)
         scores = torch.minimum(scores, parent_scores[:, :, None])  # as tree_build counts
         scores = scores.masked_fill(~same.any(2, keepdim=True), float("-inf"))
-        tokens = self.tokens.gather(1, numbers.flatten(1)).view_as(numbers)
+        tokens = self.candidates.tokens.gather(1, numbers.flatten(1)).view_as(numbers)
         is_true = parent_is_true[:, :, None] & (tokens == self.truth[:, depth - 1, None, None])
         return _Level(numbers.flatten(1), scores.flatten(1), is_true.flatten(1))
 
@@ -92,20 +92,15 @@ class Recording:
         return self._walk((ranks < shape.tokens - 1).long().cumprod(1).sum(1), shape.steps)
 
     def _walk(self, accepted: torch.Tensor, steps: int) -> "Acceptance":
-        counts, num_verifies, num_emitted, start = [0] * steps, 0, 0, 0
-        depths = accepted.tolist()
+        depths, stats, at = accepted.tolist(), SpecStats(), 0
         for length in self.lengths:
-            at = start
-            while at < start + length:
-                kept = min(depths[at], start + length - at)
-                emitted = min(depths[at] + 1, start + length - at)
-                for depth in range(kept):
-                    counts[depth] += 1
-                num_verifies, num_emitted, at = num_verifies + 1, num_emitted + emitted, at + emitted
-            start += length
-        if not num_verifies:
-            return Acceptance(1.0, (0.0,) * steps)
-        return Acceptance(num_emitted / num_verifies, tuple(count / num_verifies for count in counts))
+            end = at + length
+            while at < end:
+                emitted = min(depths[at] + 1, end - at)
+                stats.observe(emitted, min(depths[at], end - at))
+                at += emitted
+        reach = stats.acceptance_per_position
+        return Acceptance(stats.accept_length, (*reach, *[0.0] * (steps - len(reach))))
 
 
 class _Level(NamedTuple):
@@ -122,16 +117,3 @@ class Acceptance(NamedTuple):
 
     length: float
     reach: tuple[float, ...]
-
-
-def shapes_within(steps: int, topk: int, max_tokens: int = MAX_WINDOW) -> list[SpecShape]:
-    """List shapes worth trying of at most ``steps`` and ``topk``: chains, and trees of a few widths and
-    sizes."""
-    shapes = [SpecShape(depth, 1, depth + 1) for depth in range(1, steps + 1) if depth < max_tokens]
-    for width in (k for k in (2, 3, 4, 6, 8) if k <= topk):
-        for depth in range(1, steps + 1):
-            most = min(1 + width + (depth - 1) * width**2, max_tokens)
-            sizes = [n for n in (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64) if depth < n <= most]
-            if width * (depth - 1) <= MAX_WINDOW:
-                shapes += [SpecShape(depth, width, n) for n in sizes]
-    return shapes

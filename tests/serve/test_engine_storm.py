@@ -11,7 +11,7 @@ from tiny import tiny_target
 from tiny_engine import resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import HostCopy
@@ -26,14 +26,14 @@ class RandomRunner:
 
     def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool) -> None:
         self.rng, self.page_size = random.Random(seed), page_size
-        self.shapes, self.drafter, self.pending = ShapeTable.parse(shape), None, ()
+        self.steps, self.drafter, self.pending = shape.steps, None, ()
         if shape.steps and not ngram:
             self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None)
         self.models = SimpleNamespace(drafter=self.drafter)
         self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
 
     def use_shape(self, shapes):
-        self.shapes = shapes
+        self.steps = max(shape.steps for shape in shapes)
 
     def _token(self):
         return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))

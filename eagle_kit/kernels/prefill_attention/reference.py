@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
-from eagle_kit.kernels.summation import least_nodes, round_columns
-from eagle_kit.kernels.window_attention.reference import take_rows
+from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.window_attention.reference import attend_dense, take_rows
 
 BLOCK = 32
 """Queries of a chunk that are computed together: few enough that their scores stay in the cache of a core."""
@@ -53,21 +53,13 @@ def chunk_attention(
     Returns:
         ``[T, Hq, E]``.
     """
-    t, hq, d = q.shape
-    hkv, g = k.shape[0], hq // k.shape[0]
-    out = q.new_empty(t, hq, v.shape[-1])
-    for a in range(0, t, BLOCK):
-        b = min(a + BLOCK, t)
-        n, m = b - a, max(b - a, least_nodes(g))
-        columns = round_columns(start + b)
-        nodes = F.pad(q[a:b] * scale, (0, 0, 0, 0, 0, m - n))
-        queries = nodes.view(m, hkv, g, d).transpose(0, 1).reshape(hkv, m * g, d)
-        scores = torch.bmm(queries, k[:, :columns].transpose(1, 2)).view(hkv, m, g, columns)
-        hidden = torch.full((m, columns - start - a), float("-inf"), device=q.device).triu_(1)
-        scores[..., start + a :] += hidden[:, None]
-        parts = torch.bmm(scores.view(hkv, m * g, columns).softmax(-1), v[:, :columns])
-        out[a:b] = parts.view(hkv, m, g, -1).transpose(0, 1).flatten(1, 2)[:n]
-    return out
+    blocks = []
+    for first, block in enumerate(q.split(BLOCK)):
+        seen = start + first * BLOCK
+        columns = round_columns(seen + len(block))
+        mask = torch.full((len(block), columns), float("-inf"), device=q.device).triu_(seen + 1)
+        blocks.append(attend_dense(block[None], k[:, :columns], v[:, :columns], mask[None], scale)[0])
+    return torch.cat(blocks)
 
 
 def paged_prefill_attention(

@@ -47,26 +47,33 @@ def attend_to(
     scale: float,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``.
+    """Attention to ``rows [B, C]`` of the store under ``mask [B, N, C]``."""
+    shape = k_rows.shape[0] * len(q), rows.shape[1], q.shape[-1]
+    k, v = (take_rows(x, rows.reshape(-1), q.dtype).view(shape) for x in (k_rows, v_rows))
+    out = attend_dense(q, k, v, mask, scale)
+    return out if v_scale == 1.0 else out * v_scale
+
+
+def attend_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of ``q [B, N, Hq, D]`` to ``k [Hkv * B, C, D]`` and ``v [Hkv * B, C, E]`` under ``mask [B, N,
+    C]`` -> ``[B, N, Hq, E]``.
 
     The (N x G) query rows that share a KV head are one matmul, so that every key is read once per window.
     Windows of few nodes are padded (:func:`least_nodes`), for plain decoding must equal speculation bit for
     bit.
     """
     b, n, hq, d = q.shape
-    hkv, c = k_rows.shape[0], rows.shape[1]
+    hkv, c = len(k) // b, k.shape[1]
     g = hq // hkv
     if (missing := least_nodes(g) - n) > 0:
         q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
-    k = take_rows(k_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)
-    v = take_rows(v_rows, rows.reshape(-1), q.dtype).view(hkv * b, c, d)
     queries = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
     scores = torch.bmm(queries, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
     out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
-    if v_scale != 1.0:
-        out = out * v_scale
-    return out.view(hkv, b, m, g, d).permute(1, 2, 0, 3, 4).reshape(b, m, hq, d)[:, :n]
+    return out.view(hkv, b, m, g, -1).permute(1, 2, 0, 3, 4).reshape(b, m, hq, -1)[:, :n]
 
 
 def take_rows(store: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
