@@ -28,6 +28,15 @@ def triton_device() -> str:
     return "cpu"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what engines of tests measure out of the user's cache."""
+    from eagle_kit.tuning import files
+
+    place = tmp_path_factory.mktemp("tuning")
+    files.folder = lambda: place
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` without a CUDA device and `real` without the demo's packages."""
     missing = [

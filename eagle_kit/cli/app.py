@@ -1,6 +1,7 @@
 """`eagle-kit COMMAND`: find the command and run it; a mistake of the user is two lines and exit code 2."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ COMMANDS = {
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
+    "tune": Command("measure a draft and this machine, to choose shapes by", "eagle_kit.cli.tune"),
     "eval": Command("measure accept length and speed-up over tasks", "eagle_kit.cli.evaluate"),
     "study": Command("compare ways of training over seeds", "eagle_kit.cli.study"),
     "bench": Command(
@@ -46,6 +48,7 @@ DELEGATED = ("train",)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 a mistake of the user, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _show_notices()
     try:
         if argv and argv[0] in DELEGATED:
             return import_module(COMMANDS[argv[0]].module).main(argv[1:]) or 0
@@ -65,6 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         cause = f"The system refuses{where}: {error.strerror or error}."
         print_error(UserError(cause, "Check names, rights and space."))
         return 2
+
+
+def _show_notices() -> None:
+    """Print what the library says about work of seconds to standard error."""
+    logger, handler = logging.getLogger("eagle_kit.serve.tune"), logging.StreamHandler()
+    if not logger.handlers:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

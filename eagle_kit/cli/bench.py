@@ -1,5 +1,6 @@
 """`eagle-kit bench`: decoding and training on this machine; `bench engine`: cycles with random weights;
-`bench serve`: costs of serving, and acceptance that a server counts; `bench soak`: hostile clients."""
+`bench serve`: costs of serving, and acceptance that a server counts; `bench tune`: shapes chosen by
+measurements; `bench soak`: hostile clients."""
 
 import argparse
 import os
@@ -21,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kind=None)
     _models(parser)
     _compare(parser)
-    kinds = parser.add_subparsers(dest="kind", metavar="{decode,train,engine,serve,soak}")
+    kinds = parser.add_subparsers(dest="kind", metavar="{decode,train,engine,serve,tune,soak}")
 
     def add(kind: str, text: str) -> argparse.ArgumentParser:
         return kinds.add_parser(kind, help=text, description=text, argument_default=argparse.SUPPRESS)
@@ -43,6 +44,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="server with /metrics, such as http://127.0.0.1:8000"
     )
     serve.add_argument("driver", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="drives the server")
+    tune = add("tune", "Shapes chosen by measurements against plain decoding and every fixed shape.")
+    tune.add_argument("--target", help=f"folder, hub id or known name (default {DEFAULT_TARGET})")
+    tune.add_argument("--draft", nargs="+", metavar="DRAFT", help="folders, hub ids or known names")
+    tune.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help="names or JSONL files; also noise, languages and mixed"
+    )
+    tune.add_argument("--batches", nargs="+", type=int, metavar="B", help="batch sizes (1 4 8 32)")
+    tune.add_argument("--shapes", nargs="+", metavar="SHAPE", help="fixed shapes to compare with")
+    tune.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds (7)")
+    tune.add_argument("--max-tokens", type=int, metavar="N", help="per reply (64)")
+    tune.add_argument("--no-plot", action="store_true", help="draw no picture beside the JSON file")
+    _compare(tune)
+    add_arguments(tune)
     soak = add(
         "soak", "A running server under hostile, slow, leaving and ordinary clients, and its judgement."
     )
@@ -92,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         if options.resume:
             raise UserError("A soak cannot be resumed.", "Leave --resume out.")
         return soak(args.base_url, os.environ.get("EAGLE_KIT_API_KEY", ""), options)
+    if args.kind == "tune":
+        return _tune(args, target, options)
     if args.kind == "serve":
         return _serve(args, target, options)
     if args.kind == "train":
@@ -113,6 +129,17 @@ def _models_here(args: argparse.Namespace, target: str, options: Options) -> int
     targets = training_targets if args.kind == "train" else no_targets
     benchmark = Benchmark(args.kind or "bench", made, settings, targets)
     return conduct(benchmark, Machine.here(options.seed), options)
+
+
+def _tune(args: argparse.Namespace, target: str, options: Options) -> int:
+    from eagle_kit.bench.tune import Sizes
+    from eagle_kit.bench.tune import main as tune
+
+    if not args.draft:
+        raise UserError("bench tune compares drafts, and none was given.", "Give --draft.")
+    given = {name: getattr(args, name) for name in Sizes.__dataclass_fields__ if hasattr(args, name)}
+    check_positive(args, *(name for name in ("rounds", "max_tokens") if name in args))
+    return tune(target, args.draft, Sizes(**given, compare=not getattr(args, "no_compare", False)), options)
 
 
 def _serve(args: argparse.Namespace, target: str, options: Options) -> int:

@@ -13,7 +13,7 @@ from eagle_kit.core.errors import UserError
 CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
 TASKS = ("human_eval", "ours")
-SHAPES = ("4,1,5", "5,4,16")
+SHAPES = ("4,1,5", "5,4,16", "auto")
 CONVERSATIONS, PROMPTS, MAX_TOKENS = 1200, 6, 64
 """Conversations to learn from; prompts per task, and tokens per reply, to measure on."""
 MARKER = ".demo"
@@ -115,7 +115,7 @@ def last_line(summary: dict[str, Any], draft: str) -> str:
     """The line for machines: ``draft`` on HumanEval with the tree, and the paths of plot and summary."""
     from eagle_kit.eval.summary import find_row
 
-    row = find_row(summary, draft, SHAPES[-1], TASKS[0])
+    row = find_row(summary, draft, "5,4,16", TASKS[0])
     paths = summary["paths"]
     return (
         f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "

@@ -161,6 +161,7 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> Non
     """Print the served model and its options, and test it."""
     config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
+    drafts = "shapes by measurements" if llm.chooses_shapes else drafts
     say(f"seed       {config.seed}, of requests that bring none")
     say(f"target     {model.target}, {dtype}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
@@ -174,6 +175,8 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> Non
         say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
     for line in engine.runner.linear_forms.report():
         say(f"linear     {line}")
+    for line in engine.reasons():
+        say(f"shape      {line}")
 
 
 def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
@@ -188,7 +191,8 @@ def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
         return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]
 
     exact = dtype == "float32" and llm.config.kv_dtype == "auto"
-    for line in report(self_test(llm, llm.default_shape), exact=exact, low_causes=causes):
+    test = self_test(llm, llm.default_shape)
+    for line in report(test, exact=exact, is_given=not llm.chooses_shapes, low_causes=causes):
         say(line)
 
 

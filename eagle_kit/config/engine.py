@@ -31,7 +31,7 @@ def parse_size(text: Any) -> Any:
 
 
 def _shape_table(given: Any) -> ShapeTable | None:
-    return None if given is None else ShapeTable.parse(given)
+    return None if given is None or given == "auto" else ShapeTable.parse(given)
 
 
 class NgramConfig(Options):
@@ -90,7 +90,8 @@ class EngineConfig(Options):
         token_map: file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
             2502.14856).
         shape: speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none;
-            several by batch size: '5,4,16 8:4,1,5 32:none'. Default: by the draft and the target.
+            several by batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from
+            measured costs and acceptance where the draft allows it, else by the draft and the target.
         max_batch_size: most requests decoded together.
         max_context: most tokens of prompt and reply; default the target's context, at most 8192.
         page_size: tokens per page of the key-value pool.

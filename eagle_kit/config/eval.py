@@ -7,7 +7,8 @@ from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
-DEFAULT_SHAPES = ("4,1,5", "5,4,16")
+AUTO = "auto"
+DEFAULT_SHAPES = ("4,1,5", "5,4,16", AUTO)
 
 
 class EvalConfig(Options):
@@ -15,7 +16,8 @@ class EvalConfig(Options):
 
     Attributes:
         tasks: names of tasks, or JSONL files.
-        shapes: speculation shapes steps,topk,tokens, tried with every draft.
+        shapes: speculation shapes steps,topk,tokens, tried with every draft; auto chooses from cycle to
+            cycle.
         max_tokens: most tokens per reply.
         limit: prompts of each task, drawn evenly over its categories; default all.
         seed: seed of the draw of prompts.
@@ -34,7 +36,7 @@ class EvalConfig(Options):
     @field_validator("shapes")
     @classmethod
     def _shapes_in_one_spelling(cls, shapes: tuple[str, ...]) -> tuple[str, ...]:
-        parsed = [SpecShape.parse(shape) for shape in shapes]
+        parsed = [shape if shape == AUTO else SpecShape.parse(shape) for shape in shapes]
         if not parsed:
             raise UserError(
                 "No shape was given.", f"Give steps,topk,tokens such as {' '.join(DEFAULT_SHAPES)}."

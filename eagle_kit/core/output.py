@@ -1,8 +1,10 @@
 """Finished reply of a request."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 
 FinishReason = Literal["stop", "length", "context", "abort", "error"]
@@ -30,6 +32,7 @@ class RequestOutput:
             context is full), ``"abort"``, or ``"error"`` (the target's logits are not finite; the reply ends
             before them).
         stats: acceptance of this reply.
+        shapes: cycles in each shape.
         logprobs: one entry per token, empty unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prefill_s: seconds from admission to the first token.
@@ -42,6 +45,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     stats: SpecStats = field(default_factory=SpecStats)
+    shapes: Counter[SpecShape] = field(default_factory=Counter)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     prefill_s: float = 0.0

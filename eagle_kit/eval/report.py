@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.config.eval import AUTO
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.identity import describe
@@ -94,13 +95,13 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
         series = []
         for (draft, shape), colour in colours.items():
             values = [find_row(summary, draft, shape, task)[field] for task in tasks]
-            series.append(BarSeries(f"{draft}  {SpecShape.parse(shape).label}", values, colour))
+            series.append(BarSeries(f"{draft}  {_label(shape)}", values, colour))
         return Bars(across, [part_label(task) for task in tasks], series, title, line=1.0)
 
     curves = []
     for (draft, shape), colour in colours.items():
         shares = find_row(summary, draft, shape)["acceptance_per_position"]
-        depths = range(1, SpecShape.parse(shape).steps + 1)
+        depths = range(1, (len(shares) if shape == AUTO else SpecShape.parse(shape).steps) + 1)
         percent = [100 * share for share in shares] + [0.0] * (len(depths) - len(shares))
         curves.append(Curve(depths, percent, "", colour, "o-"))
     reached = "% of verifies that kept it (all tasks)"
@@ -115,6 +116,10 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
     png = draw(f"Speculative decoding\n{setup(summary)}, {batch}", panels, legend=True)
     write_bytes_atomically(path, png)
     return path
+
+
+def _label(shape: str) -> str:
+    return shape if shape == AUTO else SpecShape.parse(shape).label
 
 
 def shown_tasks(summary: dict[str, Any]) -> list[str]:

@@ -62,12 +62,14 @@ class Logprobs(NamedTuple):
 class Emitted(NamedTuple):
     """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
     ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
-    path are not finite, so that the tokens mean nothing."""
+    path are not finite, so that the tokens mean nothing; ``confidence`` fp32 ``[B]``, the draft's probability
+    of the first token that it proposes next, where it has read the emitted ones."""
 
     tokens: torch.Tensor
     num_emitted: torch.Tensor
     logprobs: Logprobs | None
     is_finite: torch.Tensor
+    confidence: torch.Tensor | None = None
 
 
 class CycleOutput(NamedTuple):
@@ -126,8 +128,10 @@ def finish_cycle(
         features = drafter.model.features(verified.out.hidden, verified.out.aux)
         missed = Missed(features[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
-    next_state = draft_extend(drafter, state, verified, settings)
-    return CycleOutput(next_state, verified.emitted, verified.counts, missed)
+    next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
+    if drafter is not None and next_state.draft is not None:
+        emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
+    return CycleOutput(next_state, emitted, verified.counts, missed)
 
 
 def verify_and_commit(

@@ -31,7 +31,7 @@ from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex
 from eagle_kit.speculation.verify.verifiers import make_verifier
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.tuning.policy import Choice, ShapePolicy
 
 READING_COST = 64
 """Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU
@@ -52,6 +52,7 @@ class EngineTotals:
     num_finished: Counter[str] = field(default_factory=Counter)
     num_draft_tokens: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
+    shapes: Counter[SpecShape] = field(default_factory=Counter)
 
 
 class Engine:
@@ -91,6 +92,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._pending: deque[Results] = deque()
         self._news: dict[Request, None] = {}
+        self._clock, self._is_timing = time.perf_counter(), False
         self.use_shape(NO_SPECULATION)
 
     @property
@@ -228,7 +230,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Schedule, compute, and take in results -> requests that have new tokens or have ended."""
+        if not self._pending:
+            self._clock = time.perf_counter()
         plan = self.scheduler.plan()
+        self._is_timing = self._is_timing and not plan.chunks
         self.totals.num_preemptions += len(plan.preempted)
         launched = len(self._pending)
         if plan.chunks:
@@ -248,6 +253,7 @@ class Engine:
             self._pending.append(results)
         self._collect_until(len(self._pending) - launched if self.config.lag else 0)
         self.totals.num_steps += 1
+        self._is_timing = not plan.chunks
         news, self._news = list(self._news), {}
         return news
 
@@ -259,16 +265,31 @@ class Engine:
         for request in decoding:
             request.ease = request.ease or self.shapes.new_request()
             eases.append(request.ease)
-        context = sum(request.num_tokens for request in decoding) // len(decoding)
-        return self.shapes.choose(eases, context)
+        return self.shapes.choose(eases, _mean_context(decoding))
 
-    def shape_at(self, batch_size: int) -> SpecShape:
-        """Shape that graphs of a batch size are captured for."""
-        return self.shapes.at(batch_size) if isinstance(self.shapes, ShapeTable) else self.shapes.shape
+    def shapes_at(self, batch_size: int) -> list[SpecShape]:
+        """List the shapes that batches of a size may have."""
+        if isinstance(self.shapes, ShapeTable):
+            return [self.shapes.at(batch_size)]
+        return self.shapes.menu(batch_size)
+
+    def choices(self) -> list[Choice]:
+        """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
+        are given."""
+        if isinstance(self.shapes, ShapeTable):
+            return []
+        sizes = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
+        return self.shapes.plan(sizes)
+
+    def reasons(self) -> list[str]:
+        """Say why shapes are chosen as they are; empty where they are given."""
+        if isinstance(self.shapes, ShapeTable):
+            return []
+        return [*map(str, self.choices()), self.shapes.origin]
 
     def warm_up(self) -> int:
         """Capture graphs before the first request -> their number."""
-        return self.runner.warm_up(self.shape_at)
+        return self.runner.warm_up(self.shapes_at)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for request, _, _ in chunks:
@@ -305,6 +326,9 @@ class Engine:
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
         emitted = results.copy.wait()
+        confidence = None if emitted.confidence is None else emitted.confidence.tolist()
+        if results.num_drafts is not None:
+            self._note_cycle(results)
         tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
         finite = emitted.is_finite.tolist()
         logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
@@ -330,13 +354,25 @@ class Engine:
             if results.num_drafts is not None:
                 if isinstance(self.shapes, ShapePolicy) and request.ease is not None:
                     self.shapes.observe(request.ease, results.shape, counts[i] - 1)
+                    sure = None if confidence is None or self.config.lag else confidence[i]
+                    self.shapes.see(request.ease, sure)
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
+                request.shapes[results.shape] += 1
                 self.totals.num_draft_tokens += results.num_drafts[i]
             self.totals.num_generated_tokens += kept
             self._news[request] = None
             if request.finish_reason is not None:
                 self._leave(request)
+
+    def _note_cycle(self, results: Results) -> None:
+        """Count a cycle by its shape, and tell the policy what it took where nothing else was done."""
+        now = time.perf_counter()
+        self.totals.shapes[results.shape] += 1
+        if isinstance(self.shapes, ShapePolicy) and self._is_timing:
+            context = _mean_context(results.requests)
+            self.shapes.observe_time(len(results.requests), results.shape, context, now - self._clock)
+        self._clock = now
 
     def _take(self, request: Request, tokens: list[int]) -> int:
         """Append new tokens up to the first that ends the reply -> the number appended."""
@@ -398,6 +434,10 @@ class Engine:
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""
         self.page_pool.check(request.allocation for request in self.scheduler.running)
+
+
+def _mean_context(requests: Sequence[Request]) -> int:
+    return sum(request.num_tokens for request in requests) // len(requests)
 
 
 def _graphs(target: LlamaModel, config: ResolvedConfig) -> CycleGraphs:

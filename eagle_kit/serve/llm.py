@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
@@ -29,9 +30,12 @@ from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
+from eagle_kit.serve.tune import can_tune, tuned_policy
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
+from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.tuning.shapes import MOST_STEPS
 
 Prompt = str | list[int] | list[dict[str, Any]]
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
@@ -92,6 +96,8 @@ class LLM:
         if self._options.kv_dtype == "fp8_e4m3":
             check_fp8(self.target.embed_tokens.weight.device)
         self._engine: Engine | None = None
+        self._policy: ShapePolicy | None = None
+        self._draft_folder: Path | None = None
         self._numbers = itertools.count()
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
@@ -124,8 +130,10 @@ class LLM:
                     "Give the target as a folder, or a draft.",
                 )
             draft = self._target_name
-        self._engine = None
+        self._engine = self._policy = self._draft_folder = None
         self.head, self.draft = None, None
+        if isinstance(draft, str | Path):
+            draft = self._draft_folder = resolve_draft(draft, self.target.config)
         if draft is not None:
             self.draft = load_draft_model(
                 draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
@@ -160,8 +168,13 @@ class LLM:
 
     @property
     def default_shape(self) -> SpecShape:
-        """Shape of a single request when :meth:`generate` names none."""
+        """Shape of a single request when :meth:`generate` names none and none is chosen by measurements."""
         return self.config.shape.at(1)
+
+    @property
+    def chooses_shapes(self) -> bool:
+        """True if :meth:`generate` chooses shapes by measurements when it is given none."""
+        return self._options.shape is None and self.draft is not None and can_tune(self.engine())
 
     @property
     def max_batch_size(self) -> int:
@@ -173,22 +186,36 @@ class LLM:
         """Most tokens of prompt and reply."""
         return self.config.max_context
 
-    def engine(self, shape: SpecShape | ShapeTable | None = None) -> Engine:
-        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use."""
+    def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
+        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
+        ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
         if self._engine is None:
             self.memory_plan = plan_memory(self.target, self.draft, self.config)
+            steps = MOST_STEPS if self.draft is not None and self._options.shape is None else 0
             self.config = _fit_context(
-                self.config.replace(kv_tokens=self.memory_plan.kv_tokens, kv_memory=None)
+                self.config.replace(kv_tokens=self.memory_plan.kv_tokens, kv_memory=None), steps
             )
             grammars = None
             if self.tokenizer is not None:
                 model = self.target.config
                 grammars = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
             self._engine = Engine(self.target, self.draft, self.config, grammars)
-        wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
+        wanted: ShapeTable | ShapePolicy
+        if shape == "auto" or (shape is None and self._options.shape is None):
+            wanted = self._auto(self._engine)
+        else:
+            wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if self._engine.shapes != wanted:
             self._engine.use_shape(wanted)
         return self._engine
+
+    def _auto(self, engine: Engine) -> ShapeTable | ShapePolicy:
+        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles."""
+        if engine.draft is None or not can_tune(engine):
+            return ShapeTable.parse(self._default_shape())
+        if self._policy is None:
+            self._policy = tuned_policy(engine, self._draft_folder)
+        return self._policy
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokenise a user turn (str) or messages (list of dicts); token ids are returned as they are."""
@@ -218,7 +245,7 @@ class LLM:
         Args:
             prompts: see :meth:`tokenize`.
             params: the same for all, or those of each prompt; default greedy, 256 tokens.
-            shape: speculation shape of this call, or several by batch size.
+            shape: speculation shape of this call, several by batch size, or auto.
             progress: show a progress bar.
             on_finish: called with (index, reply) as replies finish.
 
@@ -236,7 +263,7 @@ class LLM:
             raise UserError(
                 f"{len(prompts)} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
             )
-        engine = self.engine(None if shape is None else ShapeTable.parse(shape))
+        engine = self.engine(shape)
         requests = [self.make_request(*pair) for pair in zip(prompts, given, strict=True)]
         for i, request in enumerate(requests):
             request.group = requests[0].number
@@ -292,10 +319,10 @@ class LLM:
         return self.target.logits(out.hidden)
 
 
-def _fit_context(config: ResolvedConfig) -> ResolvedConfig:
-    """Shorten the context to what one request alone may have of the pool. Raise UserError where that is
-    nothing."""
-    most = config.num_pages * config.page_size - config.room(config.shape.at(1).steps)
+def _fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
+    """Shorten the context to what one request alone, with drafts of ``steps`` or of its shape, may have of
+    the pool. Raise UserError where that is nothing."""
+    most = config.num_pages * config.page_size - config.room(max(config.shape.at(1).steps, steps))
     if most < 2:
         raise UserError(
             f"The key-value pool holds {config.kv_tokens} tokens, too few for any request.",

@@ -1,11 +1,13 @@
 """Request in service."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eagle_kit.core.output import FinishReason, RequestOutput, TokenLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PageAllocation
 
@@ -28,11 +30,13 @@ class Request:
         token_ids: the reply so far.
         logprobs: one entry per token of the reply when they were asked for.
         finish_reason: set once.
+        ease: what the policy of shapes knows of it.
+        shapes: cycles in each shape.
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
         turn_began: tokens of the reply when it was last admitted.
-        savings: prompt tokens of earlier steps that were its share and were not computed.
+        savings: prompt tokens' worth of earlier steps that were its share and that it did not use.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         num_missed: its last tokens that the draft has not read.
@@ -55,6 +59,7 @@ class Request:
     finish_reason: FinishReason | None = None
     ease: "Ease | None" = None
     stats: SpecStats = field(default_factory=SpecStats)
+    shapes: Counter[SpecShape] = field(default_factory=Counter)
     num_cached_tokens: int = 0
     num_shared_tokens: int = 0
     num_preemptions: int = 0
@@ -113,6 +118,7 @@ class Request:
             text=self.stream.text if self.stream is not None else "",
             finish_reason=self.finish_reason or "",
             stats=self.stats,
+            shapes=self.shapes,
             logprobs=self.logprobs,
             num_cached_tokens=self.num_cached_tokens,
             prefill_s=self.first_token_at - self.admitted_at if self.token_ids else 0.0,

@@ -277,14 +277,15 @@ class Runner:
             request.num_missed = 0
 
     @torch.inference_mode()
-    def warm_up(self, shape_at: Callable[[int], SpecShape]) -> int:
-        """Capture the graphs of greedy batches and of batches that sample, the largest first, in the shape of
-        each size -> their number.
+    def warm_up(self, shapes_at: Callable[[int], Sequence[SpecShape]]) -> int:
+        """Capture the graphs of greedy batches and of batches that sample, the largest first, in the shapes
+        of each size -> their number.
         Forms of linear layers are chosen by measurements before that."""
         if self.graphs.mode != "cycle" or not self.graphs.has_fixed_shapes:
             return 0
-        for size in sorted(self.config.batch_sizes, reverse=True):
-            settings = self._settings(shape_at(size), self._columns(0), None)
+        sizes = sorted(self.config.batch_sizes, reverse=True)
+        for size, shape in [(each, shape) for each in sizes for shape in shapes_at(each)]:
+            settings = self._settings(shape, self._columns(0), None)
             rows = self._tensor([self.slots.dummy] * size)
             for params in GREEDY_AND_SAMPLED:
                 sampling = None if params is None else self._sampling.of_params(params, size)

@@ -4,13 +4,15 @@ A deep and wide draft holds the candidates of every smaller one. What a smaller 
 is grown again here, and compared with the reply; its cycles then walk through the reply as decoding would. So
 one recording predicts all shapes, and it knows the positions that a cycle of another shape would begin at.
 
-Legend: P positions, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
+Legend: P positions, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates, C classes of
+confidence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from eagle_kit.core.shape import SpecShape
@@ -19,6 +21,10 @@ from eagle_kit.kernels.tree_build import Candidates, top_scores
 
 NOWHERE = 10**6
 """Rank of a token that was not drafted."""
+EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+"""Probabilities of the first drafted token that separate the classes of confidence."""
+NUM_ASSUMED = 8
+"""Cycles of average text that a class is credited with, so that a rare one is not taken for extreme."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,19 @@ class Recording:
     candidates: Candidates
     truth: torch.Tensor
     lengths: Sequence[int]
+
+    @classmethod
+    def join(cls, recordings: Sequence["Recording"]) -> "Recording":
+        """Put recordings of drafts of one size one behind another."""
+        first = recordings[0]
+        parts = zip(*(each.candidates for each in recordings), strict=True)
+        return cls(
+            first.steps,
+            first.topk,
+            Candidates(*(torch.cat(part) for part in parts)),
+            torch.cat([each.truth for each in recordings]),
+            [length for each in recordings for length in each.lengths],
+        )
 
     def ranks(self, steps: int, topk: int) -> torch.Tensor:
         """Rank among the candidates of a draft of ``steps``, ``topk`` of the reply's token at every depth,
@@ -88,19 +107,49 @@ class Recording:
         """Predict what decoding these replies in ``shape`` accepts."""
         if not shape.steps:
             return Acceptance(1.0, ())
-        ranks = self.ranks(shape.steps, shape.topk)
-        return self._walk((ranks < shape.tokens - 1).long().cumprod(1).sum(1), shape.steps)
+        return self._walk(self._accepted(self.ranks(shape.steps, shape.topk), shape), shape.steps)[0]
 
-    def _walk(self, accepted: torch.Tensor, steps: int) -> "Acceptance":
-        depths, stats, at = accepted.tolist(), SpecStats(), 0
+    def table(self, shapes: Iterable[SpecShape]) -> "AcceptanceTable":
+        """Predict what every one of ``shapes`` accepts, by the confidence of the draft."""
+        first = self.candidates.scores[:, 0].exp().double()
+        classes = torch.bucketize(first, torch.tensor(EDGES, dtype=torch.float64), right=True).numpy()
+        shares, reach, ranks = {}, {}, {}
+        for shape in shapes:
+            key = shape.steps, shape.topk
+            if key not in ranks:
+                ranks[key] = self.ranks(*key)
+            accepted = self._accepted(ranks[key], shape)
+            _, visited = self._walk(accepted, shape.steps)
+            whole = (self.truth[:, shape.steps - 1] >= 0).numpy()  # others end before the draft does
+            depths = accepted.numpy()[:, None] > np.arange(shape.steps)
+            if not whole.any():
+                whole[:] = True
+            average = depths[whole].mean(0)
+            mine = [depths[whole & (classes == c)] for c in range(len(EDGES) + 1)]
+            counts = np.bincount(classes[visited], minlength=len(EDGES) + 1)
+            shares[shape] = counts / counts.sum()
+            reach[shape] = np.stack(
+                [(each.sum(0) + NUM_ASSUMED * average) / (len(each) + NUM_ASSUMED) for each in mine]
+            )
+        return AcceptanceTable(EDGES, shares, reach)
+
+    @staticmethod
+    def _accepted(ranks: torch.Tensor, shape: SpecShape) -> torch.Tensor:
+        """Depth that a cycle at each position accepts, int64 ``[P]``."""
+        return (ranks < shape.tokens - 1).long().cumprod(1).sum(1)
+
+    def _walk(self, accepted: torch.Tensor, steps: int) -> tuple["Acceptance", list[int]]:
+        """Decode the replies -> acceptance, and the positions at which cycles begin."""
+        depths, stats, at, visited = accepted.tolist(), SpecStats(), 0, []
         for length in self.lengths:
             end = at + length
             while at < end:
+                visited.append(at)
                 emitted = min(depths[at] + 1, end - at)
                 stats.observe(emitted, min(depths[at], end - at))
                 at += emitted
         reach = stats.acceptance_per_position
-        return Acceptance(stats.accept_length, (*reach, *[0.0] * (steps - len(reach))))
+        return Acceptance(stats.accept_length, (*reach, *[0.0] * (steps - len(reach)))), visited
 
 
 class _Level(NamedTuple):
@@ -117,3 +166,74 @@ class Acceptance(NamedTuple):
 
     length: float
     reach: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AcceptanceTable:
+    """Acceptance of shapes by the confidence of the draft.
+
+    Attributes:
+        edges: probabilities of the first drafted token that separate the C classes.
+        shares: share of the cycles of each shape that begin in each class, ``[C]``.
+        reach: share of a class's cycles that accept each depth, ``[C, S]``.
+    """
+
+    edges: tuple[float, ...]
+    shares: Mapping[SpecShape, np.ndarray]
+    reach: Mapping[SpecShape, np.ndarray]
+
+    @classmethod
+    def of(cls, acceptances: Mapping[SpecShape, Acceptance]) -> "AcceptanceTable":
+        """Make a table that knows no confidence."""
+        shapes = {shape: each for shape, each in acceptances.items() if shape.steps}
+        return cls(
+            (), dict.fromkeys(shapes, np.ones(1)), {s: np.array([each.reach]) for s, each in shapes.items()}
+        )
+
+    @classmethod
+    def even(cls, shapes: Iterable[SpecShape], chance: float = 0.5) -> "AcceptanceTable":
+        """Make a table in which every drafted depth is accepted with the same chance."""
+        return cls.of({s: Acceptance(1.0, tuple(chance**d for d in range(1, s.steps + 1))) for s in shapes})
+
+    @property
+    def shapes(self) -> tuple[SpecShape, ...]:
+        """Shapes in the table, all of them speculate."""
+        return tuple(self.reach)
+
+    def length(self, shape: SpecShape) -> float:
+        """Expected tokens per verify of average text."""
+        return 1.0 + float(self.shares[shape] @ self.reach[shape].sum(1)) if shape.steps else 1.0
+
+    def only(self, shapes: Iterable[SpecShape]) -> "AcceptanceTable":
+        """Return the part of some of the shapes."""
+        kept = [shape for shape in shapes if shape in self.reach]
+        return AcceptanceTable(
+            self.edges, {s: self.shares[s] for s in kept}, {s: self.reach[s] for s in kept}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` takes."""
+        shapes = {
+            str(shape): {
+                "shares": self.shares[shape].round(4).tolist(),
+                "reach": self.reach[shape].round(4).tolist(),
+            }
+            for shape in self.reach
+        }
+        return {"edges": list(self.edges), "shapes": shapes}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "AcceptanceTable":
+        """Make a table of :meth:`to_json`'s result. Raise ValueError, KeyError or TypeError for anything
+        else."""
+        edges, shares, reach = tuple(map(float, data["edges"])), {}, {}
+        for text, given in data["shapes"].items():
+            shape = SpecShape.parse(text)
+            shares[shape] = np.array(given["shares"], dtype=float)
+            reach[shape] = np.array(given["reach"], dtype=float)
+            count = len(edges) + 1
+            if shares[shape].shape != (count,) or reach[shape].shape != (count, shape.steps):
+                raise ValueError(f"the acceptance of {shape} has another size than its table")
+            if not (reach[shape] >= 0).all() or not (reach[shape] <= 1).all():
+                raise ValueError(f"the acceptance of {shape} is no share")
+        return cls(edges, shares, reach)

@@ -3,12 +3,12 @@
 A cycle is one forward of the target over the window, one of the draft over the emitted tokens, and one of the
 draft for each further step. The time of a forward grows with its rows, piece by piece linearly, and with the
 tokens before them; the pieces are fitted to measured cycles with coefficients that are never negative, so
-that more rows never cost less.
+that more rows never cost less, and bend where something was measured.
 
 Legend: B requests, S steps, K top-k, N nodes with the root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,10 +17,12 @@ import numpy as np
 
 from eagle_kit.core.shape import SpecShape
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Rows of a forward between which its time is linear."""
 FORWARDS = ("target", "extend", "step")
+SPACING = 1.4
+"""Least ratio of two numbers of rows between which the time of a forward bends."""
 NUM_SWEEPS = 2000
+RIDGE = 1e-5
+"""Penalty on coefficients, which spreads what the measured cycles cannot tell apart."""
 
 
 class Timing(NamedTuple):
@@ -37,12 +39,14 @@ class CostTable:
     """Fitted times of cycles.
 
     Attributes:
-        coefficients: seconds of every feature of a cycle (:func:`_features`).
+        knots: of every forward, rows at which its time bends; beyond the last it goes on as before it.
+        coefficients: seconds of every feature of a cycle.
         error: largest relative error at the measured cycles.
     """
 
+    knots: Mapping[str, tuple[int, ...]]
     coefficients: tuple[float, ...]
-    error: float
+    error: float = 0.0
 
     @classmethod
     def fit(cls, timings: Sequence[Timing]) -> "CostTable":
@@ -53,61 +57,94 @@ class CostTable:
         """
         if not timings:
             raise ValueError("nothing was timed")
-        rows = np.array([_features(*timing[:3]) for timing in timings])
+        rows = [_rows(timing.batch_size, timing.shape) for timing in timings]
+        knots = {name: _spaced(each[name] for each in rows if name in each) for name in FORWARDS}
+        features = np.array([_features(knots, *timing[:3]) for timing in timings])
         seconds = np.array([timing.seconds for timing in timings])
-        coefficients = _non_negative_least_squares(rows / seconds[:, None], np.ones(len(seconds)))
-        error = np.abs(rows @ coefficients / seconds - 1).max()
-        return cls(tuple(map(float, coefficients)), float(error))
+        found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
+        error = np.abs(features @ found / seconds - 1).max()
+        return cls(knots, tuple(map(float, found)), float(error))
 
     def seconds(self, batch_size: int, shape: SpecShape, context: int) -> float:
         """Predict the time of a cycle."""
-        return float(np.dot(_features(batch_size, shape, context), self.coefficients))
+        return float(np.dot(_features(self.knots, batch_size, shape, context), self.coefficients))
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
-        return {"coefficients": list(self.coefficients), "error": self.error}
+        knots = {name: list(rows) for name, rows in self.knots.items()}
+        return {"knots": knots, "coefficients": list(self.coefficients), "error": self.error}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "CostTable":
-        """Make a table of :meth:`to_json`'s result. Raise ValueError or KeyError for anything else."""
+    def from_json(cls, data: Mapping[str, Any]) -> "CostTable":
+        """Make a table of :meth:`to_json`'s result. Raise ValueError, KeyError or TypeError for anything
+        else."""
+        knots = {name: tuple(map(int, data["knots"][name])) for name in FORWARDS}
         coefficients = tuple(map(float, data["coefficients"]))
-        if len(coefficients) != len(_features(1, SpecShape(1, 1, 2), 1)):
+        if len(coefficients) != len(_features(knots, 1, SpecShape(1, 1, 2), 1)):
             raise ValueError("the table has another number of coefficients")
-        return cls(coefficients, float(data["error"]))
+        if not all(0 <= each < float("inf") for each in coefficients) or not any(coefficients):
+            raise ValueError("the table has coefficients that are no times")
+        return cls(knots, coefficients, float(data["error"]))
 
 
-def _features(batch_size: int, shape: SpecShape, context: int) -> list[float]:
+def _rows(batch_size: int, shape: SpecShape) -> dict[str, int]:
+    """Rows of each forward of a cycle."""
+    rows = {"target": batch_size * shape.tokens}
+    if shape.steps:
+        rows |= {"extend": batch_size * (shape.steps + 1)}
+    if shape.steps > 1:
+        rows |= {"step": batch_size * shape.topk}
+    return rows
+
+
+def _spaced(rows: Iterable[int]) -> tuple[int, ...]:
+    """Thin out numbers of rows; the largest stays, which says how time goes on."""
+    kept: list[int] = []
+    for each in sorted(set(rows), reverse=True):
+        if not kept or kept[-1] >= SPACING * each:
+            kept.append(each)
+    return tuple(reversed(kept))
+
+
+def _features(
+    knots: Mapping[str, tuple[int, ...]], batch_size: int, shape: SpecShape, context: int
+) -> list[float]:
     """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each
     forward, and the keys that each reads."""
-    steps, topk, tokens = shape
-    rows = {"target": batch_size * tokens}
-    counts = {"target": 1, "extend": 0, "step": 0}
-    if steps:
-        rows |= {"extend": batch_size * (steps + 1), "step": batch_size * topk}
-        counts |= {"extend": 1, "step": steps - 1}
-    found = [1.0, float(bool(steps)), float(steps * (topk > 1))]
+    rows = _rows(batch_size, shape)
+    counts = {"target": 1, "extend": min(shape.steps, 1), "step": max(shape.steps - 1, 0)}
+    found = [1.0, float(shape.steps > 0), float(shape.steps * (shape.topk > 1))]
     for name in FORWARDS:
-        pieces = _pieces(rows.get(name, 1))
-        found += [counts[name] * piece for piece in pieces]
-        found += [counts[name] * batch_size * context, counts[name] * rows.get(name, 0) * context]
+        mine, count = rows.get(name, 1), counts[name]
+        found += [count * piece for piece in _pieces(knots[name], mine)]
+        found += [count * batch_size * context / 1e3, count * mine * context / 1e5]
     return found
 
 
-def _pieces(rows: int) -> list[float]:
-    """1, then the part of every interval between knots that lies below ``rows``."""
-    spans = pairwise(KNOTS)
-    return [1.0, *(min(max((rows - low) / (high - low), 0.0), 1.0) for low, high in spans)]
+def _pieces(knots: Sequence[int], rows: int) -> list[float]:
+    """1, then the part of every interval between knots that lies below ``rows``; the last has no end."""
+    pieces = [1.0]
+    for i, (low, high) in enumerate(pairwise(knots)):
+        part = max((rows - low) / (high - low), 0.0)
+        pieces.append(part if i == len(knots) - 2 else min(part, 1.0))
+    return pieces
 
 
 def _non_negative_least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Minimise ``|rows x - wanted|`` over x >= 0, one coordinate after another."""
-    gram, target = rows.T @ rows, rows.T @ wanted
-    x = np.zeros(rows.shape[1])
+    """Minimise ``|rows x - wanted|`` and, a little, the part of each column, over x >= 0, one coordinate
+    after another."""
+    scale = np.sqrt((rows**2).mean(0))
+    used = scale > 0
+    columns = rows[:, used] / scale[used]
+    gram = columns.T @ columns + RIDGE * len(rows) * np.eye(columns.shape[1])
+    target = columns.T @ wanted
+    x = np.zeros(columns.shape[1])
     slope = -target
     for _ in range(NUM_SWEEPS):
         for i in range(len(x)):
-            if gram[i, i] > 0:
-                moved = max(x[i] - slope[i] / gram[i, i], 0.0)
-                slope += gram[:, i] * (moved - x[i])
-                x[i] = moved
-    return x
+            moved = max(x[i] - slope[i] / gram[i, i], 0.0)
+            slope += gram[:, i] * (moved - x[i])
+            x[i] = moved
+    found = np.zeros(rows.shape[1])
+    found[used] = x / scale[used]
+    return found

@@ -1,20 +1,28 @@
-"""Which shape the next cycles take: costs that were measured, acceptance as it comes.
+"""Which shape the next cycle takes: costs that were measured, acceptance as it comes.
 
-A recording says what every shape accepts of average text. How much easier or harder a request's text is than
-that is one number, its *ease*: the log-odds by which each drafted token is more likely to be accepted.
-Whatever shape is in use tells it, and it predicts all others. A shape is chosen for a batch, not for a
-request: requests of a cycle share its forwards, so a window that is small for one of them would save nothing.
+A table says what every shape accepts of average text, by how sure the draft is of its first token. How much
+easier or harder a request's text is than that is one number, its *ease*: the log-odds by which each drafted
+token is more likely to be accepted. Whatever shape is in use tells it, and it predicts all others.
 
-Legend: G values of ease, M shapes, S steps.
+Every few cycles the policy decides, from averages, whether to speculate at all and in which shape at most.
+While it speculates, the draft's confidence shortens or widens single cycles: a step that is worth less than
+the time that it takes is not drafted. A shape is chosen for a batch, not for a request: requests of a cycle
+share its forwards, so a window that is small for one of them would save nothing.
+
+Legend: G values of ease, M shapes, C classes of confidence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.tuning.acceptance import Acceptance
+from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
+from eagle_kit.tuning.shapes import Seconds
 
 EASES = np.linspace(-6.0, 6.0, 49)
 LEARNING_RATE = 0.25
@@ -26,16 +34,59 @@ GAIN = 1.03
 HOLD = 8
 """Cycles between two looks."""
 PROBE = 4
-"""Cycles that draft, after a while of plain decoding, to see what is accepted by now."""
+"""Cycles that draft after a while of plain decoding, to see what is accepted by now, or that are plain after
+a while of speculation, to see what plain cycles cost."""
 PROBE_EVERY = 64, 512
 """Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
+PLAIN_PROBE_EVERY = 512
+DRIFT_RATE, COMMON_RATE = 0.05, 0.3
+"""Rates at which costs follow what is measured: those of a shape beside another, and all together."""
+OUTLIER, MOST_OUTLIERS = math.log(2.5), 3
+"""A cycle that is so much slower was interrupted, unless those after it are as slow."""
 
 
 @dataclass
 class Ease:
-    """Ease of one request's text, learnt from its cycles."""
+    """Outlook of one request: the ease of its text, learnt from its cycles, and the class of the draft's
+    ``confidence`` in its next token, None where it is not known."""
 
     value: float
+    confidence: int | None = None
+
+
+@dataclass
+class _Clock:
+    """Measured times of a batch size beside the table's, as logarithms: ``drift [M]`` of each shape beside
+    plain decoding, and what is ``common`` to all."""
+
+    drift: np.ndarray
+    num_changes: np.ndarray
+    common: float = 0.0
+    last: int = -1
+    num_outliers: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A shape for a batch size: its expected tokens per verify and request, milliseconds of a cycle, and its
+    speed over plain decoding."""
+
+    batch_size: int
+    shape: SpecShape
+    length: float
+    milliseconds: float
+    gain: float
+
+    @property
+    def label(self) -> str:
+        """Batch size and shape, such as ``batch 8: 1,1,2``."""
+        return f"batch {self.batch_size}: {self.shape if self.shape.steps else 'none'}"
+
+    def __str__(self) -> str:
+        text = f"{self.label}, {self.milliseconds:.3g} ms a cycle"
+        if not self.shape.steps:
+            return text
+        return f"{text}, {self.length:.2f} tokens, {self.gain:.2f} x plain decoding expected"
 
 
 class ShapePolicy:
@@ -43,87 +94,180 @@ class ShapePolicy:
 
     Args:
         seconds: time of a cycle of a batch size, a shape and a context.
-        acceptances: of average text, for all shapes that may be used; plain decoding always may.
+        acceptance: of average text.
+        menus: shapes to choose from by batch size, a size's are those of the next in it; plain decoding
+            always is one.
+        origin: where the numbers come from, for people.
     """
 
     def __init__(
-        self, seconds: Callable[[int, SpecShape, int], float], acceptances: Mapping[SpecShape, Acceptance]
+        self,
+        seconds: Seconds,
+        acceptance: AcceptanceTable,
+        menus: Mapping[int, Sequence[SpecShape]],
+        origin: str = "",
     ) -> None:
-        self._seconds = seconds
-        self.shapes = [NO_SPECULATION, *sorted(shape for shape in acceptances if shape.steps)]
+        self._seconds, self.origin = seconds, origin
+        used = {shape for menu in menus.values() for shape in menu if shape.steps}
+        self.shapes = [NO_SPECULATION, *sorted(used)]
         self._number = {shape: i for i, shape in enumerate(self.shapes)}
-        depth = max(shape.steps for shape in self.shapes)
-        self._odds = np.full((len(self.shapes), depth), -np.inf)
-        for shape, i in self._number.items():
-            if shape.steps:
-                self._odds[i, : shape.steps] = _log_odds(acceptances[shape].reach)
-        chances = _sigmoid(self._odds[None] + EASES[:, None, None])
-        self._lengths = 1.0 + chances.cumprod(2).sum(2)
+        self._edges = acceptance.edges
+        odds = conditional_log_odds(acceptance, self.shapes)
+        self._lengths = expected_lengths(odds, EASES)
+        shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
+        shares[0] = 1 / odds.shape[1]
+        self._means = (self._lengths * shares).sum(2)
+        mean_chances = [_mean_odds(acceptance, shape) for shape in self.shapes]
+        self._odds = [  # by shape, and class of confidence; last where it is not known
+            [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
+            for i, shape in enumerate(self.shapes)
+        ]
+        self._sizes = sorted(menus)
+        self._is_on_menu = {
+            size: np.array([shape in (NO_SPECULATION, *menu) for shape in self.shapes])
+            for size, menu in menus.items()
+        }
         self.shared_ease = 0.0
         self.shape = NO_SPECULATION
-        self._batch_size, self._left = 0, 0
-        self._is_probe, self._num_plain, self._probe_every = False, 0, PROBE_EVERY[0]
+        self._batch_size, self._left, self._rate = 0, 0, 0.0
+        self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
+        self._probe_every = PROBE_EVERY[0]
         self._costs: dict[tuple[int, int], np.ndarray] = {}
+        self._clocks: dict[int, _Clock] = {}
 
     def new_request(self) -> Ease:
         """Return the ease that a request begins with, that of those before it."""
         return Ease(self.shared_ease)
 
+    def menu(self, batch_size: int) -> list[SpecShape]:
+        """List the shapes for a batch size, plain decoding among them."""
+        return [shape for shape, on in zip(self.shapes, self._allowed(batch_size), strict=True) if on]
+
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
         average."""
-        self._num_plain += not self.shape.steps
         self._left -= 1
-        if self._left > 0 and len(eases) == self._batch_size:
+        if self._left <= 0 or len(eases) != self._batch_size:
+            self._look(eases, context)
+        if not self.shape.steps:
+            self._num_plain += 1
             return self.shape
+        self._num_drafting += 1
+        classes = [ease.confidence for ease in eases if ease.confidence is not None]
+        if self._is_probe or len(classes) < len(eases):
+            return self.shape
+        expected = self._lengths[_rows(eases), :, np.array(classes)].sum(0)
+        worth = expected - self._rate * self._cost(len(eases), context)
+        worth[~self._allowed(len(eases))] = worth[0] = -math.inf
+        return self.shapes[int(worth.argmax())]
+
+    def _look(self, eases: Sequence[Ease], context: int) -> None:
+        """Decide whether to speculate, and in which shape where confidence is not known."""
         self._batch_size, self._left = len(eases), HOLD
         speeds = self.speeds(eases, context)
         best, now = int(speeds.argmax()), self._number[self.shape]
-        was_probe, self._is_probe = self._is_probe, False
-        if speeds[best] > GAIN * speeds[now] or (was_probe and not best):
-            if now and not best:
-                self._probe_every = (
-                    min(2 * self._probe_every, PROBE_EVERY[1]) if was_probe else PROBE_EVERY[0]
-                )
-                self._num_plain = 0
-            self.shape = self.shapes[best]
-        elif not now and self._num_plain >= self._probe_every and len(self.shapes) > 1:
-            self.shape, self._left, self._is_probe = self.shapes[1 + int(speeds[1:].argmax())], PROBE, True
-        return self.shape
+        if self._is_probe:
+            if now:  # it drafted
+                longer = min(2 * self._probe_every, PROBE_EVERY[1])
+                self._probe_every = PROBE_EVERY[0] if best else longer
+            self._use(best)
+        elif speeds[best] > GAIN * speeds[now]:
+            self._use(best)
+        elif not now and self._num_plain >= self._probe_every and self._allowed(len(eases))[1:].any():
+            self._use(1 + int(speeds[1:].argmax()), is_probe=True)
+        elif now and self._num_drafting >= PLAIN_PROBE_EVERY:
+            self._use(0, is_probe=True)
+        self._rate = float(speeds.max())
+
+    def _use(self, number: int, *, is_probe: bool = False) -> None:
+        shape = self.shapes[number]
+        if is_probe or bool(shape.steps) != bool(self.shape.steps):
+            self._num_plain = self._num_drafting = 0
+        self.shape, self._is_probe = shape, is_probe
+        if is_probe:
+            self._left = PROBE
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
-        """Expected tokens per second of the batch in every shape, ``[M]``."""
-        rows = np.searchsorted(EASES, [ease.value for ease in eases]).clip(0, len(EASES) - 1)
-        return self._lengths[rows].sum(0) / self._cost(len(eases), context)
+        """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
+        speeds = self._means[_rows(eases)].sum(0) / self._cost(len(eases), context)
+        return np.where(self._allowed(len(eases)), speeds, 0.0)
+
+    def _allowed(self, batch_size: int) -> np.ndarray:
+        at = min(bisect_right(self._sizes, batch_size - 1), len(self._sizes) - 1)
+        return self._is_on_menu[self._sizes[at]] if self._sizes else np.array([True])
 
     def _cost(self, batch_size: int, context: int) -> np.ndarray:
+        """Seconds of a cycle in every shape, ``[M]``, as the table and this engine's cycles have them."""
         key = batch_size, context // 256
         if key not in self._costs:
             middle = 256 * key[1] + 128
             self._costs[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
-        return self._costs[key]
+        clock = self._clocks.get(batch_size)
+        return self._costs[key] if clock is None else self._costs[key] * np.exp(clock.drift)
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int) -> None:
-        """Learn from a cycle of one request."""
+        """Learn from a cycle of one request, which began with its ``confidence``."""
         if not shape.steps:
             return
-        tried = min(num_accepted + 1, shape.steps)
-        chances = _sigmoid(self._odds[self._number[shape], :tried] + ease.value)
-        surprise = num_accepted - float(chances.sum())
-        ease.value += LEARNING_RATE * surprise + FORGETTING * (self.shared_ease - ease.value)
-        ease.value = float(np.clip(ease.value, EASES[0], EASES[-1]))
+        known = -1 if ease.confidence is None else ease.confidence
+        odds = self._odds[self._number[shape]][known]
+        surprise = float(num_accepted)
+        for each in odds[: num_accepted + 1]:
+            surprise -= 1.0 / (1.0 + math.exp(-each - ease.value))
+        value = ease.value + LEARNING_RATE * surprise + FORGETTING * (self.shared_ease - ease.value)
+        ease.value = min(max(value, EASES[0]), EASES[-1])
         self.shared_ease += SHARED_RATE * (ease.value - self.shared_ease)
 
+    def see(self, ease: Ease, probability: float | None) -> None:
+        """Take in the probability that the draft gives its next first token."""
+        is_known = probability is not None and probability == probability and self._edges
+        ease.confidence = bisect_right(self._edges, probability or 0.0) if is_known else None
 
-def _log_odds(reach: Sequence[float]) -> np.ndarray:
-    """Log-odds that each depth is accepted once the one before it was; those never seen are taken for
-    unlikely."""
-    before = np.array([1.0, *reach[:-1]])
-    chance = np.divide(reach, before, out=np.full(len(reach), 0.05), where=before > 0)
-    chance = chance.clip(0.02, 0.98)
-    return np.log(chance / (1 - chance))
+    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
+        """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
+        become slower, changes no choice; two shapes are compared when one follows the other."""
+        number, num = self._number[shape], len(self.shapes)
+        clock = self._clocks.setdefault(batch_size, _Clock(np.zeros(num), np.zeros(num)))
+        surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
+        if clock.last < 0:
+            clock.common = surprise
+        elif abs(surprise) > OUTLIER and clock.num_outliers < MOST_OUTLIERS:
+            clock.num_outliers += 1
+            return
+        elif clock.last == number:
+            clock.common += COMMON_RATE * surprise
+        else:
+            clock.num_changes[[number, clock.last]] += 1
+            for each, sign in ((number, 0.5), (clock.last, -0.5)):
+                rate = max(1 / clock.num_changes[each], DRIFT_RATE)
+                clock.drift[each] += sign * rate * surprise
+            clock.drift -= clock.drift[0]
+        clock.last, clock.num_outliers = number, 0
+
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+        """What is chosen for batches of average text."""
+        choices = []
+        for size in batch_sizes:
+            speeds, costs = self.speeds([self.new_request()] * size, context), self._cost(size, context)
+            best = int(speeds.argmax())
+            gain, length = speeds[best] / speeds[0], speeds[best] * costs[best] / size
+            choices.append(
+                Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
+            )
+        return choices
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return 1.0 / (1.0 + np.exp(-x))
+def _rows(eases: Sequence[Ease]) -> np.ndarray:
+    values = np.array([ease.value for ease in eases])
+    step = EASES[1] - EASES[0]
+    return ((values - EASES[0]) / step + 0.5).astype(int).clip(0, len(EASES) - 1)
+
+
+def _mean_odds(acceptance: AcceptanceTable, shape: SpecShape) -> list[float]:
+    """Log-odds of each depth where the confidence is not known."""
+    if not shape.steps:
+        return []
+    mean = acceptance.shares[shape] @ acceptance.reach[shape]
+    whole = AcceptanceTable((), {shape: np.ones(1)}, {shape: mean[None]})
+    odds: list[float] = conditional_log_odds(whole, [shape])[0, 0].tolist()
+    return odds

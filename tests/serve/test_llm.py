@@ -122,7 +122,7 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
         engine.step()
     runner = engine.runner
     inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling.of_cycle([request], 0, False))
-    shape = engine.shape_at(1)
+    shape = engine.shapes_at(1)[0]
     settings = CycleSettings(shape, 128, None, runner.verifier(shape))
     runner.run_cycle(inputs, settings)
     with torch.inference_mode(), _HostTensors() as host:

@@ -8,7 +8,7 @@ from tiny_engine import PROMPTS, decode, make_engine, serve
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.request import Request
-from eagle_kit.tuning.acceptance import Acceptance
+from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.policy import ShapePolicy
 
 SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
@@ -18,8 +18,7 @@ class Restless(ShapePolicy):
     """Chooses by chance, plain decoding for a while now and then."""
 
     def __init__(self, seed):
-        reach = {shape: Acceptance(1.0, (0.5,) * shape.steps) for shape in SHAPES}
-        super().__init__(lambda batch_size, shape, context: 1.0, reach)
+        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(SHAPES), {1: SHAPES})
         self.rng, self.plain, self.used = random.Random(seed), 0, set()
 
     def choose(self, eases, context):
@@ -48,3 +47,19 @@ def test_shapes_that_change_every_cycle_change_no_text(models, batch, params, la
     assert [request.token_ids for request in requests] == plain
     assert len(policy.used) == 1 + len(SHAPES)
     assert engine.totals.spec.num_accepted_at[0] > 0
+    assert set(engine.totals.shapes) == {NO_SPECULATION, *SHAPES}
+    num_cycles = sum(sum(request.shapes.values()) for request in requests)
+    assert num_cycles == engine.totals.spec.num_verifies
+
+
+@pytest.mark.parametrize("drafts", [{}, {"sampled_drafts": True}], ids=["deterministic", "sampled"])
+def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
+    engine, chain, seen = make_engine(models, 2, **drafts), SpecShape(2, 1, 3), []
+    policy = ShapePolicy(lambda *_: 1.0, AcceptanceTable.even([chain]), {1: [chain]})
+    policy.choose = lambda eases, context: chain
+    policy.see = lambda ease, probability: seen.append(probability)
+    engine.use_shape(policy)
+    serve(engine, [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)])
+    assert seen
+    assert all(0 < probability <= 1 for probability in seen)
+    assert len(set(seen)) > 5

@@ -59,5 +59,28 @@ def test_more_work_never_costs_less(table):
 
 def test_a_table_comes_back_from_json(table):
     assert CostTable.from_json(table.to_json()) == table
-    with pytest.raises(ValueError, match="coefficients"):
-        CostTable.from_json({"coefficients": [1.0], "error": 0})
+    data = table.to_json()
+    with pytest.raises(ValueError, match="number of coefficients"):
+        CostTable.from_json({**data, "coefficients": [1.0]})
+    with pytest.raises(ValueError, match="no times"):
+        CostTable.from_json({**data, "coefficients": [-1.0 for _ in data["coefficients"]]})
+
+
+QUICK = (NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 8])
+def test_a_few_cycles_tell_the_order_of_the_others(batch_size):
+    timings = [Timing(b, shape, 64, machine(b, shape, 64)) for b in (1, 4, 8) for shape in QUICK]
+    table = CostTable.fit(timings)
+    for shape in (*SHAPES, *UNSEEN):
+        expected = machine(batch_size, shape, 64)
+        assert table.seconds(batch_size, shape, 64) == pytest.approx(expected, rel=0.3), shape
+
+
+def test_beyond_what_was_measured_costs_go_on_growing():
+    timings = [Timing(b, shape, 64, machine(b, shape, 64)) for b in (1, 8) for shape in QUICK]
+    table = CostTable.fit(timings)
+    wide = SpecShape(6, 8, 64)
+    assert table.seconds(8, wide, 64) > 2 * table.seconds(8, QUICK[-1], 64)
+    assert table.seconds(32, QUICK[-1], 64) > 2.5 * table.seconds(8, QUICK[-1], 64)

@@ -1,11 +1,14 @@
 """The policy in a simulated engine: texts of known ease, cycles of known cost."""
 
 import random
+import time
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.tuning.acceptance import Acceptance
+from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.policy import ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -19,12 +22,8 @@ def seconds(batch_size, shape, context):
     return 30e-3 * max(1.0, rows / 8) + 4e-3 * shape.steps
 
 
-def acceptances():
-    found = {}
-    for shape in SHAPES[1:]:
-        reach = tuple(AVERAGE**depth for depth in range(1, shape.steps + 1))
-        found[shape] = Acceptance(1 + sum(reach), reach)
-    return found
+def make_policy(table=None, seconds=seconds):
+    return ShapePolicy(seconds, table or AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES})
 
 
 def speed(choose, chances, observe=lambda *_: None, num_tokens=4000, seed=0):
@@ -43,7 +42,7 @@ def speed(choose, chances, observe=lambda *_: None, num_tokens=4000, seed=0):
 
 
 def adaptive(chances):
-    policy = ShapePolicy(seconds, acceptances())
+    policy = make_policy()
     eases = [policy.new_request() for _ in chances(0)]
     return speed(
         lambda: policy.choose(eases, 300),
@@ -82,5 +81,96 @@ def test_a_batch_is_chosen_for_as_a_whole():
 
 
 def test_without_a_draft_decoding_is_plain():
-    policy = ShapePolicy(seconds, {})
+    policy = ShapePolicy(seconds, AcceptanceTable.even([]), {})
     assert {policy.choose([policy.new_request()], 10) for _ in range(100)} == {NO_SPECULATION}
+
+
+CLASSES = (0.3, 0.7)
+
+
+def confident_table():
+    """Unsure drafts are accepted in one of ten cases, sure ones in nine, others in five."""
+    chances = np.array([0.1, 0.5, 0.9])
+    shapes = SHAPES[1:]
+    reach = {shape: np.stack([chances**depth for depth in range(1, shape.steps + 1)], 1) for shape in shapes}
+    return AcceptanceTable(CLASSES, dict.fromkeys(shapes, np.full(3, 1 / 3)), reach)
+
+
+def confident_speed(choose, see=lambda *_: None, num_tokens=20000):
+    """Tokens per second of a request whose drafts are as sure as they are good."""
+    rng, time, count = random.Random(1), 0.0, 0
+    while count < num_tokens:
+        chance = rng.choice((0.1, 0.5, 0.9))
+        see(chance)
+        shape = choose()
+        time += seconds(1, shape, 300)
+        accepted = 0
+        while accepted < shape.steps and rng.random() < chance:
+            accepted += 1
+        count += accepted + 1
+    return count / time
+
+
+def test_drafting_stops_early_where_the_draft_is_unsure():
+    policy = make_policy(confident_table())
+    ease = policy.new_request()
+    used = {0.1: Counter(), 0.9: Counter()}
+    now = [0.0]
+
+    def see(chance):
+        now[0] = chance
+        policy.see(ease, chance)
+
+    def choose():
+        shape = policy.choose([ease], 300)
+        if now[0] in used:
+            used[now[0]][shape] += 1
+        return shape
+
+    ours = confident_speed(choose, see)
+    fixed = [confident_speed(lambda shape=shape: shape) for shape in SHAPES]
+    assert ours > 1.04 * max(fixed)
+    assert used[0.1].most_common(1)[0][0].steps <= 1 < used[0.9].most_common(1)[0][0].steps
+
+
+def test_costs_that_the_table_has_wrong_are_learnt():
+    def wrong(batch_size, shape, context):
+        return seconds(batch_size, shape, context) * (0.5 if shape.steps == 6 else 1.0)
+
+    policy = make_policy(seconds=wrong)
+    ease, rng, used = policy.new_request(), random.Random(2), Counter()
+    for _ in range(3000):
+        shape = policy.choose([ease], 300)
+        used[shape] += 1
+        accepted = 0
+        while accepted < shape.steps and rng.random() < AVERAGE:
+            accepted += 1
+        policy.observe(ease, shape, accepted)
+        policy.observe_time(1, shape, 300, seconds(1, shape, 300) * rng.uniform(0.95, 1.05))
+    last = policy.plan([1])[0]
+    assert last.shape.steps < 6
+    assert used.most_common(1)[0][0].steps < 6
+
+
+def test_a_machine_that_slows_down_changes_no_choice():
+    policy = make_policy()
+    before = policy.plan([1, 8])
+    for _ in range(100):
+        for shape in SHAPES:
+            policy.observe_time(8, shape, 300, 3 * seconds(8, shape, 300))
+    after = policy.plan([1, 8])
+    assert [choice.shape for choice in after] == [choice.shape for choice in before]
+
+
+def test_choosing_takes_microseconds():
+    policy = make_policy(confident_table())
+    eases = [policy.new_request() for _ in range(8)]
+    for ease in eases:
+        policy.see(ease, 0.5)
+    begun = time.perf_counter()
+    for _ in range(500):
+        shape = policy.choose(eases, 300)
+        for ease in eases:
+            policy.observe(ease, shape, min(1, shape.steps))
+        policy.observe_time(8, shape, 300, 0.05)
+    assert (time.perf_counter() - begun) / 500 < 1e-3

@@ -94,7 +94,8 @@ class Answer(ABC, Generic[BodyT]):
     def _speculation(self) -> dict[str, Speculation]:
         if not self.body.return_speculation:
             return {}
-        return {"speculation": Speculation.of(self.generation.stats())}
+        generation, reasons = self.generation, self.service.reasons()
+        return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
 
 
 def finish_reason(delta: Delta) -> str | None:

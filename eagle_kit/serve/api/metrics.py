@@ -117,5 +117,11 @@ class _EngineCollector:
         finished = sorted(dict(totals.num_finished).items())
         text = "Requests by finish reason."
         yield family(CounterMetricFamily, "request_success", text, finished, "finished_reason")
+        shapes = [(str(shape), count) for shape, count in sorted(dict(totals.shapes).items())]
+        name, text = "spec_decode_num_cycles", "Cycles by shape: steps, topk, tokens."
+        yield family(CounterMetricFamily, name, text, shapes, "shape")
+        gains = [(choice.batch_size, choice.gain) for choice in engine.choices()]
+        name, text = "spec_decode_expected_speedup", "Of the chosen shape over plain decoding, by batch size."
+        yield family(GaugeMetricFamily, name, text, gains, "batch_size")
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth."
         yield family(CounterMetricFamily, name, text, enumerate(accepted), "position")

@@ -1,9 +1,11 @@
 """Response bodies: OpenAI's shapes, and ``speculation`` as an extension of ours."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, model_serializer
 
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 
 
@@ -23,16 +25,20 @@ class Usage(BaseModel):
 
 
 class Speculation(BaseModel):
-    """Acceptance of this response: ``histogram[k]`` verifies emitted k tokens, the bonus token included."""
+    """Acceptance of this response: ``histogram[k]`` verifies emitted k tokens, the bonus token included;
+    ``shapes``: cycles in each shape; ``reasons``: what is expected of the shapes that are chosen by
+    measurements, by batch size, and where the measurements come from."""
 
     accept_length: float
     num_verifies: int
     num_accepted_tokens: int
     histogram: list[int]
     num_accepted_at: list[int]
+    shapes: dict[str, int]
+    reasons: list[str]
 
     @classmethod
-    def of(cls, stats: SpecStats) -> "Speculation":
+    def of(cls, stats: SpecStats, shapes: Mapping[SpecShape, int], reasons: list[str]) -> "Speculation":
         """Convert an engine's counts."""
         return cls(
             accept_length=round(stats.accept_length, 4),
@@ -40,6 +46,8 @@ class Speculation(BaseModel):
             num_accepted_tokens=sum(stats.num_accepted_at),
             histogram=stats.histogram,
             num_accepted_at=stats.num_accepted_at,
+            shapes={str(shape): count for shape, count in sorted(shapes.items())},
+            reasons=reasons,
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
@@ -83,6 +85,13 @@ class Generation:
             total.add(reply.request.stats)
         return total
 
+    def shapes(self) -> Counter[SpecShape]:
+        """Cycles of all replies in each shape."""
+        total: Counter[SpecShape] = Counter()
+        for reply in self.replies:
+            total.update(reply.request.shapes)
+        return total
+
 
 class Service:
     """Model, engine and limits of a server.
@@ -99,6 +108,7 @@ class Service:
         self.engine = AsyncEngine(
             engine, capacity=llm.max_batch_size + config.max_queued, observer=self.metrics
         )
+        self.reasons = engine.reasons
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)

@@ -93,8 +93,8 @@ class SelfTest:
 
 
 def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> SelfTest:
-    """Decode ``num_tokens`` in answer to each of a few questions, both ways; afterwards the engine has its
-    default shapes, and its counters are zero."""
+    """Decode ``num_tokens`` in answer to each of a few questions, both ways; afterwards the engine decodes
+    plainly, and its counters are zero."""
     prompts = _prompts(llm)
     params = SamplingParams(max_tokens=min(num_tokens, llm.max_context // 4), temperature=0.0)
     started = time.perf_counter()
@@ -109,7 +109,7 @@ def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> S
             differing = (number, next((i for i, (a, b) in pairs if a != b), len(plain[number].token_ids)))
     num_verifies = sum(output.stats.num_verifies for output in drafted)
     num_emitted = sum(output.stats.num_emitted_tokens for output in drafted)
-    engine = llm.engine()
+    engine = llm.engine(NO_SPECULATION)
     engine.totals = type(engine.totals)()
     return SelfTest(
         accept_length=num_emitted / num_verifies if num_verifies else 0.0,
@@ -130,21 +130,24 @@ def _prompts(llm: "LLM") -> list[Any]:
     return [each[: llm.max_context // 2] for each in ids]
 
 
-def report(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str]]) -> list[str]:
+def report(
+    test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str]], is_given: bool = True
+) -> list[str]:
     """Format the self-test as lines.
 
     Args:
         exact: whether replies must be the plain ones to the token (fp32).
         low_causes: asked for the likely causes when acceptance is suspiciously low.
+        is_given: whether the user gave the shape.
     """
     lines = [
         f"self-test  {test.accept_length:.2f} tokens per verify over {test.num_tokens} tokens, "
         f"{test.seconds:.1f} s with speculation, {test.plain_seconds:.1f} s without"
     ]
-    if test.seconds > 1.2 * test.plain_seconds:
+    if is_given and test.seconds > 1.2 * test.plain_seconds:
         lines.append(
             "note: these replies are slower with speculation than without; a shape that drafts less, such as "
-            "--shape 3,1,4, costs less and may pay."
+            "--shape 3,1,4, costs less and may pay, and --shape auto chooses one by measurements."
         )
     return lines + doubts(test, exact=exact, low_causes=low_causes)
 

@@ -53,6 +53,11 @@ class SampledDrafter(Drafter):
         features = torch.zeros(count, model.feature_size, dtype=model.dtype, device=model.device)
         return SampledDraftState(logits, features)
 
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`."""
+        assert isinstance(state, SampledDraftState)
+        return state.logits.softmax(-1).amax(-1)
+
     def propose(
         self,
         state: CycleState,

@@ -1,0 +1,70 @@
+"""`eagle-kit tune DRAFT`: measure what shapes cost on this machine and what they accept."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
+from eagle_kit.config.engine import EngineConfig
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.tune import Tuned
+
+FLAGS = {"max_batch_size": "--batch-size", "kv_dtype": "--kv-dtype", "graph_mode": "--graph-mode", **LOADING}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``tune``."""
+    parser.add_argument("draft", metavar="DRAFT", help="a folder, a hub id or a known name")
+    parser.add_argument("--target", help="of the draft, if not its own")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["human_eval", "ours"], metavar="TASK", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=32, metavar="N", help="prompts of each task (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="per reply (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts")
+    parser.add_argument(
+        "--ship", action="store_true", help="also write tuning.json beside the draft's weights"
+    )
+    add_flags(parser, EngineConfig, FLAGS, max_batch_size=8)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, keep and print what is chosen."""
+    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.eval.tune import TuneOptions, tune
+    from eagle_kit.serve.api.startup import find_model
+    from eagle_kit.serve.llm import LLM
+    from eagle_kit.tuning.files import save_acceptance, save_costs, ship
+
+    config = options_of(args, EngineConfig, FLAGS)
+    tasks = [task.limited(args.limit, args.seed) for task in load_tasks(args.tasks)]
+    model = find_model(args.draft, args.target, DEFAULT_TARGET)
+    llm = LLM(model.target, model.draft, config)
+    tuned = tune(llm, TuneOptions(tasks, args.max_tokens))
+    print(f"costs       {save_costs(tuned.costs)}")
+    print(f"acceptance  {save_acceptance(tuned.acceptance)}")
+    if args.ship:
+        folder = resolve_draft(args.draft, llm.target.config)
+        print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
+    print_plan(llm, tuned)
+    return 0
+
+
+def print_plan(llm: "LLM", tuned: "Tuned") -> None:
+    """Print the fit and the choices for average text."""
+    from eagle_kit.serve.tune import policy_of
+
+    engine = llm.engine("none")
+    policy = policy_of(engine, tuned)
+    costs = tuned.costs
+    print(f"fit         {len(costs.timings)} cycles, error at most {costs.table.error:.0%}")
+    sizes = [size for size in engine.config.batch_sizes if size & (size - 1) == 0]
+    for choice in policy.plan(sizes):
+        menu = " ".join(str(shape) for shape in policy.menu(choice.batch_size) if shape.steps)
+        print(f"{choice}; from {menu or 'plain decoding only'}")

@@ -1,0 +1,176 @@
+"""``tune``: record what a draft proposes on tasks, time the engine's cycles, and keep both for the policy."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object, remove, replacing, write_json_atomically
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.eval.tasks import Task
+from eagle_kit.kernels.tree_build import Candidates
+from eagle_kit.report.environment import now
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.record import record_drafts
+from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, runnable, whole_plan
+from eagle_kit.tuning.acceptance import Recording
+from eagle_kit.tuning.costs import CostTable, Timing
+from eagle_kit.tuning.files import Costs, MeasuredAcceptance, digest, folder
+from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
+
+RECORDED = SpecShape(MOST_STEPS, 8, 64)
+PROMPTS_AT_A_TIME = 8
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to measure.
+
+    Attributes:
+        tasks: prompts whose replies are recorded.
+        max_tokens: most tokens of a reply.
+        plan: cycles to time; default those of :func:`~eagle_kit.serve.tune.whole_plan`.
+        show_progress: draw a progress bar.
+    """
+
+    tasks: Sequence[Task]
+    max_tokens: int = 64
+    plan: Plan | None = None
+    show_progress: bool = True
+
+
+def tune(llm: LLM, options: TuneOptions) -> Tuned:
+    """Measure an engine and its draft. What has been measured is kept in the cache, so that the same call
+    goes on where an earlier one was stopped.
+
+    Raises:
+        UserError: the draft's shape cannot change between cycles.
+    """
+    from tqdm import tqdm
+
+    engine = llm.engine("none")
+    if llm.draft is None or not can_tune(engine):
+        raise UserError(
+            "Shapes are chosen for drafts that grow chains or dynamic trees, and this is none.",
+            "Give an EAGLE or EAGLE-3 head, without a static tree.",
+        )
+    plan = options.plan or whole_plan(engine)
+    prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
+    key = engine_key(engine)
+    asked = {
+        "costs": key,
+        "draft": draft_key(llm.draft),
+        "tasks": {task.name: task.fingerprint for task in options.tasks},
+        "max_tokens": options.max_tokens,
+        "plan": [plan.num_rounds, plan.num_cycles, list(map(str, plan.shapes)), *map(list, plan.points)],
+    }
+    work = _Work(folder() / f"work-{digest(asked)}")
+    bar = tqdm(total=len(prompts) + len(plan.points), dynamic_ncols=True, disable=not options.show_progress)
+    try:
+        bar.set_description("recording drafts")
+        recording = _record(llm, [prompt.messages([]) for _, prompt in prompts], options, work, bar)
+        bar.set_description("timing cycles")
+        timings = _time(llm, plan, work, bar)
+    except KeyboardInterrupt:
+        bar.close()
+        print("Stopped: what was measured is kept; the same command goes on from there.", file=sys.stderr)
+        raise
+    finally:
+        bar.close()
+    about = {
+        "tasks": {task.name: len(task.prompts) for task in options.tasks},
+        "positions": len(recording.truth),
+        "max_tokens": options.max_tokens,
+        "date": now(),
+    }
+    table = recording.table(runnable(engine, candidate_shapes(RECORDED.steps, recording.topk)))
+    acceptance = MeasuredAcceptance(draft_key(llm.draft), table, about)
+    costs = Costs(key, CostTable.fit(timings), tuple(timings), now())
+    work.remove()
+    return Tuned(costs, acceptance, is_average=False)
+
+
+def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", bar: Any) -> Recording:
+    assert llm.draft is not None
+    params = SamplingParams(max_tokens=options.max_tokens)
+    recordings = []
+    for first in range(0, len(prompts), PROMPTS_AT_A_TIME):
+        part = prompts[first : first + PROMPTS_AT_A_TIME]
+        recording = work.recording(first)
+        if recording is None:
+            requests = [llm.make_request(prompt, params) for prompt in part]
+            recording = record_drafts(
+                llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=bar.update
+            )
+            work.keep_recording(first, recording)
+        else:
+            bar.update(len(part))
+        recordings.append(recording)
+    return Recording.join(recordings)
+
+
+def _time(llm: LLM, plan: Plan, work: "_Work", bar: Any) -> list[Timing]:
+    done = work.timings()
+
+    def keep(point: Point, timings: list[Timing]) -> None:
+        done[point] = timings
+        work.keep_timings(done)
+        bar.update()
+
+    bar.update(sum(point in done for point in plan.points))
+    todo = [point for point in plan.points if point not in done]
+    time_cycles(llm.engine("none"), plan._replace(points=todo), on_point=keep)
+    return [timing for timings in done.values() for timing in timings]
+
+
+class _Work:
+    """Files of a measurement under way."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        place.mkdir(parents=True, exist_ok=True)
+
+    def recording(self, number: int) -> Recording | None:
+        """Read a part of the recording, if it is there."""
+        path = self._place / f"recording-{number}.pt"
+        if not path.is_file():
+            return None
+        steps, topk, candidates, truth, lengths = torch.load(path, weights_only=True)
+        return Recording(steps, topk, Candidates(*candidates), truth, lengths)
+
+    def keep_recording(self, number: int, part: Recording) -> None:
+        """Write a part of the recording."""
+        data = part.steps, part.topk, list(part.candidates), part.truth, list(part.lengths)
+        with replacing(self._place / f"recording-{number}.pt") as path:
+            torch.save(data, path)
+
+    def timings(self) -> dict[Point, list[Timing]]:
+        """Read the timings by point."""
+        path = self._place / "timings.json"
+        if not path.is_file():
+            return {}
+        return {
+            Point(*each["point"]): [
+                Timing(batch, SpecShape.parse(shape), context, seconds)
+                for batch, shape, context, seconds in each["timings"]
+            ]
+            for each in read_object(path)["points"]
+        }
+
+    def keep_timings(self, timings: dict[Point, list[Timing]]) -> None:
+        """Write the timings by point."""
+        points = [
+            {"point": list(point), "timings": [[t[0], str(t[1]), t[2], t[3]] for t in mine]}
+            for point, mine in timings.items()
+        ]
+        write_json_atomically(self._place / "timings.json", {"points": points})
+
+    def remove(self) -> None:
+        """Delete the files."""
+        remove(self._place)

@@ -1,0 +1,169 @@
+"""Timing of cycles in an engine: the shapes, batch sizes and contexts that a table of costs is fitted to.
+
+Requests of random tokens run in the engine itself, so that everything of a step counts: kernels, recordings,
+the host's work. Their text accepts next to nothing, which costs what accepting would: shapes are fixed.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.serve.cpu_graph import RECORD_AFTER
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.request import Request
+from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.costs import Timing
+from eagle_kit.tuning.policy import Ease, ShapePolicy
+
+WARM_UP = 2
+WARM_UP_S = 1.0
+"""Most seconds of cycles in which a recording is awaited: of long cycles, Python takes a small part."""
+
+
+class Point(NamedTuple):
+    """Batch size and context at which shapes are timed."""
+
+    batch_size: int
+    context: int
+
+
+class Plan(NamedTuple):
+    """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
+    ``num_cycles`` each."""
+
+    points: Sequence[Point]
+    shapes: Sequence[SpecShape]
+    num_rounds: int
+    num_cycles: int
+
+
+def time_cycles(
+    engine: Engine,
+    plan: Plan,
+    *,
+    on_point: Callable[[Point, list[Timing]], None] = lambda point, timings: None,
+) -> list[Timing]:
+    """Time plain decoding and the plan's shapes at every point -> medians. The engine's shapes and counters
+    are as before.
+
+    Args:
+        on_point: called with the timings of each point.
+    """
+    found: list[Timing] = []
+    with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
+        for point in plan.points:
+            timings = _time_point(engine, dictated, point, plan)
+            found += timings
+            on_point(point, timings)
+    return found
+
+
+@contextmanager
+def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictated"]:
+    """Have an engine use the shapes that it is told."""
+    before, totals = engine.shapes, engine.totals
+    dictated = _Dictated(shapes)
+    engine.use_shape(dictated)
+    engine.totals = type(totals)()
+    try:
+        yield dictated
+    finally:
+        engine.use_shape(before)
+        engine.page_pool.clear()  # random prompts are of no use to anyone
+        engine.totals = totals
+
+
+def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan) -> list[Timing]:
+    batch = _Batch(engine, dictated, point)
+    seconds: dict[SpecShape, list[float]] = {}
+    contexts: dict[SpecShape, list[int]] = {}
+    try:
+        for number in range(plan.num_rounds):
+            for shape in (NO_SPECULATION, *plan.shapes):
+                batch.warm_up(shape, is_first=number == 0)
+                contexts.setdefault(shape, []).append(batch.context)
+                seconds.setdefault(shape, []).extend(batch.step(shape) for _ in range(plan.num_cycles))
+    finally:
+        batch.end()
+    return [
+        Timing(point.batch_size, shape, round(statistics.mean(contexts[shape])), statistics.median(times))
+        for shape, times in seconds.items()
+    ]
+
+
+class _Batch:
+    """Requests of random tokens at a point, begun anew when they come to the end of the context."""
+
+    def __init__(self, engine: Engine, dictated: "_Dictated", point: Point) -> None:
+        self._engine, self._dictated, self._point = engine, dictated, point
+        self._requests: list[Request] = []
+
+    @property
+    def context(self) -> int:
+        """Mean number of tokens."""
+        return round(statistics.mean(request.num_tokens for request in self._requests))
+
+    def step(self, shape: SpecShape) -> float:
+        """Run a cycle -> seconds."""
+        most = self._engine.config.max_context - (self._engine.config.lag + 1) * (shape.steps + 1) - 1
+        if not self._requests or max(request.num_tokens for request in self._requests) > most:
+            self._begin()
+        self._dictated.shape = shape
+        begun = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - begun
+
+    def warm_up(self, shape: SpecShape, *, is_first: bool) -> None:
+        """Run cycles until the shape's graph is there."""
+        graphs = self._engine.runner.graphs
+        is_recorded = graphs.mode == "cycle" and not graphs.has_fixed_shapes
+        begun = time.perf_counter()
+        for number in range(RECORD_AFTER + 2 if is_first and is_recorded else WARM_UP):
+            if number >= WARM_UP and time.perf_counter() - begun > WARM_UP_S:
+                break
+            self.step(shape)
+
+    def end(self) -> None:
+        """Take the requests out of the engine."""
+        for request in self._requests:
+            self._engine.abort(request)
+        self._engine.drain()
+        self._requests = []
+
+    def _begin(self) -> None:
+        self.end()
+        rng, top = random.Random(0), self._engine.target.config.vocab_size
+        params = SamplingParams(max_tokens=self._engine.config.max_context, ignore_eos=True)
+        requests = [
+            Request(
+                i, [rng.randrange(top) for _ in range(max(2, self._point.context - 5 * i))], params, group=0
+            )
+            for i in range(self._point.batch_size)  # of different lengths, as requests are
+        ]
+        self._dictated.shape = NO_SPECULATION
+        for request in requests:
+            self._engine.check_request(request)
+        self._requests = requests
+        for request in self._requests:
+            self._engine.add_request(request)
+        while any(not request.token_ids for request in self._requests):
+            self._engine.step()
+
+
+class _Dictated(ShapePolicy):
+    """Policy that is told the shape."""
+
+    def __init__(self, shapes: Sequence[SpecShape]) -> None:
+        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+
+    def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
+        """See :class:`ShapePolicy`."""
+        return self.shape
+
+    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
+        """See :class:`ShapePolicy`."""

@@ -1,0 +1,189 @@
+"""Policies of engines: costs and acceptance that were measured before, or a short measurement now."""
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.report.environment import cpu_model, now, package_versions
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.sampled import SampledDrafter
+from eagle_kit.tuning.costs import CostTable
+from eagle_kit.tuning.files import (
+    Costs,
+    MeasuredAcceptance,
+    average_acceptance,
+    find_acceptance,
+    find_costs,
+    save_costs,
+)
+from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.tuning.shapes import MOST_STEPS, choose_menu
+
+QUICK_SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
+QUICK_CONTEXT = 64
+QUICK_CYCLES = 3
+SHAPES = tuple(
+    map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,2,6", "3,4,8", "5,4,16", "5,8,32"))
+)
+CONTEXTS = 64, 1024
+LEAST_WINDOW = 8
+"""Nodes per request of a full batch for which memory always suffices."""
+ROOM = 400
+"""Tokens behind the context that timing a point decodes."""
+SAMPLE = 512
+"""Numbers of a weight that tell it from another."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a policy is made of."""
+
+    costs: Costs
+    acceptance: MeasuredAcceptance
+    is_average: bool
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers come from."""
+        how = "a short measurement" if self.costs.is_quick else "costs measured"
+        text = "an average head's acceptance" if self.is_average else "the draft's acceptance"
+        return f"{how} on {self.costs.date[:10]}, {text}"
+
+
+def can_tune(engine: Engine) -> bool:
+    """Return True for drafts whose shape can change from cycle to cycle."""
+    return type(engine.runner.drafter) in (Drafter, SampledDrafter)
+
+
+def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
+    """Make the policy of an engine from what is known of its costs and its draft, or else from a short
+    measurement, whose result is kept.
+
+    Args:
+        draft_folder: of the draft, where there is one.
+    """
+    assert engine.draft is not None
+    key = engine_key(engine)
+    costs, plan = find_costs(key, draft_folder), quick_plan(engine)
+    measured = max((timing.batch_size for timing in costs.timings), default=0) if costs else 0
+    missing = [point for point in plan.points if point.batch_size > measured]
+    if costs is None or missing:
+        _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
+        costs = measure_costs(engine, plan._replace(points=missing), before=costs)
+        save_costs(costs)
+    acceptance = find_acceptance(draft_key(engine.draft), draft_folder)
+    tuned = Tuned(costs, acceptance or average_acceptance(), acceptance is None)
+    return policy_of(engine, tuned)
+
+
+def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
+    """Make a policy over the shapes that an engine can run."""
+    config, seconds = engine.config, tuned.costs.table.seconds
+    shapes = runnable(engine, tuned.acceptance.table.shapes)
+    most_rows = config.max_batch_size * max(config.shape.tokens, LEAST_WINDOW)
+    menus = {
+        size: choose_menu(
+            seconds, tuned.acceptance.table, size, [s for s in shapes if size * s.tokens <= most_rows]
+        )
+        for size in config.batch_sizes
+    }
+    return ShapePolicy(seconds, tuned.acceptance.table, menus, tuned.origin)
+
+
+def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:
+    """List those of ``shapes`` that the draft can fill."""
+    drafter, kept = engine.runner.drafter, []
+    assert drafter is not None and engine.draft is not None
+    for shape in shapes:
+        try:
+            drafter.check_shape(engine.draft, shape)
+        except UserError:
+            continue
+        if shape.steps <= MOST_STEPS:
+            kept.append(shape)
+    return kept
+
+
+def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) -> Costs:
+    """Time a plan of seconds and fit a table, to what was measured ``before`` as well."""
+    timed = (*(before.timings if before else ()), *time_cycles(engine, plan))
+    is_quick = before is None or before.is_quick
+    return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), is_quick)
+
+
+def quick_plan(engine: Engine) -> Plan:
+    """Plan a measurement of seconds."""
+    most = engine.config.max_batch_size
+    sizes = sorted({1, min(4, most), most})
+    context = min(QUICK_CONTEXT, engine.config.max_context // 4)
+    points = [Point(size, context) for size in sizes if _fits(engine, size, context)]
+    return Plan(points, runnable(engine, QUICK_SHAPES), 1, QUICK_CYCLES)
+
+
+def whole_plan(engine: Engine, num_rounds: int = 3, num_cycles: int = 5) -> Plan:
+    """Plan a measurement of minutes: powers of two up to the largest batch, a short and a long context."""
+    most = engine.config.max_batch_size
+    sizes = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
+    contexts = sorted({min(context, engine.config.max_context // 2) for context in CONTEXTS})
+    points = [Point(size, context) for context in contexts for size in sizes if _fits(engine, size, context)]
+    return Plan(points, runnable(engine, SHAPES), num_rounds, num_cycles)
+
+
+def _fits(engine: Engine, batch_size: int, context: int) -> bool:
+    config = engine.config
+    tokens = min(context + ROOM, config.max_context) + config.room(MOST_STEPS)
+    return batch_size == 1 or batch_size * config.num_pages_of(tokens) <= config.num_pages
+
+
+def engine_key(engine: Engine) -> dict[str, Any]:
+    """What decides the costs of an engine's cycles."""
+    config, weight = engine.config, engine.target.embed_tokens.weight
+    device = str(weight.device)
+    is_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
+        "threads": None if is_gpu else torch.get_num_threads(),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "kv_dtype": config.kv_dtype,
+        "graph_mode": config.graph_mode,
+        "target": _shapes_key([engine.target]),
+        "draft": _shapes_key(_modules(engine.draft)),
+        "drafter": type(engine.runner.drafter).__name__,
+        "versions": package_versions(("eagle_kit", "torch", "triton")),
+    }
+
+
+def draft_key(draft: DraftModel) -> str:
+    """Short hash of a draft's weights: of their names and sizes, and of some of their numbers."""
+    found = hashlib.sha256()
+    for module in _modules(draft):
+        for name, weight in sorted(module.state_dict().items()):
+            part = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLE)][:SAMPLE]
+            found.update(f"{name}:{tuple(weight.shape)}:".encode())
+            found.update(part.to("cpu", torch.float32).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _modules(draft: DraftModel | None) -> list[nn.Module]:
+    return [part for part in vars(draft).values() if isinstance(part, nn.Module)] if draft else []
+
+
+def _shapes_key(modules: Iterable[nn.Module]) -> str:
+    found = hashlib.sha256()
+    for module in modules:
+        for name, weight in sorted(module.state_dict().items()):
+            found.update(f"{name}:{tuple(weight.shape)}:{weight.dtype};".encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,107 @@
+"""`tune` as its user runs it: measured, resumed, shipped, and then used."""
+
+import json
+
+import pytest
+from tiny import tiny_head
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.cli.app import main
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.eval import tune as measuring
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.llm import LLM
+from eagle_kit.tuning import files
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "folder", lambda: tmp_path / "tuning")
+    target = make_target(tmp_path / "target")
+    save_draft(tiny_head(load_target(target), draft_vocab_size=90), tmp_path / "head", metadata={})
+    lines = [
+        {"id": str(i), "category": "x", "turns": [f"The cat number {i} sees the dog."]} for i in range(10)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def command(folders, *more):
+    words = ["tune", str(folders / "head"), "--target", str(folders / "target")]
+    words += ["--tasks", str(folders / "chat.jsonl"), "--max-tokens", "12", "--batch-size", "2"]
+    return main([*words, "--max-context", "128", "--graph-mode", "off", *more])
+
+
+def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkeypatch):
+    assert command(folders, "--ship") == 0
+    out = capsys.readouterr().out
+    assert "batch 1: " in out and "batch 2: " in out and "error at most" in out
+    assert not list((folders / "tuning").glob("work-*"))
+    shipped = json.loads((folders / "head" / "tuning.json").read_text(encoding="utf-8"))
+    assert shipped["acceptance"]["about"]["tasks"] == {"chat": 10}
+    assert len(shipped["costs"]) == 1 and not shipped["costs"][0]["is_quick"]
+    options = {"max_batch_size": 2, "max_context": 128, "graph_mode": "off"}
+    for _ in range(2):
+        llm = LLM(str(folders / "target"), str(folders / "head"), **options)
+        assert "the draft's acceptance" in llm.engine().reasons()[-1]
+        for file in (folders / "tuning").glob("*.json"):
+            file.unlink()  # then from what was shipped
+
+
+def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch):
+    time_cycles, record = measuring.time_cycles, measuring.record_drafts
+    recorded, points = [], []
+
+    def count(target, draft, config, requests, **options):
+        recorded.append(len(requests))
+        return record(target, draft, config, requests, **options)
+
+    def stop_at_second(engine, plan, on_point):
+        def keep(point, timings):
+            if points:
+                raise KeyboardInterrupt
+            points.append(point)
+            on_point(point, timings)
+
+        return time_cycles(engine, plan, on_point=keep)
+
+    monkeypatch.setattr(measuring, "record_drafts", count)
+    monkeypatch.setattr(measuring, "time_cycles", stop_at_second)
+    assert command(folders) == 130
+    assert recorded == [8, 2]
+    assert "goes on from there" in capsys.readouterr().err
+    todo = []
+    monkeypatch.setattr(
+        measuring,
+        "time_cycles",
+        lambda engine, plan, on_point: (
+            todo.extend(plan.points) or time_cycles(engine, plan, on_point=on_point)
+        ),
+    )
+    assert command(folders) == 0
+    assert recorded == [8, 2]
+    assert todo and points[0] not in todo
+
+
+def test_drafts_that_cannot_change_are_refused(folders, capsys):
+    assert main(["tune", str(folders / "target"), "--tasks", str(folders / "chat.jsonl")]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_what_was_recorded_covers_every_shape(folders):
+    llm = LLM(
+        str(folders / "target"), str(folders / "head"), max_batch_size=2, max_context=128, graph_mode="off"
+    )
+    from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.serve.timing import Plan, Point
+
+    plan = Plan([Point(1, 16)], [SpecShape(2, 1, 3)], 1, 2)
+    options = measuring.TuneOptions(load_tasks([str(folders / "chat.jsonl")]), 12, plan, show_progress=False)
+    tuned = measuring.tune(llm, options)
+    table = tuned.acceptance.table
+    assert {shape.topk for shape in table.shapes} == {1, 2, 3, 4, 8}
+    for shape in table.shapes:
+        assert table.shares[shape].sum() == pytest.approx(1)
+        assert 1 <= table.length(shape) <= shape.steps + 1
+        assert (table.reach[shape][:, 1:] <= table.reach[shape][:, :-1] + 1e-9).all()

@@ -1,0 +1,124 @@
+"""Shapes chosen by measurements: measured once, kept, the same text, and shown."""
+
+import pytest
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.serve import tune
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.tuning import files
+from eagle_kit.tuning.policy import ShapePolicy
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "3,2,6")))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "folder", lambda: tmp_path)
+    return tmp_path
+
+
+def make(**options):
+    target = tiny_target(vocab_size=31)
+    head = tiny_head(target, draft_vocab_size=20)
+    return LLM(target, head, **{"max_context": 128, "max_batch_size": 3, "graph_mode": "off", **options})
+
+
+def texts(outputs):
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params):
+    llm = make()
+    params = SamplingParams(max_tokens=60, **params)
+    outputs = llm.generate(PROMPTS, params)
+    assert isinstance(llm.engine().shapes, ShapePolicy)
+    assert texts(outputs) == texts(llm.generate(PROMPTS, params, shape="none"))
+    for output in outputs:
+        assert sum(output.shapes.values()) == output.stats.num_verifies
+    lines = llm.engine().reasons()
+    assert lines[0].startswith("batch 1: ") and "an average head" in lines[-1]
+    llm.engine().check()
+
+
+def test_an_engine_is_measured_once_and_another_one_again(monkeypatch):
+    make().engine()
+    timed = []
+    monkeypatch.setattr(
+        tune, "time_cycles", lambda engine, plan: timed.append(plan) or time_cycles(engine, plan)
+    )
+    make().engine()
+    assert not timed
+    make(kv_dtype="fp8_e4m3").engine()
+    assert len(timed) == 1
+
+
+def test_a_shape_that_is_given_is_used_and_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(tune, "time_cycles", None)
+    llm = make(shape="2,1,3")
+    [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert set(output.shapes) == {SpecShape(2, 1, 3)}
+    assert llm.engine().shapes == ShapeTable.parse("2,1,3")
+    assert not llm.chooses_shapes and llm.engine().reasons() == []
+
+
+@pytest.mark.parametrize("options", [{"tree": "static"}, {"algorithm": "NGRAM"}], ids=str)
+def test_drafts_that_cannot_change_have_a_shape_by_default(options):
+    llm = make(**options) if "tree" in options else LLM(tiny_target(), max_context=64, **options)
+    assert not llm.chooses_shapes
+    llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    assert llm.engine().shapes == llm.config.shape != ShapeTable.parse(None)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=4), shape="auto")
+
+
+def test_sampled_drafts_choose_among_chains():
+    llm = make(sampled_drafts=True)
+    llm.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=1.0, seed=1))
+    assert {shape.topk for shape in llm.engine().shapes.shapes} == {1}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_timing_leaves_an_engine_as_it_was(lag):
+    llm = make(lag=lag, shape="3,1,4")
+    engine = llm.engine()
+    before = texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20)))
+    totals, shapes = engine.totals, engine.shapes
+    timings = time_cycles(engine, Plan([Point(1, 20), Point(3, 100)], SHAPES, 2, 3))
+    assert [(t.batch_size, t.shape) for t in timings] == [
+        (size, shape) for size in (1, 3) for shape in (NO_SPECULATION, *SHAPES)
+    ]
+    assert all(timing.seconds > 0 for timing in timings)
+    assert engine.totals is totals and engine.shapes == shapes and not engine.has_work
+    engine.check()
+    assert engine.page_pool.num_available == engine.page_pool.num_pages
+    assert texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20))) == before
+
+
+def test_an_interrupted_measurement_leaves_nothing(monkeypatch):
+    llm = make(shape="3,1,4")
+    engine = llm.engine()
+
+    def stop(point, timings):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        time_cycles(engine, Plan([Point(2, 20)], SHAPES, 1, 2), on_point=stop)
+    assert not engine.has_work
+    assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True))) == 3
+
+
+def test_weights_and_sizes_tell_drafts_apart():
+    target = tiny_target(vocab_size=31)
+    llms = [
+        LLM(target, tiny_head(target, draft_vocab_size=20, seed=seed), max_context=64) for seed in (1, 2, 1)
+    ]
+    keys = [tune.draft_key(llm.draft) for llm in llms]
+    assert keys[0] == keys[2] != keys[1]
+    engines = [tune.engine_key(llm.engine("none")) for llm in llms]
+    assert engines[0] == engines[1]
+    other = LLM(target, tiny_head(target, draft_vocab_size=21), max_context=64)
+    assert tune.engine_key(other.engine("none")) != engines[0]

@@ -1,0 +1,39 @@
+"""Menus: few shapes that serve easy and hard text, on machines where windows are cheap or dear."""
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.files import average_acceptance
+from eagle_kit.tuning.shapes import MENU, candidate_shapes, choose_menu
+
+
+def free_windows(batch_size, shape, context):
+    return 30e-3 + 2e-3 * shape.steps
+
+
+def dear_windows(batch_size, shape, context):
+    return 10e-3 * shape.tokens + 2e-3 * shape.steps
+
+
+def test_candidates_are_shapes_of_every_width_and_depth():
+    shapes = candidate_shapes()
+    assert len(set(shapes)) == len(shapes) > 60
+    for shape in shapes:
+        SpecShape.parse(str(shape))
+    assert {shape.topk for shape in shapes} == {1, 2, 3, 4, 8}
+    assert candidate_shapes(3, 1) == [SpecShape(1, 1, 2), SpecShape(2, 1, 3), SpecShape(3, 1, 4)]
+
+
+def test_where_windows_are_free_the_menu_has_trees_and_where_they_are_dear_short_chains():
+    table = average_acceptance().table
+    free = choose_menu(free_windows, table, 1, table.shapes)
+    dear = choose_menu(dear_windows, table, 1, table.shapes)
+    assert 1 < len(free) <= MENU
+    assert max(shape.tokens for shape in free) > 16
+    assert max(shape.tokens for shape in dear) < 8
+
+
+def test_a_menu_has_only_shapes_that_can_be_run():
+    table = average_acceptance().table
+    allowed = [SpecShape(2, 1, 3), SpecShape(9, 1, 10)]
+    assert choose_menu(free_windows, table, 1, allowed) == [SpecShape(2, 1, 3)]
+    assert choose_menu(free_windows, AcceptanceTable.even([]), 1, allowed) == []
