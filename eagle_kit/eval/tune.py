@@ -19,9 +19,10 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, runnable, whole_plan
+from eagle_kit.tuning import files
 from eagle_kit.tuning.acceptance import Recording
 from eagle_kit.tuning.costs import CostTable, Timing
-from eagle_kit.tuning.files import Costs, MeasuredAcceptance, digest, folder
+from eagle_kit.tuning.files import Costs, MeasuredAcceptance
 from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
 
 RECORDED = SpecShape(MOST_STEPS, 8, 64)
@@ -70,7 +71,7 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
         "max_tokens": options.max_tokens,
         "plan": [plan.num_rounds, plan.num_cycles, list(map(str, plan.shapes)), *map(list, plan.points)],
     }
-    work = _Work(folder() / f"work-{digest(asked)}")
+    work = _Work(files.folder() / f"work-{files.digest(asked)}")
     bar = tqdm(total=len(prompts) + len(plan.points), dynamic_ncols=True, disable=not options.show_progress)
     try:
         bar.set_description("recording drafts")

@@ -5,6 +5,7 @@ It keeps the contract of ``Engine`` and counts slots as a real one counts pages.
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,14 @@ class ScriptedEngine:
             num_finished={},
             num_draft_tokens=0,
             spec=SpecStats(),
+            shapes=Counter(),
         )
+
+    def choices(self) -> list:
+        return []
+
+    def reasons(self) -> list[str]:
+        return []
 
     @property
     def has_work(self) -> bool:

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from tiny import tiny_head
 
 from eagle_kit.serve.llm import LLM
-from tests.serve.api.serving import wait_until
+from tests.serve.api.serving import serving, wait_until
 
 MESSAGES = [{"role": "user", "content": "The cat sees"}]
 
@@ -225,3 +226,20 @@ def test_sigterm_under_load_returns_every_reply_and_exits_with_0(target_folder, 
         process.kill()
         reader.join()
     assert "Traceback" not in "".join(lines)
+
+
+def test_shapes_that_are_chosen_by_measurements_are_shown(target_folder):
+    llm = LLM(str(target_folder), max_context=128)
+    head = tiny_head(llm.target, draft_vocab_size=67)
+    llm = LLM(str(target_folder), head, max_context=128, max_batch_size=2, graph_mode="off")
+    with serving(llm, llm.engine()) as server:
+        details = create(server, temperature=0, extra_body={"return_speculation": True}).speculation
+        assert sum(details["shapes"].values()) == details["num_verifies"]
+        assert [line.partition(":")[0] for line in details["reasons"][:2]] == ["batch 1", "batch 2"]
+        assert "measure" in details["reasons"][-1]
+        lines = server.http.get("/metrics").text.splitlines()
+    cycles = [line for line in lines if line.startswith("eagle_kit:spec_decode_num_cycles_total{")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in cycles) == details["num_verifies"]
+    gains = [line for line in lines if line.startswith("eagle_kit:spec_decode_expected_speedup{")]
+    assert len(gains) == 2
+    assert all(float(line.rsplit(" ", 1)[1]) >= 1 for line in gains)
