@@ -307,6 +307,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
                 )
             )
     if panels:
-        write_bytes_atomically(path, draw("Shapes chosen by measurements", panels, columns=2, legend=True))
+        columns = 2 - len(panels) % 2
+        title = "Shapes chosen by measurements"
+        write_bytes_atomically(path, draw(title, panels, columns=columns, legend=True))
     else:
         print("There is nothing to draw.", file=sys.stderr)
