@@ -240,7 +240,8 @@ def _flipped(flag: str, config: Eagle3Config) -> Convention:
     value = not getattr(config, flag)
 
     def change(head: Eagle3Head) -> None:
-        head.config = replace(head.config, **{flag: value})
+        changes: dict[str, Any] = {flag: value}
+        head.config = replace(head.config, **changes)
         if flag == "norm_before_residual":
             head.midlayer.norm_before_residual = value
 

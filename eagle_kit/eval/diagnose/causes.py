@@ -16,14 +16,16 @@ from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
 from eagle_kit.eval.diagnose.trials import LIKELY, LOW_SHARE, SURE, Trial
 from eagle_kit.kinds.support.findings import Finding
 
-LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.2
+LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.04, 0.12
 """Confidence above the target's probability that a fitting head does not have, and the share of its
-confidence that this is. The shipped head has 0.03 (a fourteenth) on its own target and on one rounded to 8
-bits, which costs it nothing; 0.12 (a third) on one rounded to 4."""
+confidence that this is. The shipped head has 0.015 and 4 % on its own target, 0.012 and 3 % on one rounded to
+8 bits, which costs it nothing, and 0.069 and 18 % on one rounded to 4."""
+UNTAUGHT = 0.02
+"""Probability under the target of the first drafts of weights that were never trained."""
 AS_MUCH = 0.9
 """Share of what cutting the context restores that another rotation must restore to be the cause: a larger
 base helps any head beyond the length of its training, but not as much."""
-LEAST_COVERAGE = 0.9
+LEAST_COVERAGE = 0.8
 """Share of the replies' tokens that a draft vocabulary should hold."""
 RETRAIN = "Train it longer: `eagle-kit train` with `head.start_from`, on replies that this target wrote."
 OTHER_TARGET = (
@@ -193,9 +195,10 @@ def _other_target(measured: Measured) -> Cause:
     evidence = (
         f"The head gives its first drafts {fit.confidence.mean:.2f} on average and the target gives them "
         f"{fit.trust.mean:.2f}: it is surer than it may be, by {fit.excess.mean:.2f} ± "
-        f"{fit.excess.margin:.2f}, "
-        "as a head is whose target's states are not those it learned from."
+        f"{fit.excess.margin:.2f}, as a head is whose target's states are not those it learned from."
     )
+    if fit.trust.mean < UNTAUGHT:
+        evidence += " The target would say none of it: these may not be weights that were trained at all."
     if measured.other_copies:
         evidence += f" It brings {' and '.join(measured.other_copies)}, not this target's."
     name = next((each for each in measured.findings if each.subject == "target"), None)
@@ -214,7 +217,7 @@ def _too_little_training(measured: Measured) -> Cause:
     )
     if (seen := measured.training.get("tokens_seen")) is not None:
         evidence += f" It has seen {seen:,} tokens in {measured.training.get('step', 0):,} steps."
-    return Cause("too little training", evidence, RETRAIN, cost=0.0)
+    return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - measured.share)
 
 
 def _doubts(findings: Sequence[Finding]) -> list[Cause]:

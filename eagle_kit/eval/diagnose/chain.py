@@ -64,8 +64,6 @@ class Reading(NamedTuple):
         confidence: fp32 ``[R]``, its probability under the head.
         log_truth: fp32 ``[R]``, the head's log-probability of the target's token, at least :data:`FLOOR`, and
             that for tokens outside of the draft vocabulary.
-        log_rank: fp32 ``[R]``, logarithm of that token's rank among the head's, 0 for the first; of the last
-            one's for tokens outside.
         covered: bool ``[R]``, whether the head can propose the reply's token at all.
         entropy: fp32 ``[R]``, of the first proposal's distribution, in nats.
         is_finite: False if any logit is not.
@@ -77,7 +75,6 @@ class Reading(NamedTuple):
     first_token: torch.Tensor
     confidence: torch.Tensor
     log_truth: torch.Tensor
-    log_rank: torch.Tensor
     covered: torch.Tensor
     entropy: torch.Tensor
     is_finite: bool
@@ -89,30 +86,6 @@ class Source(NamedTuple):
     target: LlamaModel
     row: Row
     states: States
-
-
-def halves(source: Source) -> tuple[Source, Source]:
-    """The texts of a source in two parts, without a copy."""
-    row, states = source.row, source.states
-    starts = row.doc_start.unique()
-    border = int(starts[(len(starts) + 1) // 2]) if len(starts) > 1 else len(row.ids)
-    num_roots = int((row.roots < border).sum())
-    parts = []
-    for at, roots in (
-        (slice(0, border), slice(0, num_roots)),
-        (slice(border, None), slice(num_roots, None)),
-    ):
-        mine = Row(
-            row.ids[at],
-            row.doc_start[at] - (at.start or 0),
-            row.roots[roots] - (at.start or 0),
-            row.ends[roots] - (at.start or 0),
-            row.texts[roots],
-        )
-        inputs = {layer: state[at] for layer, state in states.inputs.items()}
-        part = States(inputs, states.hidden[at], states.greedy[roots], states.log_total[roots])
-        parts.append(Source(source.target, mine, part))
-    return parts[0], parts[1]
 
 
 @torch.inference_mode()
@@ -129,7 +102,7 @@ def read_chain(head: DraftHead, source: Source, steps: int = 1, view: View = SER
     outs = _run(head, source, steps, view)
     chunks = zip(outs[0].split(LOGIT_ROWS), truth.split(LOGIT_ROWS), strict=True)
     parts = [_propose(head, chunk, token_map, true) for chunk, true in chunks]
-    first, tokens, confidence, log_truth, log_rank, covered, entropy, finite = (
+    first, tokens, confidence, log_truth, covered, entropy, finite = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
     right = [tokens == truth]
@@ -141,7 +114,7 @@ def read_chain(head: DraftHead, source: Source, steps: int = 1, view: View = SER
     hits = torch.stack(right, 1) & (torch.arange(steps, device=truth.device) < possible[:, None])
     accepted = hits.long().cumprod(1).sum(1)
     return Reading(
-        *(accepted, possible, first, tokens, confidence, log_truth, log_rank, covered, entropy),
+        *(accepted, possible, first, tokens, confidence, log_truth, covered, entropy),
         bool(finite.all()),
     )
 
@@ -168,10 +141,9 @@ def _propose(
         ids, tokens = place[truth], token_map[first]
         covered = ids >= 0
     of_truth = log_q.gather(1, ids.clamp(min=0)[:, None])
-    ranks = (log_q > of_truth).sum(-1).add(1).where(covered, log_q.shape[1])
     of_truth = of_truth[:, 0].clamp(min=FLOOR).where(covered, FLOOR)
     entropy = -(log_q.exp() * log_q.clamp(min=-1e4)).sum(-1)
-    return first, tokens, best.exp(), of_truth, ranks.log(), covered, entropy, log_q.isfinite().all(-1)
+    return first, tokens, best.exp(), of_truth, covered, entropy, log_q.isfinite().all(-1)
 
 
 def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.Tensor]:

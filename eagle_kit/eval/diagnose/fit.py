@@ -1,8 +1,8 @@
 """How well a head fits its target where nothing can be undone: figures that tell the remaining causes apart.
 
-A head learns the target's distribution, so on inputs like those of its training its first proposal is as
-probable under the target as it says itself. Trained too little it is unsure, and knows it. Fed by another
-target, or by one whose weights were rounded or tuned since, it is as sure as it was taught to be, and wrong:
+A head learns the target's distribution over the draft vocabulary, so on inputs like those of its training its
+first proposal is as probable under the target as it says itself. Trained too little it is unsure, and knows
+it. Fed by another target, or by one whose weights were rounded or tuned since, it is as sure as it was taught to be, and wrong:
 then its confidence exceeds the target's probability. (The comparison is with probabilities, not with what was
 accepted, so a target that is unsure itself does not count against the head.)
 
@@ -29,7 +29,7 @@ class Fit:
         coverage: share of the replies' tokens that are in the draft vocabulary.
         within: first drafts accepted where the token is in it.
         confidence: mean probability of the first proposal under the head.
-        trust: the same under the target.
+        trust: the same under the target, of the tokens in the draft vocabulary.
         excess: their difference, root by root.
         entropy: of the first proposal's distribution, in nats; ``most_entropy`` is that of guessing evenly.
         norm_drift: least relative spread of a norm's weights: new norms have equal ones.
@@ -51,7 +51,7 @@ class Fit:
 def measure_fit(head: DraftHead, source: Source, reading: Reading) -> Fit:
     """Take the figures of ``reading``, the head's chain as it is served."""
     texts = source.row.texts
-    trust = log_probs(source.target, source.row, source.states, reading.first_token).exp()
+    trust = log_probs(*source, reading.first_token, head.token_map).exp()
     covered, hit = reading.covered, reading.accepted > 0
     steps = int(reading.possible.max())
     reach = []

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.packed_attention import document_spans, packed_attention
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -113,8 +114,18 @@ def compute_states(target: LlamaModel, row: Row, layers: Sequence[int]) -> State
 
 
 @torch.inference_mode()
-def log_probs(target: LlamaModel, row: Row, states: States, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probability under the target of ``tokens`` int64 ``[R]``, one behind each root, fp32 ``[R]``."""
+def log_probs(
+    target: LlamaModel, row: Row, states: States, tokens: torch.Tensor, among: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-probability under the target of ``tokens`` int64 ``[R]``, one behind each root, fp32 ``[R]``.
+
+    Args:
+        among: int64 ``[Vd]``, the only tokens there are; all when None.
+    """
     hidden, weight = states.hidden[row.roots], target.head_weight
     logits = torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float())
-    return logits - states.log_total
+    if among is None:
+        return logits - states.log_total
+    chosen = weight[among]
+    totals = [linear(rows, chosen).float().logsumexp(-1) for rows in hidden.split(LOGIT_ROWS)]
+    return logits - torch.cat(totals)

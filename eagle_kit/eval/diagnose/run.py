@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
-from eagle_kit.eval.diagnose.chain import Reading, Source, halves, read_chain
+from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
 from eagle_kit.eval.diagnose.compare import OTHER_ENGINE, Comparison, compare_server
 from eagle_kit.eval.diagnose.context import ContextReading, long_enough, read_context
 from eagle_kit.eval.diagnose.fit import measure_fit
@@ -106,7 +108,7 @@ def diagnose_models(
         replay = decode_drafted(models.llm, replies, config, _chain(models), progress)
         replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
         measured = measure(models, replies, basis, findings, config, progress)
-        causes = [*_engine_fault(replay, dtype), *name_causes(measured)]
+        causes = [*_engine_fault(models, replay), *name_causes(measured)]
         compared = None
         if server is not None:
             progress.start(len(replies.messages), "reply", "the server")
@@ -162,7 +164,7 @@ def measure(
     """Take the figures, try the hypotheses, and read long text and other formats."""
     tried, source, reading = basis
     progress.start(len(tried) + 3, "trial", "undoing faults")
-    trials = try_all(models.head, halves(source), tried, progress.step)
+    trials = try_all(models.head, source, tried, progress.step)
     trials += _in_float32(models, basis)
     progress.step()
     context = _context(models, replies.texts, tried, config.context)
@@ -218,9 +220,11 @@ def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> l
     return read_formats(models.head, models.target, tokenizer, replies)
 
 
-def _engine_fault(replay: Replay, dtype: str) -> list[Cause]:
-    """Replies that plain decoding would not have given, or drafts that are not the head's, in fp32."""
-    if dtype != "float32" or not replay.stats.num_verifies or replay.predicted is None:
+def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
+    """Replies that plain decoding would not have given, or drafts that are not the head's, where both must be
+    the same to the bit: in fp32 on a CPU."""
+    is_exact = models.dtype == torch.float32 and models.target.embed_tokens.weight.device.type == "cpu"
+    if not is_exact or not replay.stats.num_verifies or replay.predicted is None:
         return []
     remedy = "Report it with this command: it is a fault of eagle-kit, not of the draft."
     if replay.num_different:
@@ -254,10 +258,10 @@ def _compare(
 
 def _likeness(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
     """The other reading of the head that accepts most nearly what the server does."""
-    half = halves(basis.source)[0]
     assert seen.accept_length is not None
     found = []
     for hypothesis in basis.tried:
-        length = decoded(read(models.head, half, hypothesis, shape.steps), half.row).accept_length
+        reading = read(models.head, basis.source, hypothesis, shape.steps)
+        length = decoded(reading, basis.source.row).accept_length
         found.append((abs(length - seen.accept_length), f"{hypothesis.words} ({length:.2f})"))
     return min(found)[1] if found else ""

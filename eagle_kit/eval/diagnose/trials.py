@@ -1,12 +1,13 @@
-"""Trials of hypotheses: screened on one half of the replies, and judged on the other.
+"""Trials of hypotheses: chosen on one half of the replies and judged on the other, both ways.
 
-Whatever is best of dozens on the first half is a little better there by chance; the second half has not seen
-the choice. Differences are paired, root by root, and their errors are those of texts.
+Whatever is best of dozens on one half is a little better there by chance; the other half has not seen the
+choice. What both halves choose is judged on all replies. Differences are paired, root by root, and their
+errors are those of texts.
 
 Legend: R roots, Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ FINALISTS = 2
 """Readings of a subject that are judged on the second half."""
 SURE = 4.0
 """Standard errors of a difference that is taken for real: chance gives as much once in 30,000 trials, and
-with a dozen texts, whose errors are themselves uncertain, once in 500."""
+with 16 texts, whose errors are themselves uncertain, once in 1,700."""
 LIKELY = 2.0
 LEAST_LIKELIER = 0.05
 """Log-probability that the right reading gives more, in nats per token. A head was trained to give the most
@@ -47,8 +48,8 @@ class Trial:
         served, undone: share of first drafts that are accepted, as the head is and with the hypothesis.
         gain: drafts of a chain that are accepted more, per root.
         likelier: log-probability of the target's token that the head gives more, per root.
-        ahead: the same of that token's rank, by its logarithm: blind to how sure the head is.
         accepted: drafts of a chain that are accepted, per root, as it is and undone.
+        confidence: probability of first drafts under the head, as it is and undone.
         lengths: tokens per verify of a chain, as it is and undone; None where the replies are not greedy.
     """
 
@@ -57,8 +58,8 @@ class Trial:
     undone: Estimate
     gain: Estimate
     likelier: Estimate
-    ahead: Estimate
     accepted: tuple[float, float]
+    confidence: tuple[float, float]
     lengths: tuple[float, float] | None = None
 
     @property
@@ -79,7 +80,8 @@ class Trial:
     def _fits_better(self) -> bool:
         is_likelier = self.likelier.mean >= LEAST_LIKELIER and self.likelier.score >= SURE
         works = self.served.mean >= LOW_SHARE and self.gain.score > -LIKELY
-        return is_likelier and works and self.ahead.score >= LIKELY and not self.hypothesis.leaks
+        as_sure = self.confidence[1] >= self.confidence[0]  # or a head that is too sure would gain by doubt
+        return is_likelier and works and as_sure and not self.hypothesis.leaks
 
     @property
     def score(self) -> float:
@@ -89,27 +91,36 @@ class Trial:
 
 def try_all(
     head: DraftHead,
-    halves: tuple[Source, Source],
+    source: Source,
     tried: Sequence[Hypothesis],
     on_probe: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
     """Try hypotheses -> those of every subject that looked best, the best first.
 
     Args:
-        halves: to choose on, and to judge on.
         on_probe: called after every hypothesis.
     """
-    first, second = halves
-    served = {depth: read_chain(head, first, depth) for depth in {each.depth for each in tried}}
-    scored: list[tuple[float, Hypothesis]] = []
+    texts = source.row.texts
+    served = {depth: read_chain(head, source, depth) for depth in {each.depth for each in tried}}
+    scores: tuple[list[float], list[float]] = ([], [])
     for hypothesis in tried:
         depth = hypothesis.depth
-        scored.append((_score(served[depth], read(head, first, hypothesis, depth)), hypothesis))
+        better = _better(served[depth], read(head, source, hypothesis, depth))
+        for half in (0, 1):
+            scores[half].append(float(better[texts % 2 == half].mean()))
         on_probe()
-    as_it_is = read_chain(head, second, STEPS)
-    trials = [judge(head, second, as_it_is, each) for each in _finalists(scored)]
-    if not any(trial.is_confirmed for trial in trials):  # it mends other faults of simple texts too
-        trials += [judge(head, second, as_it_is, each) for each in _learned_map(head, first, served[1])]
+    chosen = [_finalists(tried, mine) for mine in scores]
+    as_it_is, trials = read_chain(head, source, STEPS), []
+    for number in sorted(chosen[0] | chosen[1]):
+        seen = [half for half in (0, 1) if number in chosen[half]]
+        judged_on = texts if len(seen) == 2 else texts.where(texts % 2 != seen[0], -1)
+        trials.append(judge(head, source, as_it_is, tried[number], judged_on))
+    if not any(
+        trial.is_confirmed for trial in trials
+    ):  # a learned map mends other faults of simple texts too
+        judged_on = texts.where(texts % 2 == 1, -1)
+        learned = _learned_map(head, source, as_it_is)
+        trials += [judge(head, source, as_it_is, each, judged_on) for each in learned]
     return sorted(trials, key=lambda trial: -trial.score)
 
 
@@ -121,51 +132,63 @@ def read(head: DraftHead, source: Source, hypothesis: Hypothesis, steps: int = 1
     return read_chain(head, source, steps, hypothesis.view)
 
 
-def judge(head: DraftHead, source: Source, served: Reading, hypothesis: Hypothesis) -> Trial:
-    """Compare a hypothesis with the head as it is, both on ``source``."""
+def judge(
+    head: DraftHead, source: Source, served: Reading, hypothesis: Hypothesis, texts: torch.Tensor
+) -> Trial:
+    """Compare a hypothesis with the head as it is, on ``texts`` as :func:`compare`."""
     undone, row = read(head, source, hypothesis, STEPS), source.row
     lengths = decoded(served, row).accept_length, decoded(undone, row).accept_length
-    return replace(compare(hypothesis, served, undone, row.texts), lengths=lengths)
+    return replace(compare(hypothesis, served, undone, texts), lengths=lengths)
 
 
 def compare(hypothesis: Hypothesis, served: Reading, undone: Reading, texts: torch.Tensor) -> Trial:
     """Compare two readings of the same roots, of ``texts`` int64 ``[R]``; roots of text -1 are left out."""
     keep = texts >= 0
-    texts, pair = texts[keep], (served, undone)
+    texts = texts[keep]
+
+    def share(reading: Reading) -> Estimate:
+        return estimate((reading.accepted[keep] > 0).float(), texts)
+
+    def means(field: str) -> tuple[float, float]:
+        one, other = (float(getattr(reading, field)[keep].float().mean()) for reading in (served, undone))
+        return one, other
+
     return Trial(
         hypothesis,
-        *(estimate((each.accepted[keep] > 0).float(), texts) for each in pair),
-        estimate((undone.accepted - served.accepted)[keep], texts),
-        estimate((undone.log_truth - served.log_truth)[keep], texts),
-        estimate((served.log_rank - undone.log_rank)[keep], texts),
-        (float(served.accepted[keep].float().mean()), float(undone.accepted[keep].float().mean())),
+        share(served),
+        share(undone),
+        gain=estimate((undone.accepted - served.accepted)[keep], texts),
+        likelier=estimate((undone.log_truth - served.log_truth)[keep], texts),
+        accepted=means("accepted"),
+        confidence=means("confidence"),
     )
 
 
-def _score(served: Reading, found: Reading) -> float:
-    """What chooses the finalists: tokens that are no longer unlikely, and drafts accepted."""
-    likelier = (found.log_truth - served.log_truth).mean()
-    return float(likelier + (found.accepted - served.accepted).float().mean())
+def _better(served: Reading, found: Reading) -> torch.Tensor:
+    """What chooses the finalists, ``[R]``: tokens that are likelier, and drafts accepted."""
+    return found.log_truth - served.log_truth + (found.accepted - served.accepted).float()
 
 
-def _finalists(scored: Iterable[tuple[float, Hypothesis]]) -> list[Hypothesis]:
-    """The best few of every subject, of those that are better than the head as it is."""
-    best: dict[str, list[Hypothesis]] = {}
-    for score, hypothesis in sorted(scored, key=lambda pair: -pair[0]):
-        mine = best.setdefault(hypothesis.subject, [])
-        if score > 0 and len(mine) < FINALISTS:
-            mine.append(hypothesis)
-    return [hypothesis for mine in best.values() for hypothesis in mine]
+def _finalists(tried: Sequence[Hypothesis], scores: Sequence[float]) -> set[int]:
+    """Numbers of the best few of every subject, of those that are better than the head as it is."""
+    best: dict[str, list[int]] = {}
+    for number in sorted(range(len(tried)), key=lambda each: -scores[each]):
+        mine = best.setdefault(tried[number].subject, [])
+        if scores[number] > 0 and len(mine) < FINALISTS:
+            mine.append(number)
+    return {number for mine in best.values() for number in mine}
 
 
 def _learned_map(head: DraftHead, source: Source, served: Reading) -> list[Hypothesis]:
-    """What every draft id most often stood for: restores acceptance under a map of another head."""
+    """What every draft id most often stood for in the even texts: restores acceptance under a map of another
+    head."""
     token_map = head.token_map
     if token_map is None or float(served.confidence.mean()) < TAUGHT:
         return []
-    learned = token_map.clone()
-    for draft_id in served.first.unique().tolist():
-        tokens, counts = source.states.greedy[served.first == draft_id].unique(return_counts=True)
+    learned, is_even = token_map.clone(), source.row.texts % 2 == 0
+    for draft_id in served.first[is_even].unique().tolist():
+        mine = is_even & (served.first == draft_id)
+        tokens, counts = source.states.greedy[mine].unique(return_counts=True)
         if int(counts.max()) > 1:
             learned[draft_id] = tokens[counts.argmax()]
     words = "a d2t that is learned from these replies: draft ids mean other tokens throughout"

@@ -39,8 +39,8 @@ def trial(subject: str, gain: float, score: float = 9.0, before: float = 0.2) ->
         sure(before + gain),
         Estimate(gain, error),
         Estimate(gain, error),
-        Estimate(gain, error),
         (before, before + gain),
+        (0.4, 0.4),
         (1.2, 1.2 + gain),
     )
 
@@ -82,6 +82,14 @@ def test_a_gain_that_chance_explains_or_that_is_worth_nothing_is_no_cause():
     assert subjects(Measured(FIT, [trial("RoPE", 0.002, score=9, before=0.4)], [])) == []
     unlikely = replace(trial("RoPE", 0.05, score=2.5), likelier=Estimate(0.2, 0.02))
     assert subjects(Measured(FIT, [unlikely], [])) == ["RoPE"], "the log-probability is sure of it"
+
+
+def test_a_reading_that_makes_tokens_likelier_and_costs_none_is_a_cause_unless_doubt_explains_it():
+    free = replace(trial("layer ids", 0.01, score=0.5, before=0.4), likelier=Estimate(0.1, 0.02))
+    assert subjects(Measured(FIT, [free], [])) == ["layer ids"]
+    assert subjects(Measured(FIT, [replace(free, confidence=(0.4, 0.3))], [])) == []
+    assert subjects(Measured(FIT, [replace(free, served=sure(0.1))], [])) == [], "of a head that works only"
+    assert subjects(Measured(FIT, [replace(free, likelier=Estimate(0.1, 0.04))], [])) == []
 
 
 def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_training():

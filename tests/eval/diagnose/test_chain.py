@@ -8,7 +8,7 @@ from tiny_mtp import load_modules, save_target
 from tiny_trained import trained_models
 
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.eval.diagnose.chain import Source, View, halves, read_chain
+from eagle_kit.eval.diagnose.chain import Source, View, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
 from eagle_kit.eval.diagnose.trials import decoded
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
@@ -85,16 +85,6 @@ def test_the_targets_probabilities_are_those_of_its_logits(models):
     logits = target.logits(source.states.hidden[row.roots])
     assert torch.allclose(found, logits.log_softmax(-1).amax(-1), atol=1e-5)
     assert torch.equal(source.states.greedy, row.ids[row.roots + 1]), "the replies are greedy"
-
-
-def test_halves_are_parts_of_the_whole(models):
-    target, head = models["trained"]
-    source = replayed((target, head), 4)[1]
-    whole = read_chain(head, source, 4)
-    parts = [read_chain(head, half, 4) for half in halves(source)]
-    assert torch.equal(torch.cat([part.accepted for part in parts]), whole.accepted)
-    assert torch.allclose(torch.cat([part.log_truth for part in parts]), whole.log_truth, atol=1e-5)
-    assert set(halves(source)[0].row.texts.tolist()) == {0, 1, 2}
 
 
 def test_a_view_undoes_what_was_done_to_the_states(models):

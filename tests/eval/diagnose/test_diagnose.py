@@ -70,6 +70,7 @@ def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys):
     assert not found["healthy"] and found["dtype"] == "float32" and found["engine"]["num_different"] == 0
     first = found["causes"][0]
     assert first["subject"] in ("too little training", "another target") and first["is_found"]
+    assert "vocabulary coverage" not in {cause["subject"] for cause in found["causes"]}
     assert len(found["acceptance"]) == 4 and 0 <= found["acceptance"][0]["mean"] < 0.2
     assert {finding["subject"] for finding in found["findings"]} >= {"layer ids", "rope", "weights"}
     assert {trial["subject"] for trial in found["trials"]} <= {

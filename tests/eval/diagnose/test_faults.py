@@ -10,7 +10,7 @@ from tiny import tiny_head
 from tiny_rule import learned_head, learned_target, texts
 
 from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
-from eagle_kit.eval.diagnose.chain import Source, halves, read_chain
+from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed
 from eagle_kit.eval.diagnose.row import compute_states, pack
@@ -32,7 +32,7 @@ def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
         states = states._replace(inputs={i: state.roll(late, 0) for i, state in states.inputs.items()})
     source = Source(target, row, states)
     fit = measure_fit(head, source, read_chain(head, source, STEPS))
-    found = name_causes(Measured(fit, try_all(head, halves(source), tried), ()))
+    found = name_causes(Measured(fit, try_all(head, source, tried), ()))
     print(f"{fit.reach[0].mean:.2f} accepted:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
     return found
 
