@@ -19,7 +19,7 @@ class DiagnoseConfig(Options):
     """
 
     task: str = "ours"
-    limit: int = Field(default=32, ge=8)
+    limit: int = Field(default=24, ge=8)
     max_tokens: int = Field(default=64, ge=8)
     context: int = Field(default=1024, ge=0)
     seed: int = 0

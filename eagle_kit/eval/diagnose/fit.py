@@ -2,9 +2,9 @@
 
 A head learns the target's distribution over the draft vocabulary, so on inputs like those of its training its
 first proposal is as probable under the target as it says itself. Trained too little it is unsure, and knows
-it. Fed by another target, or by one whose weights were rounded or tuned since, it is as sure as it was taught to be, and wrong:
-then its confidence exceeds the target's probability. (The comparison is with probabilities, not with what was
-accepted, so a target that is unsure itself does not count against the head.)
+it. Fed by another target, or by one whose weights were rounded or tuned since, it is as sure as it was taught
+to be, and wrong: then its confidence exceeds the target's probability. (The comparison is with probabilities,
+not with what was accepted, so a target that is unsure itself does not count against the head.)
 
 Legend: R roots.
 """

@@ -26,7 +26,7 @@ FINALISTS = 2
 """Readings of a subject that are judged on the second half."""
 SURE = 4.0
 """Standard errors of a difference that is taken for real: chance gives as much once in 30,000 trials, and
-with 16 texts, whose errors are themselves uncertain, once in 1,700."""
+with a dozen texts, whose errors are themselves uncertain, once in 1,000."""
 LIKELY = 2.0
 LEAST_LIKELIER = 0.05
 """Log-probability that the right reading gives more, in nats per token. A head was trained to give the most

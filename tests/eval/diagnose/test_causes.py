@@ -95,6 +95,9 @@ def test_a_reading_that_makes_tokens_likelier_and_costs_none_is_a_cause_unless_d
 def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_training():
     assert subjects(Measured(replace(LOW, excess=sure(0.3)), [], [])) == ["another target"]
     assert subjects(Measured(replace(FIT, excess=sure(0.3)), [], [])) == ["another target"], "not only if low"
+    warned = [Finding("warning", "target", "another name.", "Look.")]
+    (cause,) = name_causes(Measured(replace(LOW, excess=sure(0.3)), [], warned))
+    assert "another name" in cause.evidence, "said once"
     assert subjects(Measured(LOW, [], [])) == ["too little training"]
     assert subjects(Measured(LOW, [], [], other_copies=["embed_tokens.weight"])) == ["another target"]
     assert subjects(Measured(replace(LOW, excess=sure(0.3)), [trial("layer ids", 0.3)], [])) == ["layer ids"]
