@@ -14,6 +14,7 @@ from eagle_kit.eval.diagnose.row import Text
 from eagle_kit.eval.tasks import load_task
 from eagle_kit.serve.llm import LLM
 
+FEWEST_PROMPTS = 8
 FEWEST_TOKENS = 200
 """Tokens of replies below which no difference could be told from chance."""
 Messages = list[dict[str, str]]
@@ -97,9 +98,14 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Repl
     """Decode the prompts of a task plainly.
 
     Raises:
-        UserError: an unknown task, prompts that leave no room, or replies that are too short to measure on.
+        UserError: an unknown task, prompts that leave no room, or too few or too short replies to measure on.
     """
     task = load_task(config.task).limited(config.limit, config.seed)
+    if len(task.prompts) < FEWEST_PROMPTS:
+        raise UserError(
+            f"The task {task.name} has {len(task.prompts)} prompts, too few to tell a cause from chance.",
+            f"Give at least {FEWEST_PROMPTS} with --task.",
+        )
     messages = [prompt.messages([]) for prompt in task.prompts]
     replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, progress))
     if replies.is_finite and replies.num_tokens - len(messages) < FEWEST_TOKENS:

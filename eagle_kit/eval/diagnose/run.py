@@ -250,13 +250,16 @@ def _compare(
     shape = given.at(1) if given is not None else _chain(models, seen.num_steps or STEPS)
     ours = decode_drafted(models.llm, replies, config, shape, progress)
     compared = compare_server(seen, ours, replies.outputs)
+    if given is None and not seen.num_steps:
+        unknown = f"{compared.verdict} It does not say how it drafts: give --shape to compare with the same."
+        return replace(compared, verdict=unknown)
     if compared.cause is None or compared.cause.subject != OTHER_ENGINE or shape.topk > 1:
         return compared
-    likeness = _likeness(models, basis, seen, shape)
+    likeness = likely_misreading(models, basis, seen, shape)
     return compare_server(seen, ours, replies.outputs, likeness)
 
 
-def _likeness(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
+def likely_misreading(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
     """The other reading of the head that accepts most nearly what the server does."""
     assert seen.accept_length is not None
     found = []

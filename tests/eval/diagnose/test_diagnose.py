@@ -27,6 +27,7 @@ def folders(tmp_path_factory):
     nouns = ("cat", "dog", "house", "river", "stone", "cloud", "tree", "bird", "road", "hill", "lake", "moon")
     lines = [json.dumps({"prompt": f"The {noun} sees the {nouns[-i]}."}) for i, noun in enumerate(nouns)]
     (root / "chats.jsonl").write_text("\n".join(lines))
+    (root / "few.jsonl").write_text("\n".join(lines[:3]))
     return root
 
 
@@ -140,6 +141,7 @@ def test_our_own_server_accepts_what_our_engine_does(folders, draft, capsys):
         (["/no/such/draft"], "neither a folder here nor a hub id"),
         (["DRAFT", "--shape", "4,1,5"], "--shape was given without a server"),
         (["DRAFT", "--limit", "3"], "--limit is 3"),
+        (["DRAFT", "--task", "FEW"], "has 3 prompts, too few to tell a cause from chance"),
         (["DRAFT", "--task", "nothing"], "There is no task and no file"),
         (["DRAFT", "--max-tokens", "8", "--limit", "8"], "too few to tell a cause from chance"),
         (["DRAFT", "--base-url", "localhost:1"], "not a URL"),
@@ -147,7 +149,7 @@ def test_our_own_server_accepts_what_our_engine_does(folders, draft, capsys):
     ],
 )
 def test_mistakes_are_one_sentence_of_cause_and_one_of_remedy(folders, draft, words, cause, capsys):
-    names = {"DRAFT": str(draft), "TARGET": str(folders / "target")}
+    names = {"DRAFT": str(draft), "TARGET": str(folders / "target"), "FEW": str(folders / "few.jsonl")}
     words = [names.get(word, word) for word in words]
     task = [] if "--task" in words else ["--task", str(folders / "chats.jsonl")]
     target = [] if "TARGET" in names and words[0] == names["TARGET"] else ["--target", names["TARGET"]]

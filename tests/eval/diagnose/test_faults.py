@@ -9,12 +9,16 @@ import torch
 from tiny import tiny_head
 from tiny_rule import learned_head, learned_target, texts
 
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed
+from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.row import compute_states, pack
-from eagle_kit.eval.diagnose.trials import STEPS, try_all
+from eagle_kit.eval.diagnose.run import Basis, likely_misreading
+from eagle_kit.eval.diagnose.server import ServerReading
+from eagle_kit.eval.diagnose.trials import STEPS, decoded, try_all
 from eagle_kit.models.blocks.layers import RMSNorm
 
 
@@ -131,3 +135,16 @@ def test_tokens_that_came_a_slot_late_in_training_are_named():
 @pytest.mark.slow
 def test_features_that_came_a_slot_early_in_training_are_named():
     assert diagnosed(learned_head(late_features=-1))[0].subject == "one-slot shift"
+
+
+def test_a_server_that_reads_the_head_otherwise_is_told_by_what_it_accepts():
+    head, target = healthy(), learned_target()
+    tried, row = hypotheses(head, target.config), pack(texts())
+    source = Source(target, row, compute_states(target, row, layers_needed(tried, head, target.config)))
+    basis = Basis(tried, source, read_chain(head, source, STEPS))
+    there = decoded(read_chain(copied(other_layers), source, STEPS), row)
+    seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, STEPS)
+    models = Models(None, head)
+    assert there.accept_length < decoded(basis.reading, row).accept_length - 0.2
+    likeness = likely_misreading(models, basis, seen, SpecShape(STEPS, 1, STEPS + 1))
+    assert likeness.startswith("the inputs of layers 1, 2, 2") and f"({there.accept_length:.2f})" in likeness
