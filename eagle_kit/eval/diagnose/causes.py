@@ -119,7 +119,8 @@ def _undone(measured: Measured) -> Iterator[Cause]:
         subject = trial.hypothesis.subject
         if trial.is_confirmed and subject not in seen:
             seen.add(subject)
-            yield Cause(subject, describe_trial(trial), trial.hypothesis.remedy, cost=trial.gain.mean)
+            cost = max(trial.gain.mean, 0.0)  # one that only makes tokens likelier may cost none
+            yield Cause(subject, describe_trial(trial), trial.hypothesis.remedy, cost=cost)
     yield from (cause for cause in _template(measured) if cause.is_found)
 
 
@@ -140,7 +141,8 @@ def describe_trial(trial: Trial) -> str:
     text = f"{trial.served.mean:.2f} of first drafts are accepted, and {trial.undone.mean:.2f} with {words}"
     if trial.lengths is not None:
         text += f": {trial.lengths[0]:.2f} and {trial.lengths[1]:.2f} tokens per verify"
-    return f"{text} (+{gain.mean:.3f} ± {1.96 * gain.error:.3f} drafts per root)."
+    nats = f"{trial.likelier.mean:+.2f} ± {trial.likelier.margin:.2f} nats"
+    return f"{text} ({gain.mean:+.3f} ± {gain.margin:.3f} drafts and {nats} per root)."
 
 
 def _template(measured: Measured) -> Iterator[Cause]:

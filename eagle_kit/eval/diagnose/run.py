@@ -250,10 +250,15 @@ def _compare(
     shape = given.at(1) if given is not None else _chain(models, seen.num_steps or STEPS)
     ours = decode_drafted(models.llm, replies, config, shape, progress)
     compared = compare_server(seen, ours, replies.outputs)
+    if compared.cause is None or compared.cause.subject != OTHER_ENGINE:
+        return compared
     if given is None and not seen.num_steps:
-        unknown = f"{compared.verdict} It does not say how it drafts: give --shape to compare with the same."
-        return replace(compared, verdict=unknown)
-    if compared.cause is None or compared.cause.subject != OTHER_ENGINE or shape.topk > 1:
+        unknown = (
+            f"{seen.engine} emits {seen.accept_length:.2f} tokens per verify and does not say how it drafts: "
+            "give --shape to compare with the same."
+        )
+        return replace(compared, cause=None, verdict=unknown)
+    if shape.topk > 1:
         return compared
     likeness = likely_misreading(models, basis, seen, shape)
     return compare_server(seen, ours, replies.outputs, likeness)
