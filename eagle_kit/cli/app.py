@@ -31,6 +31,7 @@ COMMANDS = {
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "import": Command("bring a draft of another project into our layout", "eagle_kit.cli.import_"),
     "validate": Command("check a draft against its target", "eagle_kit.cli.validate"),
+    "diagnose": Command("find out why few tokens of a draft are accepted", "eagle_kit.cli.diagnose"),
     "generate": Command("decode prompts, with a draft or plainly", "eagle_kit.cli.generate"),
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
     "tune": Command("measure a draft and this machine, to choose shapes by", "eagle_kit.cli.tune"),

@@ -103,6 +103,10 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
             f"its own, and proposes any of {config.vocab_size} tokens through the target's output layer."
         )
 
+    def joint_layers(self, head: Eagle1Head) -> list[str]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return ["fc"]
+
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens, behind
         EAGLE-1's ``fc``."""

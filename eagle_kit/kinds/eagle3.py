@@ -6,6 +6,7 @@ names the same tensors with other numbers, and mixing them fails silently.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, our_names, soften
 from eagle_kit.kinds.support import findings
 from eagle_kit.kinds.support.config_json import layer_to_dict, read_layer
+from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
@@ -163,6 +165,19 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         variant = [flag for flag in FLAGS if getattr(config, flag)]
         return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
 
+    def conventions(self, head: Eagle3Head, target: TargetConfig) -> list[Convention]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the flags that say where a norm stands, too."""
+        return [*super().conventions(head, target), *(_flipped(flag, head.config) for flag in FLAGS[1:])]
+
+    def joint_layers(self, head: Eagle3Head) -> list[str]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        config = head.config
+        names = ["qkv_proj"]
+        if config.mla is not None:
+            first = "q_proj" if config.mla.q_lora_rank is None else "q_a_proj"
+            names = [first, "kv_a_proj_with_mqa"]
+        return [f"midlayer.self_attn.{name}" for name in names]
+
     def saved_states(self, config: Eagle3Config, width: int) -> tuple[float, float]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; both projections of latent attention keep a copy of
         their input ``[2 H]`` in half precision."""
@@ -218,6 +233,21 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
 
 
 EAGLE3 = Eagle3Kind()
+
+
+def _flipped(flag: str, config: Eagle3Config) -> Convention:
+    """A flag of the architecture the other way."""
+    value = not getattr(config, flag)
+
+    def change(head: Eagle3Head) -> None:
+        changes: dict[str, Any] = {flag: value}
+        head.config = replace(head.config, **changes)
+        if flag == "norm_before_residual":
+            head.midlayer.norm_before_residual = value
+
+    said, depth = str(value).lower(), 2 if flag == "norm_output" else 1
+    remedy = f"Set {flag} to {said} in the draft's config.json."
+    return Convention("norm convention", f"{flag} {said}", remedy, change, depth)
 
 
 def canonical_name(name: str) -> str:

@@ -19,6 +19,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.conventions import Convention, shared_conventions
 from eagle_kit.kinds.support.copies import warn_unless_copy
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.kinds.support.findings import Finding, Target
@@ -287,6 +288,14 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     def suggested_shape(self, config: Config) -> SpecShape:
         """The shape in the commands of its card."""
         return SpecShape(5, 4, 16)
+
+    def conventions(self, head: Head, target: TargetConfig) -> list[Convention]:
+        """Other readings of its weights that load as well and cost acceptance."""
+        return shared_conventions(head, target, self.joint_layers(head))
+
+    def joint_layers(self, head: Head) -> list[str]:
+        """Names of the linear layers that read embedding and feature side by side."""
+        return []
 
     # Planned
 

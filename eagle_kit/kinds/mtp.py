@@ -146,6 +146,10 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         steps = 3 if config.num_modules == 1 else config.num_modules
         return SpecShape(steps, 1, steps + 1)
 
+    def joint_layers(self, head: MTPHead) -> list[str]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return [f"layers.{i}.eh_proj" for i in range(len(head.layers))]
+
     def saved_states(self, config: MTPConfig, width: int) -> tuple[float, float]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; a state is fed back in fp32."""
         return 5 * width + 4, 3 * width

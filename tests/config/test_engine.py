@@ -6,6 +6,7 @@ import pytest
 
 from eagle_kit.cli import evaluate, generate, serve
 from eagle_kit.cli.arguments import DECODING, add_flags, options_of
+from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig, parse_size
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.server import ServerConfig
@@ -13,7 +14,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import ShapeTable
 
 
-@pytest.mark.parametrize("schema", [EngineConfig, NgramConfig, ServerConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [EngineConfig, NgramConfig, ServerConfig, EvalConfig, DiagnoseConfig])
 def test_every_option_is_documented(schema):
     assert [name for name in schema.model_fields if not schema.help_of(name)] == []
 

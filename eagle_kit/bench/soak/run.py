@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from eagle_kit.bench.acceptance import SAMPLE
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.record import describe
 from eagle_kit.bench.runner import say
@@ -24,6 +23,7 @@ from eagle_kit.bench.soak.wire import Server
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_bytes_atomically, write_json_atomically
 from eagle_kit.report.plots import Curve, Curves, draw, has_matplotlib, hue
+from eagle_kit.serve.counters import SAMPLE
 
 WATCH_S = 5.0
 TRIES = 3

@@ -53,7 +53,8 @@ def complete_map(
         )
     if stored is not None and members is not None and torch.equal(stored, members):
         return d2t, members
-    if stored is not None and _says_the_same(stored, _membership(d2t, vocab)):
+    as_ids = _membership(d2t, vocab)
+    if _says_the_same(stored, as_ids) if stored is not None else members is None and as_ids is not None:
         raise UserError(
             f"d2t of the draft in {where} holds token ids, not offsets.",
             "Store d2t[i] = token id - i, as EAGLE does.",

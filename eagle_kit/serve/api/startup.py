@@ -183,7 +183,8 @@ def causes_of_low_acceptance(draft: str, target: str, dtype: str) -> list[str]:
         f"Layer ids in the other convention, inputs against outputs: {_of(findings.get('layer ids'))}",
         f"Another dtype, or a quantised target: this one is decoded in {dtype}.",
         f"A vocabulary map of other ids: {_of(findings.get('vocabulary'))}",
-        "A head that was trained too little: `eagle-kit eval` measures it on whole tasks.",
+        f"A head that was trained too little. `eagle-kit diagnose {draft} --target {target}` tries each of "
+        "these and more, and names the one that it is.",
     ]
 
 

@@ -1,0 +1,235 @@
+"""From what was measured to causes, the likeliest first.
+
+What was undone and thereby restored acceptance comes first, by what it restored: it is proven. Then come
+causes that nothing can undo here (another target, too few steps, a vocabulary that lacks tokens), each by a
+figure of its own. Last, and only where acceptance is low, what the files alone raise doubts about.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_kit.eval.diagnose.context import ContextReading
+from eagle_kit.eval.diagnose.fit import Fit
+from eagle_kit.eval.diagnose.formats import FormatReading
+from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
+from eagle_kit.eval.diagnose.trials import LIKELY, LOW_SHARE, SURE, Trial
+from eagle_kit.kinds.support.findings import Finding
+
+LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.15
+"""Confidence above the target's probability that a fitting head does not have, and the share of its
+confidence that this is. The shipped head has 0.03 and 8 % on our prompts with its own target, 0.05 and 10 %
+on HumanEval's, and 0.09 and 24 % with its target rounded to 4 bits; to 8 bits costs it nothing."""
+UNTAUGHT = 0.02
+"""Probability under the target of the first drafts of weights that were never trained."""
+AS_MUCH = 0.9
+"""Share of what cutting the context restores that another rotation must restore to be the cause: a larger
+base helps any head beyond the length of its training, but not as much."""
+LEAST_COVERAGE = 0.8
+"""Share of the replies' tokens that a draft vocabulary should hold."""
+RETRAIN = "Train it longer: `eagle-kit train` with `head.start_from`, on replies that this target wrote."
+OTHER_TARGET = "another target"
+OWN_TARGET = (
+    "Use the very weights that the draft was trained for, of the same commit and not quantised, or train it "
+    "on this target's replies."
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of low acceptance.
+
+    Attributes:
+        subject: its name.
+        evidence: what was measured, in one or two sentences.
+        remedy: one sentence.
+        is_found: False for what is only possible.
+        cost: drafts per root that it costs, for the order.
+    """
+
+    subject: str
+    evidence: str
+    remedy: str
+    is_found: bool = True
+    cost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that speaks for or against a cause.
+
+    Attributes:
+        fit: figures of the head as it is.
+        trials: of what could be undone, the best first.
+        findings: of the files.
+        context: on one long text.
+        formats: behind other prompts; empty where the template is known to be the trained one.
+        is_other_template: the draft says that it was trained with another template.
+        other_copies: names of matrices of the target that the draft brings and that are not this target's.
+        training: ``eagle_kit.json`` of the draft.
+    """
+
+    fit: Fit
+    trials: Sequence[Trial]
+    findings: Sequence[Finding]
+    context: ContextReading | None = None
+    formats: Sequence[FormatReading] = ()
+    is_other_template: bool = False
+    other_copies: Sequence[str] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """First drafts accepted."""
+        return self.fit.reach[0].mean
+
+    @property
+    def is_low(self) -> bool:
+        """True where so few drafts are accepted that a modest head does not explain it."""
+        return self.share + self.fit.reach[0].margin < LOW_SHARE
+
+
+def causes_in_files(findings: Sequence[Finding]) -> list[Cause]:
+    """Errors that a check of the files found: the draft cannot be decoded with."""
+    errors = (finding for finding in findings if finding.level == "error")
+    return [Cause(error.subject, _sentence(error.cause), error.remedy) for error in errors]
+
+
+def name_causes(measured: Measured) -> list[Cause]:
+    """Causes, the likeliest first; none for a head that fits."""
+    if not measured.fit.is_finite:
+        evidence = "The head's logits hold NaN or infinity on ordinary text, though its weights are finite."
+        return [Cause("NaN", evidence, "Decode in bfloat16 or float32, and check the target's weights.")]
+    proven = list(_undone(measured))
+    found = sorted([*proven, *_by_figures(measured, bool(proven))], key=lambda cause: -cause.cost)
+    found = [cause for cause in found if cause.cost >= found[0].cost / 2]
+    found += [cause for cause in _template(measured) if not cause.is_found]
+    if measured.is_low or found:
+        named = {cause.subject for cause in found}
+        named |= {"target"} if OTHER_TARGET in named else set()
+        found += [cause for cause in _doubts(measured.findings) if cause.subject not in named]
+    return found
+
+
+def _undone(measured: Measured) -> Iterator[Cause]:
+    """What restored acceptance, one of each subject."""
+    seen: set[str] = set()
+    trials = [*measured.trials, *_far_trials(measured.context)]
+    for trial in sorted(trials, key=lambda each: -each.score):
+        subject = trial.hypothesis.subject
+        if trial.is_confirmed and subject not in seen:
+            seen.add(subject)
+            cost = max(trial.gain.mean, 0.0)  # one that only makes tokens likelier may cost none
+            yield Cause(subject, describe_trial(trial), trial.hypothesis.remedy, cost=cost)
+    yield from (cause for cause in _template(measured) if cause.is_found)
+
+
+def _far_trials(context: ContextReading | None) -> list[Trial]:
+    """Trials far into the long text. Where another rotation does what cutting the context does, it is the
+    rotation."""
+    if context is None or not context.near.is_confirmed:
+        return []
+    rope = context.rope
+    if rope is not None and rope.is_confirmed and rope.gain.mean >= AS_MUCH * context.near.gain.mean:
+        return [rope]
+    return [context.near]
+
+
+def describe_trial(trial: Trial) -> str:
+    """A trial as a sentence."""
+    words, gain = trial.hypothesis.words, trial.gain
+    text = f"{trial.served.mean:.2f} of first drafts are accepted, and {trial.undone.mean:.2f} with {words}"
+    if trial.lengths is not None:
+        text += f": {trial.lengths[0]:.2f} and {trial.lengths[1]:.2f} tokens per verify"
+    nats = f"{trial.likelier.mean:+.2f} ± {trial.likelier.margin:.2f} nats"
+    return f"{text} ({gain.mean:+.3f} ± {gain.margin:.3f} drafts and {nats} per root)."
+
+
+def _template(measured: Measured) -> Iterator[Cause]:
+    """Another chat template: found where the head follows the target better behind it, and possible where the
+    draft says so, and nothing that was tried is better."""
+    if len(measured.formats) < 2:
+        return
+    own, best = measured.formats[0], max(measured.formats[1:], key=lambda each: each.gain.mean)
+    is_found = best.follow.score >= SURE and best.gain.score >= LIKELY
+    is_found &= best.gain.mean >= (LEAST_RATIO - 1) * measured.share
+    if not (is_found or measured.is_other_template):
+        return
+    said = "The draft was trained with another template. " if measured.is_other_template else ""
+    evidence = (
+        f"{said}{own.accepted.mean:.2f} of first drafts are accepted behind the target's own template, and "
+        f"{best.accepted.mean:.2f} behind {best.name} ({best.gain.mean:+.3f} ± {best.gain.margin:.3f})."
+    )
+    remedy = "Serve with the chat template of the draft's training, or train a draft on this one."
+    yield Cause("chat template", evidence, remedy, is_found, best.gain.mean if is_found else 0.0)
+
+
+def _by_figures(measured: Measured, is_explained: bool) -> Iterator[Cause]:
+    """Causes that nothing undoes.
+
+    Args:
+        is_explained: something else was proven, which makes a head unsure or too sure as well.
+    """
+    fit = measured.fit
+    if fit.coverage.mean + fit.coverage.margin < LEAST_COVERAGE:
+        lost = (1 - fit.coverage.mean) * fit.within.mean
+        evidence = (
+            f"The draft vocabulary holds {fit.coverage.mean:.0%} of the replies' tokens; of those it holds "
+            f"{fit.within.mean:.2f} first drafts are accepted, of all {measured.share:.2f}."
+        )
+        remedy = "Train with a larger head.draft_vocab_size, or choose it from this target's own replies."
+        yield Cause("vocabulary coverage", evidence, remedy, cost=lost)
+    if is_explained:
+        return
+    if _is_other_target(measured):
+        yield _other_target(measured)
+    elif measured.is_low:
+        yield _too_little_training(measured)
+
+
+def _is_other_target(measured: Measured) -> bool:
+    """The head's inputs are not those of its training, and nothing that was tried makes them so."""
+    excess, least = measured.fit.excess, LEAST_EXCESS_SHARE * measured.fit.confidence.mean
+    too_sure = excess.mean >= max(LEAST_EXCESS, least) and excess.score >= SURE
+    return too_sure or (measured.is_low and bool(measured.other_copies))
+
+
+def _other_target(measured: Measured) -> Cause:
+    fit = measured.fit
+    evidence = (
+        f"The head gives its first drafts {fit.confidence.mean:.2f} on average and the target gives them "
+        f"{fit.trust.mean:.2f}: it is surer than it may be, by {fit.excess.mean:.2f} ± "
+        f"{fit.excess.margin:.2f}, as a head is whose target's states are not those it learned from."
+    )
+    if fit.trust.mean < UNTAUGHT:
+        evidence += " The target would say none of it: these may not be weights that were trained at all."
+    if measured.other_copies:
+        evidence += f" It brings {' and '.join(measured.other_copies)}, not this target's."
+    name = next((each for each in measured.findings if each.subject == "target"), None)
+    if name is not None:
+        evidence += f" By name: {name.cause}"
+    return Cause(OTHER_TARGET, evidence, OWN_TARGET, cost=fit.excess.mean)
+
+
+def _too_little_training(measured: Measured) -> Cause:
+    fit, curve = measured.fit, ", ".join(f"{each.mean:.2f}" for each in measured.fit.reach)
+    evidence = (
+        f"Accepted by depth: {curve}. The head is unsure and knows it: it gives its first drafts "
+        f"{fit.confidence.mean:.2f}, the target {fit.trust.mean:.2f}, with an entropy of {fit.entropy:.1f} "
+        f"of {fit.most_entropy:.1f} nats."
+    )
+    if (seen := measured.training.get("tokens_seen")) is not None:
+        evidence += f" It has seen {seen:,} tokens in {measured.training.get('step', 0):,} steps."
+    return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - measured.share)
+
+
+def _doubts(findings: Sequence[Finding]) -> list[Cause]:
+    """Warnings of the check of the files, in the order of what they cost where they are true."""
+    order = ("layer ids", "target", "chat template", "rope", "context", "tokenizer")
+    warned = [finding for finding in findings if finding.level == "warning"]
+    warned.sort(key=lambda each: order.index(each.subject) if each.subject in order else len(order))
+    return [Cause(each.subject, _sentence(each.cause), each.remedy, is_found=False) for each in warned]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

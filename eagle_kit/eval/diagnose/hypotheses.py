@@ -1,0 +1,159 @@
+"""Faults that can be undone: each hypothesis says how the head or its inputs would have to be read.
+
+Legend: Vd draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from eagle_kit.eval.diagnose.chain import SERVED, View
+from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.draft_head import DraftHead
+
+LAYERS, SHIFT, MAP = "layer ids", "one-slot shift", "vocabulary map"
+EMBEDDING, STATE, DTYPE, ROPE = "embedding", "norm convention", "dtype", "RoPE"
+LEAST_RATIO, LEAKED_RATIO, LEAST_SHARE = 1.03, 1.15, 0.1
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A fault, by what undoes it.
+
+    Attributes:
+        subject: the cause that it belongs to.
+        words: the reading that undoes it, as in "0.58 with ...".
+        remedy: one sentence.
+        view: how inputs are read.
+        change: made to a copy of the head first.
+        depth: of a chain, at which it shows first.
+        leaks: the head is shown more of the target than a draft can know, which may help any head.
+        least_share: first drafts that must be accepted with it, for a head that is read right.
+    """
+
+    subject: str
+    words: str
+    remedy: str
+    view: View = SERVED
+    change: Callable[[Any], None] | None = None
+    depth: int = 1
+    leaks: bool = False
+    least_share: float = LEAST_SHARE
+
+    @property
+    def least_ratio(self) -> float:
+        """How many times as many drafts must be accepted for the fault to be worth naming."""
+        return LEAKED_RATIO if self.leaks else LEAST_RATIO
+
+
+def hypotheses(
+    head: DraftHead, target: TargetConfig, embedding: torch.Tensor | None = None
+) -> list[Hypothesis]:
+    """All that can be tried of a head.
+
+    Args:
+        embedding: ``[V, H]`` that the draft's files bring, where it is not the target's.
+    """
+    conventions = kind_of(head.config).conventions(head, target)
+    found = [
+        Hypothesis(each.subject, each.words, each.remedy, change=each.change, depth=each.depth)
+        for each in conventions
+    ]
+    found += [*_layers(head, target), *_shifts(), *_maps(head)]
+    if embedding is not None:
+        remedy = "Use the target that the draft was trained for: it brings another embedding than this one's."
+        view = View(embedding=embedding)
+        found.append(Hypothesis(EMBEDDING, "the embedding that the draft brings", remedy, view))
+    if not head.capture:
+        remedy = (
+            "Train the head on final states behind the target's norm, or use an engine that gives others."
+        )
+        found.append(Hypothesis(STATE, "final states before the target's norm", remedy, View(raw=True)))
+    elif not getattr(head.config, "fc_norm", False):
+        remedy = "Keep the norms in front of fc (fc_norm or norm_before_fc) when the head is converted."
+        view = View(unit_norm=True)
+        found.append(Hypothesis(STATE, "captured states normed in front of fc", remedy, view))
+    return found
+
+
+def layers_needed(hypotheses: list[Hypothesis], head: DraftHead, target: TargetConfig) -> set[int]:
+    """Layers whose inputs must be captured to try them all."""
+    needed = set(head.capture) | ({target.num_layers} if any(each.view.raw for each in hypotheses) else set())
+    for each in hypotheses:
+        needed |= set(each.view.layers or ())
+    return needed
+
+
+def _layers(head: DraftHead, target: TargetConfig) -> Iterator[Hypothesis]:
+    """Neighbours of the captured layers, other orders, and the usual ids in both numberings."""
+    own, last = head.capture, target.num_layers
+    others: dict[tuple[int, ...], str] = {}
+    for shift, numbering in ((1, "outputs"), (-1, "inputs")):
+        ids = tuple(layer + shift for layer in own)
+        others.setdefault(ids, f"its ids are {numbering} of layers, and were read the other way")
+    usual = target.default_aux_layer_ids
+    if len(own) == len(usual):
+        others.setdefault(usual, "the usual ones")
+    if 1 < len(own) <= 4:
+        for ids in permutations(own):
+            others.setdefault(ids, "the same in another order")
+    for slot in range(len(own)):
+        for shift in (1, -1, 2, -2):
+            ids = (*own[:slot], own[slot] + shift, *own[slot + 1 :])
+            others.setdefault(ids, "one of them is a neighbour")
+    for ids, why in others.items():
+        if ids != own and all(0 <= layer <= last for layer in ids):
+            words = f"the inputs of layers {', '.join(map(str, ids))} ({why})"
+            remedy = (
+                f'Write {list(ids)} as eagle_aux_hidden_state_layer_ids with the convention "input" into the '
+                "draft's config.json."
+            )
+            yield Hypothesis(LAYERS, words, remedy, View(layers=ids))
+
+
+def _shifts() -> Iterator[Hypothesis]:
+    """One of feature, token and taught token a slot away from the other two.
+
+    The feature of the embedded token's own position holds what the target makes of that token, its choice of
+    the next one included: with it the shipped head accepts nearly as much as with its own.
+    """
+    parts = {"feature_shift": "features", "token_shift": "tokens", "truth_shift": "taught tokens"}
+    for field, what in parts.items():
+        for by, where in ((-1, "before"), (1, "behind")):
+            yield Hypothesis(
+                SHIFT,
+                f"{what} one slot {where}",
+                "Align training as serving does: the state of position i and the token i + 1 predict the "
+                "token i + 2.",
+                View(**{field: by}),  # type: ignore[arg-type]
+                leaks=(field, by) == ("feature_shift", 1),
+            )
+
+
+def _maps(head: DraftHead) -> Iterator[Hypothesis]:
+    """Other readings of ``d2t``."""
+    own = head.token_map
+    if own is None:
+        return
+    number = torch.arange(len(own), device=own.device)
+    others = {
+        "d2t as token ids, not as offsets": own - number,
+        "d2t with its offsets added twice less": own + number,
+        "d2t one entry later": own.roll(-1),
+        "d2t one entry earlier": own.roll(1),
+        "d2t one token higher": own + 1,
+        "d2t one token lower": own - 1,
+        "d2t in ascending order": own.sort().values,
+        "no d2t": number,
+    }
+    remedy = (
+        "Store d2t[i] = token id - i in the order of the rows of lm_head, and t2d that marks these tokens."
+    )
+    for words, other in others.items():
+        is_possible = bool(((other >= 0) & (other < head.config.vocab_size)).all())
+        if is_possible and not torch.equal(other, own):
+            yield Hypothesis(MAP, words, remedy, View(token_map=other))

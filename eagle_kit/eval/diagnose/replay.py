@@ -1,0 +1,147 @@
+"""Prompts through our engine: greedy replies to measure on, and what a chain of the draft accepts in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.eval.diagnose.row import Text
+from eagle_kit.eval.tasks import load_task
+from eagle_kit.serve.llm import LLM
+
+FEWEST_PROMPTS = 8
+FEWEST_TOKENS = 200
+"""Tokens of replies below which no difference could be told from chance."""
+Messages = list[dict[str, str]]
+
+
+@dataclass
+class Progress:
+    """Bars over the parts of the work, one after the other.
+
+    Attributes:
+        is_shown: False for none.
+    """
+
+    is_shown: bool
+    _bar: Any = field(default=None, init=False)
+
+    def start(self, total: int, unit: str, what: str) -> None:
+        """Begin a part of ``total`` steps."""
+        from tqdm import tqdm
+
+        self.close()
+        self._bar = tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True, disable=not self.is_shown)
+
+    def step(self, *_: object) -> None:
+        """Count one; what a callback is told is not looked at."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        """End the last part."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Prompts and the target's own greedy replies.
+
+    Attributes:
+        messages: of every prompt.
+        outputs: replies of plain decoding.
+    """
+
+    messages: Sequence[Messages]
+    outputs: Sequence[RequestOutput]
+
+    @property
+    def texts(self) -> list[Text]:
+        """Prompts and replies as tokens."""
+        return [Text(output.prompt_ids, output.token_ids) for output in self.outputs]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def is_finite(self) -> bool:
+        """False where the target's logits were not finite."""
+        return not any(output.finish_reason == "error" for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The same prompts decoded with the draft.
+
+    Attributes:
+        stats: of the engine.
+        predicted: the same of the head's chain computed without decoding; None for a tree.
+        num_different: replies that are not those of plain decoding.
+    """
+
+    shape: SpecShape
+    stats: SpecStats
+    predicted: SpecStats | None
+    num_different: int
+
+
+def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Replies:
+    """Decode the prompts of a task plainly.
+
+    Raises:
+        UserError: an unknown task, prompts that leave no room, or too few or too short replies to measure on.
+    """
+    task = load_task(config.task).limited(config.limit, config.seed)
+    if len(task.prompts) < FEWEST_PROMPTS:
+        raise UserError(
+            f"The task {task.name} has {len(task.prompts)} prompts, too few to tell a cause from chance.",
+            f"Give at least {FEWEST_PROMPTS} with --task.",
+        )
+    messages = [prompt.messages([]) for prompt in task.prompts]
+    replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, progress))
+    if replies.is_finite and replies.num_tokens - len(messages) < FEWEST_TOKENS:
+        raise UserError(
+            f"The replies to the {len(messages)} prompts of {task.name} have {replies.num_tokens} tokens in "
+            "all, too few to tell a cause from chance.",
+            "Give more prompts with --task and --limit, or a larger --max-tokens.",
+        )
+    return replies
+
+
+def decode_drafted(
+    llm: LLM, replies: Replies, config: DiagnoseConfig, shape: SpecShape, progress: Progress
+) -> Replay:
+    """Decode the same prompts with the draft in ``shape``."""
+    outputs = _decode(llm, replies.messages, config, shape, progress)
+    stats = SpecStats()
+    for output in outputs:
+        stats.add(output.stats)
+    pairs = zip(outputs, replies.outputs, strict=True)
+    different = sum(output.token_ids != plain.token_ids for output, plain in pairs)
+    return Replay(shape, stats, None, different)
+
+
+def _decode(
+    llm: LLM, messages: Sequence[Messages], config: DiagnoseConfig, shape: SpecShape, progress: Progress
+) -> list[RequestOutput]:
+    prompts = [_prompt(llm, each) for each in messages]
+    progress.start(len(prompts), "reply", "plain decoding" if shape == NO_SPECULATION else f"chain {shape}")
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0)
+    return llm.generate(prompts, params, shape=shape, on_finish=progress.step)
+
+
+def _prompt(llm: LLM, messages: Messages) -> Any:
+    """Messages, or their texts as tokens for a model without a chat template."""
+    if getattr(llm.tokenizer, "chat_template", None):
+        return messages
+    text = "\n\n".join(message["content"] for message in messages)
+    return list(llm.tokenizer(text, verbose=False)["input_ids"])

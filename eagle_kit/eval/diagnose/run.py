@@ -1,0 +1,275 @@
+"""``diagnose``: replay prompts, measure, try every hypothesis, and name the causes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.checkpoints.draft import resolve_draft
+from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.data.chat.template import template_hash
+from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
+from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
+from eagle_kit.eval.diagnose.compare import OTHER_ENGINE, Comparison, compare_server
+from eagle_kit.eval.diagnose.context import ContextReading, long_enough, read_context
+from eagle_kit.eval.diagnose.fit import measure_fit
+from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
+from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed
+from eagle_kit.eval.diagnose.models import Models, load_models
+from eagle_kit.eval.diagnose.replay import Progress, Replay, Replies, decode_drafted, decode_replies
+from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.eval.diagnose.server import Server, ServerReading
+from eagle_kit.eval.diagnose.trials import STEPS, Trial, compare, decoded, read, try_all
+from eagle_kit.kinds.registry import find_head_kind
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.kinds.support.findings import Finding
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.source import resolve_target
+
+ENGINE_MARGIN = 0.02
+"""Share by which the engine's tokens per verify may differ from the head's own chain, for ties of two
+logits."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, and by what.
+
+    Attributes:
+        causes: the likeliest first; empty for a head that fits.
+        findings: of the check of the files.
+        dtype: of the weights in use; empty where none were loaded.
+        measured, replay: None where the files alone decide.
+        server: what a running server did with the same prompts.
+    """
+
+    causes: tuple[Cause, ...]
+    findings: tuple[Finding, ...]
+    dtype: str = ""
+    measured: Measured | None = None
+    replay: Replay | None = None
+    server: Comparison | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        """True when no fault was found."""
+        return not any(cause.is_found for cause in self.causes)
+
+
+def diagnose(
+    draft: str | Path,
+    target: str | Path,
+    config: DiagnoseConfig,
+    *,
+    server: Server | None = None,
+    is_quiet: bool = False,
+) -> Diagnosis:
+    """Find out why few tokens of a draft head are accepted.
+
+    Args:
+        draft: see :func:`~eagle_kit.checkpoints.draft.resolve_draft`.
+        server: is asked the same prompts.
+        is_quiet: without progress bars.
+
+    Raises:
+        UserError: a model that cannot be found, a draft that is no head, too short replies, or a server that
+            does not answer.
+    """
+    place = resolve_target(target)
+    folder = resolve_draft(draft, read_target_config(place))
+    files = open_draft(folder)
+    find_head_kind(files)
+    findings = tuple(validate_draft(folder, place))
+    if errors := causes_in_files(findings):
+        return Diagnosis(tuple(errors), findings)
+    models = load_models(files, (place, folder), config.engine)
+    return diagnose_models(models, findings, config, server=server, is_quiet=is_quiet)
+
+
+def diagnose_models(
+    models: Models,
+    findings: Sequence[Finding],
+    config: DiagnoseConfig,
+    *,
+    server: Server | None = None,
+    is_quiet: bool = False,
+) -> Diagnosis:
+    """See :func:`diagnose`, with models that are loaded and files that were checked."""
+    progress, dtype = Progress(not is_quiet), str(models.dtype).removeprefix("torch.")
+    try:
+        replies = decode_replies(models.llm, config, progress)
+        if not replies.is_finite:
+            return Diagnosis((_nan_in_target(dtype),), tuple(findings), dtype)
+        basis = make_basis(models, replies)
+        replay = decode_drafted(models.llm, replies, config, _chain(models), progress)
+        replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
+        measured = measure(models, replies, basis, findings, config, progress)
+        causes = [*_engine_fault(models, replay), *name_causes(measured)]
+        compared = None
+        if server is not None:
+            progress.start(len(replies.messages), "reply", "the server")
+            seen = server.replay(replies.messages, config.max_tokens, progress.step)
+            compared = _compare(models, replies, config, seen, basis, progress)
+            causes += [compared.cause] if compared.cause is not None else []
+        return Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay, compared)
+    finally:
+        progress.close()
+
+
+def _nan_in_target(dtype: str) -> Cause:
+    return Cause(
+        "NaN",
+        f"The target's own logits are not finite in {dtype}, without any draft.",
+        "Decode in bfloat16 or float32, and check the target's weights.",
+    )
+
+
+class Basis(NamedTuple):
+    """What every measurement starts from: the hypotheses, the replies with the target's states, and the
+    head's chain over them as it is served."""
+
+    tried: list[Hypothesis]
+    source: Source
+    reading: Reading
+
+
+def make_basis(models: Models, replies: Replies) -> Basis:
+    """Run the target over the replies once, with every layer captured that a hypothesis asks for."""
+    tried = hypotheses(models.head, models.target.config, models.embedding)
+    row = pack(replies.texts).to(models.target.embed_tokens.weight.device)
+    layers = layers_needed(tried, models.head, models.target.config)
+    source = Source(models.target, row, compute_states(models.target, row, sorted(layers)))
+    return Basis(tried, source, read_chain(models.head, source, STEPS))
+
+
+def _chain(models: Models, steps: int = STEPS) -> SpecShape:
+    """A chain, as deep as the head has modules where it has one for every step."""
+    modules = len(models.head.blocks)
+    steps = steps if modules == 1 else min(steps, modules)
+    return SpecShape(steps, 1, steps + 1)
+
+
+def measure(
+    models: Models,
+    replies: Replies,
+    basis: Basis,
+    findings: Sequence[Finding],
+    config: DiagnoseConfig,
+    progress: Progress,
+) -> Measured:
+    """Take the figures, try the hypotheses, and read long text and other formats."""
+    tried, source, reading = basis
+    progress.start(len(tried) + 3, "trial", "undoing faults")
+    trials = try_all(models.head, source, tried, progress.step)
+    trials += _in_float32(models, basis)
+    progress.step()
+    context = _context(models, replies.texts, tried, config.context)
+    progress.step()
+    formats = _formats(models, replies, findings)
+    progress.step()
+    fit = measure_fit(models.head, source, reading)
+    return Measured(
+        fit,
+        trials,
+        findings,
+        context,
+        formats,
+        is_other_template=_is_other_template(models),
+        other_copies=models.other_copies,
+        training=models.metadata,
+    )
+
+
+def _is_other_template(models: Models) -> bool:
+    trained, here = models.head.config.template_hash, template_hash(models.llm.tokenizer)
+    return bool(trained) and trained != here
+
+
+def _in_float32(models: Models, basis: Basis) -> list[Trial]:
+    """The same replies with target and head in fp32."""
+    if (again := models.in_float32()) is None:
+        return []
+    target, head = again
+    row = basis.source.row
+    exact = read_chain(head, Source(target, row, compute_states(target, row, head.capture)), STEPS)
+    words = "target and head in float32"
+    remedy = "Serve in the dtype of the draft's training, or keep target and head in bfloat16 or float32."
+    return [compare(Hypothesis(DTYPE, words, remedy), basis.reading, exact, row.texts)]
+
+
+def _context(
+    models: Models, texts: Sequence[Text], tried: Sequence[Hypothesis], length: int
+) -> ContextReading | None:
+    length = min(length, models.target.config.max_position_embeddings)
+    if not length:
+        return None
+    ropes = [each for each in tried if each.subject == ROPE]
+    return read_context(models.head, models.target, long_enough(texts, length), length, ropes)
+
+
+def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatReading]:
+    """Other chat formats, unless the target's template is known to be that of training."""
+    is_known = any(each.subject == "chat template" and each.level == "ok" for each in findings)
+    tokenizer = models.llm.tokenizer
+    if is_known or not getattr(tokenizer, "chat_template", None):
+        return []
+    return read_formats(models.head, models.target, tokenizer, replies)
+
+
+def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
+    """Replies that plain decoding would not have given, or drafts that are not the head's, where both must be
+    the same to the bit: in fp32 on a CPU."""
+    is_exact = models.dtype == torch.float32 and models.target.embed_tokens.weight.device.type == "cpu"
+    if not is_exact or not replay.stats.num_verifies or replay.predicted is None:
+        return []
+    remedy = "Report it with this command: it is a fault of eagle-kit, not of the draft."
+    if replay.num_different:
+        evidence = f"{replay.num_different} greedy replies with speculation are not those of plain decoding."
+        return [Cause("our engine", evidence, remedy, cost=1.0)]
+    ours, head = replay.stats.accept_length, replay.predicted.accept_length
+    if abs(ours - head) > ENGINE_MARGIN * head:
+        evidence = f"The engine emits {ours:.3f} tokens per verify, and the head's own chain {head:.3f}."
+        return [Cause("our engine", evidence, remedy, cost=1.0)]
+    return []
+
+
+def _compare(
+    models: Models,
+    replies: Replies,
+    config: DiagnoseConfig,
+    seen: ServerReading,
+    basis: Basis,
+    progress: Progress,
+) -> Comparison:
+    """Our engine in the server's shape, beside the server."""
+    given = config.engine.shape
+    shape = given.at(1) if given is not None else _chain(models, seen.num_steps or STEPS)
+    ours = decode_drafted(models.llm, replies, config, shape, progress)
+    compared = compare_server(seen, ours, replies.outputs)
+    if compared.cause is None or compared.cause.subject != OTHER_ENGINE:
+        return compared
+    if given is None and not seen.num_steps:
+        unknown = (
+            f"{seen.engine} emits {seen.accept_length:.2f} tokens per verify and does not say how it drafts: "
+            "give --shape to compare with the same."
+        )
+        return replace(compared, cause=None, verdict=unknown)
+    if shape.topk > 1:
+        return compared
+    likeness = likely_misreading(models, basis, seen, shape)
+    return compare_server(seen, ours, replies.outputs, likeness)
+
+
+def likely_misreading(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
+    """The other reading of the head that accepts most nearly what the server does."""
+    assert seen.accept_length is not None
+    found = []
+    for hypothesis in basis.tried:
+        reading = read(models.head, basis.source, hypothesis, shape.steps)
+        length = decoded(reading, basis.source.row).accept_length
+        found.append((abs(length - seen.accept_length), f"{hypothesis.words} ({length:.2f})"))
+    return min(found)[1] if found else ""

@@ -1,0 +1,135 @@
+"""From measurements to causes: order, what is proven and what is only possible, and when nothing is named."""
+
+from dataclasses import replace
+
+from eagle_kit.eval.diagnose.causes import Measured, causes_in_files, name_causes
+from eagle_kit.eval.diagnose.context import ContextReading
+from eagle_kit.eval.diagnose.estimates import Estimate, estimate
+from eagle_kit.eval.diagnose.fit import Fit
+from eagle_kit.eval.diagnose.formats import FormatReading
+from eagle_kit.eval.diagnose.hypotheses import Hypothesis
+from eagle_kit.eval.diagnose.trials import Trial
+from eagle_kit.kinds.support.findings import Finding
+
+
+def sure(mean: float, error: float = 0.01) -> Estimate:
+    return Estimate(mean, error)
+
+
+FIT = Fit(
+    reach=(sure(0.45), sure(0.2)),
+    coverage=sure(0.97),
+    within=sure(0.46),
+    confidence=sure(0.4),
+    trust=sure(0.4),
+    excess=sure(0.0),
+    entropy=2.0,
+    most_entropy=9.0,
+    norm_drift=0.2,
+    is_finite=True,
+)
+LOW = replace(FIT, reach=(sure(0.05), sure(0.0)))
+
+
+def trial(subject: str, gain: float, score: float = 9.0, before: float = 0.2) -> Trial:
+    error = gain / score
+    return Trial(
+        Hypothesis(subject, f"{subject} undone", f"Mend {subject}."),
+        sure(before),
+        sure(before + gain),
+        Estimate(gain, error),
+        Estimate(gain, error),
+        (before, before + gain),
+        (0.4, 0.4),
+        (1.2, 1.2 + gain),
+    )
+
+
+def subjects(measured: Measured, *, found: bool = True) -> list[str]:
+    return [cause.subject for cause in name_causes(measured) if cause.is_found is found]
+
+
+def test_errors_are_those_of_texts_not_of_tokens():
+    import torch
+
+    values = torch.tensor([1.0] * 50 + [0.0] * 50)
+    same = estimate(values, torch.arange(100) // 50)
+    assert same.mean == 0.5 and same.error > 0.49, "two texts, all alike inside: two observations"
+    free = estimate(values, torch.arange(100))
+    assert abs(free.error - 0.05) < 0.001
+    assert estimate(values, torch.zeros(100, dtype=torch.int64)).error == float("inf")
+    assert estimate(torch.ones(4), torch.arange(4)).score == float("inf")
+
+
+def test_a_head_that_fits_has_no_cause():
+    warned = [Finding("warning", "target", "another name.", "Look.")]
+    assert name_causes(Measured(FIT, [], warned)) == []
+
+
+def test_what_restores_most_comes_first_and_doubts_last():
+    trials = [trial("RoPE", 0.2), trial("dtype", 0.1), trial("layer ids", 0.3), trial("layer ids", 0.2)]
+    warned = [Finding("warning", "target", "another name.", "Look.")]
+    measured = Measured(LOW, trials, warned)
+    assert subjects(measured) == ["layer ids", "RoPE"] and subjects(measured, found=False) == ["target"]
+    assert "dtype" not in subjects(measured), "what undoes a third is undone by what undoes all"
+    first = name_causes(measured)[0]
+    assert "0.20 of first drafts are accepted, and 0.50 with layer ids undone" in first.evidence
+    assert first.remedy == "Mend layer ids."
+
+
+def test_a_gain_that_chance_explains_or_that_is_worth_nothing_is_no_cause():
+    assert subjects(Measured(FIT, [trial("RoPE", 0.05, score=2.5)], [])) == []
+    assert subjects(Measured(FIT, [trial("RoPE", 0.002, score=9, before=0.4)], [])) == []
+    unlikely = replace(trial("RoPE", 0.05, score=2.5), likelier=Estimate(0.2, 0.02))
+    assert subjects(Measured(FIT, [unlikely], [])) == ["RoPE"], "the log-probability is sure of it"
+
+
+def test_a_reading_that_makes_tokens_likelier_and_costs_none_is_a_cause_unless_doubt_explains_it():
+    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), likelier=Estimate(0.1, 0.02))
+    assert subjects(Measured(FIT, [free], [])) == ["layer ids"]
+    assert subjects(Measured(FIT, [replace(free, confidence=(0.4, 0.3))], [])) == []
+    assert subjects(Measured(FIT, [replace(free, served=sure(0.1))], [])) == [], "of a head that works only"
+    assert subjects(Measured(FIT, [replace(free, likelier=Estimate(0.1, 0.04))], [])) == []
+
+
+def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_training():
+    assert subjects(Measured(replace(LOW, excess=sure(0.3)), [], [])) == ["another target"]
+    assert subjects(Measured(replace(FIT, excess=sure(0.3)), [], [])) == ["another target"], "not only if low"
+    warned = [Finding("warning", "target", "another name.", "Look.")]
+    (cause,) = name_causes(Measured(replace(LOW, excess=sure(0.3)), [], warned))
+    assert "another name" in cause.evidence, "said once"
+    assert subjects(Measured(LOW, [], [])) == ["too little training"]
+    assert subjects(Measured(LOW, [], [], other_copies=["embed_tokens.weight"])) == ["another target"]
+    assert subjects(Measured(replace(LOW, excess=sure(0.3)), [trial("layer ids", 0.3)], [])) == ["layer ids"]
+
+
+def test_a_small_draft_vocabulary_is_named_by_what_it_costs():
+    small = replace(FIT, coverage=sure(0.6), within=sure(0.45), reach=(sure(0.27),))
+    (cause,) = name_causes(Measured(small, [], []))
+    assert cause.subject == "vocabulary coverage" and "60%" in cause.evidence
+    assert abs(cause.cost - 0.18) < 1e-9
+
+
+def test_far_from_the_beginning_it_is_the_rotation_where_another_one_does_as_well():
+    near, rope = trial("context", 0.3), trial("RoPE", 0.28)
+    reading = ContextReading(2048, (), near, rope)
+    assert subjects(Measured(FIT, [], [], reading)) == ["RoPE"]
+    assert subjects(Measured(FIT, [], [], replace(reading, rope=None))) == ["context"]
+    assert subjects(Measured(FIT, [], [], replace(reading, near=trial("context", 0.3, score=2)))) == []
+
+
+def test_a_template_behind_which_the_target_is_followed_better_is_named():
+    own = FormatReading("the target's own", sure(0.3), Estimate(0, 0), Estimate(0, 0))
+    other = FormatReading("ChatML", sure(0.4), sure(0.1), sure(0.2))
+    weak = FormatReading("Llama 3's", sure(0.31), sure(0.01, 0.01), sure(0.2, 0.1))
+    assert subjects(Measured(FIT, [], [], formats=[own, weak, other])) == ["chat template"]
+    assert subjects(Measured(FIT, [], [], formats=[own, weak])) == []
+    said = Measured(FIT, [], [], formats=[own, weak], is_other_template=True)
+    assert subjects(said) == [] and subjects(said, found=False) == ["chat template"]
+
+
+def test_nan_is_said_alone_and_errors_of_files_are_causes():
+    assert subjects(Measured(replace(LOW, is_finite=False), [trial("RoPE", 0.3)], [])) == ["NaN"]
+    findings = [Finding("ok", "rope", "fine."), Finding("error", "weights", "fc has NaN.", "Save again.")]
+    (cause,) = causes_in_files(findings)
+    assert (cause.subject, cause.evidence, cause.remedy) == ("weights", "Fc has NaN.", "Save again.")

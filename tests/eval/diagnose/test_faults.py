@@ -1,0 +1,150 @@
+"""The table of faults on tiny models: what was injected is named first, and a head that fits has no cause."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tiny import tiny_head
+from tiny_rule import learned_head, learned_target, texts
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
+from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.fit import measure_fit
+from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed
+from eagle_kit.eval.diagnose.models import Models
+from eagle_kit.eval.diagnose.row import compute_states, pack
+from eagle_kit.eval.diagnose.run import Basis, likely_misreading
+from eagle_kit.eval.diagnose.server import ServerReading
+from eagle_kit.eval.diagnose.trials import STEPS, decoded, try_all
+from eagle_kit.models.blocks.layers import RMSNorm
+
+
+@cache
+def healthy():
+    return learned_head()
+
+
+def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
+    """Causes of a head over texts; ``late``: slots by which the target's states come late."""
+    target = target or learned_target()
+    tried, row = hypotheses(head, target.config), pack(texts())
+    states = compute_states(target, row, layers_needed(tried, head, target.config))
+    if late:
+        states = states._replace(inputs={i: state.roll(late, 0) for i, state in states.inputs.items()})
+    source = Source(target, row, states)
+    fit = measure_fit(head, source, read_chain(head, source, STEPS))
+    found = name_causes(Measured(fit, try_all(head, source, tried), ()))
+    print(f"{fit.reach[0].mean:.2f} accepted:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
+    return found
+
+
+def copied(inject):
+    head = copy.deepcopy(healthy())
+    inject(head)
+    return head
+
+
+def other_layers(head):
+    head.config = replace(head.config, aux_layer_ids=head.config.aux_layer_ids[::-1])
+
+
+def swapped_chunks(head):
+    head.fc.weight.data = torch.cat(head.fc.weight.data.chunk(3, 1)[::-1], 1)
+
+
+def swapped_inputs(head):
+    layer = head.midlayer.self_attn.qkv_proj
+    layer.weight.data = torch.cat(layer.weight.data.chunk(2, 1)[::-1], 1)
+
+
+def rolled_map(head):
+    head.d2t.copy_(head.target_ids.roll(1) - torch.arange(len(head.d2t)))
+
+
+def norm_before_residual(head):
+    head.midlayer.norm_before_residual = True
+    head.config = replace(head.config, norm_before_residual=True)
+
+
+def norms_without_one(head):
+    for module in head.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.data -= 1.0
+
+
+def nan(head):
+    head.midlayer.mlp.down_proj.weight.data[3, 5] = float("nan")
+
+
+def few_tokens(head):
+    kept = torch.arange(0, len(head.d2t), 3)
+    ids = head.target_ids[kept]
+    head.config = replace(head.config, draft_vocab_size=len(kept))
+    head.lm_head.weight.data = head.lm_head.weight.data[kept]
+    head.d2t, head.t2d = ids - torch.arange(len(kept)), torch.isin(torch.arange(41), ids)
+
+
+FAULTS = {
+    other_layers: "layer ids",
+    swapped_chunks: "layer ids",
+    swapped_inputs: "order of inputs",
+    rolled_map: "vocabulary map",
+    norm_before_residual: "norm convention",
+    norms_without_one: "norm convention",
+    few_tokens: "vocabulary coverage",
+    nan: "NaN",
+}
+
+
+@pytest.mark.parametrize("inject", FAULTS, ids=lambda inject: inject.__name__)
+def test_the_fault_that_was_injected_is_named_first(inject):
+    assert diagnosed(copied(inject))[0].subject == FAULTS[inject]
+
+
+def test_a_head_that_fits_has_no_cause():
+    assert diagnosed(healthy()) == []
+
+
+def test_a_modest_head_has_no_cause():
+    head = learned_head(15)
+    assert diagnosed(head) == []
+
+
+def test_a_new_head_has_learned_too_little():
+    head = tiny_head(learned_target(), 39, std=0.02)
+    head.norm.weight.data *= 0.1
+    assert [cause.subject for cause in diagnosed(head)] == ["too little training"]
+
+
+def test_a_head_of_another_target_is_surer_than_it_may_be():
+    target, generator = copy.deepcopy(learned_target()), torch.Generator().manual_seed(0)
+    for name, weight in target.named_parameters():
+        if name.startswith("layers.") and weight.ndim == 2:
+            weight.data += 0.5 * weight.data.std() * torch.randn(weight.shape, generator=generator)
+    assert [cause.subject for cause in diagnosed(healthy(), target)] == ["another target"]
+
+
+@pytest.mark.slow
+def test_tokens_that_came_a_slot_late_in_training_are_named():
+    assert diagnosed(learned_head(60, late_tokens=1))[0].subject == "one-slot shift"
+
+
+@pytest.mark.slow
+def test_features_that_came_a_slot_early_in_training_are_named():
+    assert diagnosed(learned_head(late_features=-1))[0].subject == "one-slot shift"
+
+
+def test_a_server_that_reads_the_head_otherwise_is_told_by_what_it_accepts():
+    head, target = healthy(), learned_target()
+    tried, row = hypotheses(head, target.config), pack(texts())
+    source = Source(target, row, compute_states(target, row, layers_needed(tried, head, target.config)))
+    basis = Basis(tried, source, read_chain(head, source, STEPS))
+    there = decoded(read_chain(copied(other_layers), source, STEPS), row)
+    seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, STEPS)
+    models = Models(None, head)
+    assert there.accept_length < decoded(basis.reading, row).accept_length - 0.2
+    likeness = likely_misreading(models, basis, seen, SpecShape(STEPS, 1, STEPS + 1))
+    assert likeness.startswith("the inputs of layers 1, 2, 2") and f"({there.accept_length:.2f})" in likeness

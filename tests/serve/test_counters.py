@@ -1,0 +1,70 @@
+"""Counters of a server: what is read from the metrics of ours, vLLM's and SGLang's."""
+
+import pytest
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.counters import Snapshot, difference, parse_metrics
+
+TEXT = """
+# HELP eagle_kit:spec_decode_num_drafts_total Windows.
+eagle_kit:spec_decode_num_drafts_total{model_name="a b"} 10.0
+eagle_kit:spec_decode_num_draft_tokens_total{model_name="m"} 40.0
+eagle_kit:spec_decode_num_accepted_tokens_total{model_name="m"} 15.0
+eagle_kit:spec_decode_num_accepted_tokens_created{model_name="m"} 1.7e9
+eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 9.0
+eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 6.0
+eagle_kit:generation_tokens_total{model_name="m"} 25.0
+eagle_kit:num_requests_running{model_name="m"} 3.0
+other:spec_decode_num_drafts_total 99.0
+"""
+
+
+def test_counters_are_read_whoever_writes_them():
+    ours = parse_metrics(TEXT)
+    assert ours.counters["spec_decode_num_drafts"] == 10 and ours.counters["generation_tokens"] == 25
+    assert ours.counters["spec_decode_num_accepted_tokens"] == 15 and ours.accepted_at == {0: 9.0, 1: 6.0}
+    assert len(ours.counters) == 4
+    theirs = parse_metrics(TEXT.replace("eagle_kit:", "vllm:"))
+    assert (theirs.counters, theirs.accepted_at) == (ours.counters, ours.accepted_at)
+    assert (ours.engine, theirs.engine) == ("eagle-kit", "vLLM")
+    two = TEXT + TEXT.replace('"m"', '"other engine"')
+    assert parse_metrics(two).counters["generation_tokens"] == 50, "engines of one server are added up"
+
+
+def test_the_difference_is_of_the_time_between():
+    before = parse_metrics(TEXT)
+    later = (
+        TEXT.replace(" 10.0", " 14.0")
+        .replace(" 15.0", " 21.0")
+        .replace(" 9.0", " 12.0")
+        .replace(" 25.0", " 36.0")
+    )
+    figures = difference(before, parse_metrics(later))
+    assert figures["verifies"] == 4 and figures["accepted tokens"] == 6 and figures["generation_tokens"] == 11
+    assert figures["accept length"] == pytest.approx(2.5)
+    assert (figures["accepted at depth 1"], figures["accepted at depth 2"]) == (0.75, 0.0)
+    assert "accept length" not in difference(before, before)
+    assert difference(Snapshot(), before)["accept length"] == pytest.approx(2.5)
+    with pytest.raises(UserError, match="fell"):
+        difference(parse_metrics(later), before)
+
+
+SGLANG = """
+sglang:spec_accept_length{engine_type="unified",model_name="m",tp_rank="0"} 1.55
+sglang:spec_accept_length{engine_type="unified",model_name="m",tp_rank="1"} 0.0
+sglang:spec_accept_rate{model_name="m",tp_rank="0"} 0.55
+sglang:spec_verify_calls_total{model_name="m"} 40.0
+sglang:num_requests_total{model_name="m"} 3.0
+sglang:generation_tokens_total{model_name="m"} 83.0
+sglang:prompt_tokens_total{model_name="m"} 70.0
+"""
+
+
+def test_sglang_counts_verifies_and_tokens_only():
+    now = parse_metrics(SGLANG)
+    assert now.engine == "SGLang" and now.gauge == 1.55
+    figures = difference(Snapshot(), now)
+    assert figures["verifies"] == 40 and figures["accept length"] == pytest.approx(2.0), "3 first tokens"
+    older = parse_metrics("\n".join(line for line in SGLANG.splitlines() if "verify_calls" not in line))
+    figures = difference(Snapshot(), older)
+    assert "accept length" not in figures and figures["accept length of the last interval"] == 1.55
