@@ -32,7 +32,7 @@ class Request:
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
         turn_began: tokens of the reply when it was last admitted.
-        savings: prompt tokens of earlier steps that were its share and were not computed.
+        savings: prompt tokens' worth of earlier steps that were its share and that it did not use.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         num_missed: its last tokens that the draft has not read.

@@ -18,8 +18,9 @@ request of the group with the most slots gives way, the last that arrived. Then 
 that decodes for several groups computes fewer prompt tokens, which count for more the more there are before
 them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one
 that two steps' tokens would end is ended. The weights and what is before a part are read once for all of it,
-so a longer prompt saves its share of several steps up until a part is worth that. A request that does not fit
-yet keeps those behind it waiting.
+so a longer prompt saves its share of several steps up until a part is worth that. A reply with much before
+it, or several such of one group, likewise sit out cycles that others share, until their share pays for one.
+A request that does not fit yet keeps those behind it waiting.
 """
 
 import heapq
@@ -104,7 +105,23 @@ class Scheduler:
             preempted = self._admit_all()
         decoding = [request for request in self.running if not request.is_prefilling]
         holds_others = bool(decoding) and len(self._num_held) > 1
-        return StepPlan(self._chunks(holds_others=holds_others), decoding, preempted)
+        chunks = self._chunks(holds_others=holds_others)
+        return StepPlan(chunks, self._affordable(decoding), preempted)
+
+    def _affordable(self, decoding: list[Request]) -> list[Request]:
+        """Leave out requests with so much before them that a cycle of theirs takes more than a group's share;
+        each has its turn when it has saved that up."""
+        num_members = Counter(request.group for request in decoding)
+        if len(num_members) < 2:
+            return decoding
+        kept = []
+        for request in decoding:
+            cost = 1.0 + self.reading_cost * request.num_tokens
+            request.savings += (1.0 + self.weights_cost) / num_members[request.group]
+            if request.savings >= cost:
+                request.savings = 0.0
+                kept.append(request)
+        return kept or decoding
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue or the batch, and release its pages."""
@@ -296,12 +313,12 @@ class Scheduler:
             start, cost, reading = request.num_computed, self._cost_at(request.num_computed), 0.0
             if not holds_others:
                 count = max(int(share / cost), 1 if request is oldest else 0)
-            elif rest * cost <= 2 * mixed:
+            elif rest * cost + self.reading_cost * start <= 2 * mixed:
                 count = rest
             else:
                 reading = self.reading_cost * start + (0.0 if chunks else self.weights_cost)
                 count = int((share + request.savings - reading) / cost)
-                count = 0 if count * cost < reading else count
+                count = 0 if count < rest and count * cost < reading else count
             if count <= 0:
                 request.savings += share
                 left -= share

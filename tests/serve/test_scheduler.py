@@ -188,6 +188,67 @@ def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(models, mon
     assert 0.4 * 16 * steps <= work <= 16 * (steps + 3), "it saves, and loses little of its share"
 
 
+def decoded_in(engine, request, steps) -> list[int]:
+    """Step -> tokens of ``request`` after each step."""
+    counts = []
+    for _ in range(steps):
+        engine.step()
+        counts.append(len(request.token_ids))
+    return counts
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_replies_behind_long_prompts_sit_out_cycles_of_others(models, num_choices):
+    engine = engine_of(models)
+    engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 11.0
+    long = requests_of([LONG] * num_choices, together=True, max_tokens=100, ignore_eos=True)
+    short = requests_of([[1, 2, 3]], first=10, max_tokens=100, ignore_eos=True)[0]
+    begin(engine, long, steps=4)
+    assert all(len(each.token_ids) >= 2 for each in long), "alone they decode in every step"
+    engine.add_request(short)
+    while len(short.token_ids) < 4:
+        engine.step()
+    before = [len(each.token_ids) for each in long]
+    counts = decoded_in(engine, short, 40)
+    assert counts[-1] - counts[0] == 39, "the short one decodes in every step"
+    cycles = sum(len(each.token_ids) for each in long) - sum(before)
+    cost = 1 + 0.1 * (len(LONG) + 20)
+    assert 0.8 * 40 * 12 / cost <= cycles <= 1.2 * 40 * 12 / cost, "they get their share, and no more"
+    if num_choices > 1:
+        assert abs(len(long[0].token_ids) - len(long[1].token_ids)) <= 2
+    engine.abort(short)
+    before = len(long[0].token_ids)
+    engine.step()
+    assert decoded_in(engine, long[0], 3)[-1] >= before + 3
+
+
+def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(models, monkeypatch):
+    engine, parts = engine_of(models, mixed_prefill_tokens=16), []
+    engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
+    engine.scheduler.weights_cost = 12.0
+    prefill = engine.runner.prefill
+
+    def counting(chunks):
+        parts.append(len(chunks))
+        return prefill(chunks)
+
+    long = requests_of([LONG] * 8, together=True, max_tokens=1)
+    begin(engine, long[:1], steps=3)
+    assert long[0].finish_reason == "length"
+    begin(engine, requests_of([[1, 2]], first=10, max_tokens=400), steps=3)
+    monkeypatch.setattr(engine.runner, "prefill", counting)
+    begin(engine, long[1:], steps=0)
+    steps = 0
+    while any(each.finish_reason is None for each in long):
+        engine.step()
+        engine.check()
+        steps += 1
+    cost = 1 + 12 + 0.1 * (len(LONG) - 4)
+    assert sum(parts) == 7
+    assert steps >= 0.8 * 7 * cost / 16, "each reads the whole prompt"
+    assert steps <= 3 * 7 * cost / 16
+
+
 def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
     engine, computed = engine_of(models), []
     prefill = engine.runner.prefill
