@@ -35,7 +35,8 @@ class Request:
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
         num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
             included.
-        turn_began: tokens of the reply when it was last admitted.
+        num_sat_out: cycles that it left to others, because what it reads is worth several.
+        turn_began: its progress when it was last admitted.
         savings: prompt tokens' worth of earlier steps that were its share and that it did not use.
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
@@ -63,6 +64,7 @@ class Request:
     num_cached_tokens: int = 0
     num_shared_tokens: int = 0
     num_preemptions: int = 0
+    num_sat_out: int = 0
     turn_began: int = 0
     savings: float = 0.0
     num_computed: int = 0
@@ -82,6 +84,11 @@ class Request:
     def __post_init__(self) -> None:
         if self.group < 0:
             self.group = self.number
+
+    @property
+    def progress(self) -> int:
+        """Cycles that its reply was served in, or sat out: tokens, and what was not worth one."""
+        return len(self.token_ids) + self.num_sat_out
 
     @property
     def num_tokens(self) -> int:

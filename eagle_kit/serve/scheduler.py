@@ -19,11 +19,13 @@ that decodes for several groups computes fewer prompt tokens, which count for mo
 them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one
 that two steps' tokens would end is ended. The weights and what is before a part are read once for all of it,
 so a longer prompt saves its share of several steps up until a part is worth that. A reply with much before
-it, or several such of one group, likewise sit out cycles that others share, until their share pays for one.
+it, or several such of one group, likewise sit out cycles that others share, until their share pays for one;
+in a turn these count like tokens.
 A request that does not fit yet keeps those behind it waiting.
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -114,14 +116,21 @@ class Scheduler:
         num_members = Counter(request.group for request in decoding)
         if len(num_members) < 2:
             return decoding
+        share = 1.0 + self.weights_cost
+        gains = [share / num_members[request.group] for request in decoding]
+        costs = [1.0 + self.reading_cost * request.num_tokens for request in decoding]
+        lacks = [max(cost - each.savings, 0.0) for cost, each in zip(costs, decoding, strict=True)]
+        waits = [math.ceil(lack / gain) for lack, gain in zip(lacks, gains, strict=True)]
+        now = max(min(waits), 1)  # somebody decodes in every step
         kept = []
-        for request in decoding:
-            cost = 1.0 + self.reading_cost * request.num_tokens
-            request.savings += (1.0 + self.weights_cost) / num_members[request.group]
-            if request.savings >= cost:
+        for request, wait, gain in zip(decoding, waits, gains, strict=True):
+            if wait <= now:
                 request.savings = 0.0
                 kept.append(request)
-        return kept or decoding
+            else:
+                request.savings += now * gain
+                request.num_sat_out += 1
+        return kept
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue or the batch, and release its pages."""
@@ -232,7 +241,7 @@ class Scheduler:
                 return True
             return _has_had_turn(request) or self._has_had_prompt_turn(request)
 
-        return sorted(filter(may_give_way, self.running), key=lambda each: -len(each.token_ids))
+        return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
 
     def _has_had_prompt_turn(self, request: Request) -> bool:
         computed = request.num_verified - request.num_shared_tokens
@@ -242,7 +251,7 @@ class Scheduler:
         """List those that give way to a waiting request."""
         if self._num_held[request.group] or not dispensable:
             return []
-        most = len(dispensable[0].token_ids) - len(request.token_ids)
+        most = dispensable[0].progress - request.progress
         if most < TURN_TOKENS and request.token_ids and max(self._num_held.values()) == 1:
             return []  # at once in the usual case of a long queue
 
@@ -251,7 +260,7 @@ class Scheduler:
                 return True
             if other.priority > request.priority:
                 return False
-            ahead = len(other.token_ids) - len(request.token_ids)
+            ahead = other.progress - request.progress
             if ahead >= TURN_TOKENS and _has_had_turn(other):
                 return True
             left = _rest(other) - request.num_to_compute
@@ -286,7 +295,7 @@ class Scheduler:
             return False
         self._dequeue(request)
         request.allocation, request.slot = allocation, self._slots.pop()
-        request.turn_began = len(request.token_ids)
+        request.turn_began = request.progress
         request.num_shared_tokens = len(shared) * self.page_pool.page_size
         request.num_computed = request.num_shared_tokens - (1 if shared and self.needs_last else 0)
         if not request.num_preemptions:
@@ -336,7 +345,7 @@ class Scheduler:
 
 
 def _has_had_turn(request: Request) -> bool:
-    return len(request.token_ids) - request.turn_began >= TURN_TOKENS
+    return request.progress - request.turn_began >= TURN_TOKENS
 
 
 def _rest(request: Request) -> int:

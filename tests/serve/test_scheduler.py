@@ -222,6 +222,20 @@ def test_replies_behind_long_prompts_sit_out_cycles_of_others(models, num_choice
     assert decoded_in(engine, long[0], 3)[-1] >= before + 3
 
 
+def test_replies_that_sit_out_cycles_give_way_after_their_turn_too(models):
+    engine = engine_of(models)
+    engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 3.0
+    long = requests_of([LONG[200 + i :] for i in range(SLOTS - 1)], max_tokens=290, ignore_eos=True)
+    short = requests_of([[1], [4, 5]], first=10, max_tokens=400, ignore_eos=True)
+    short[0].priority = 1
+    begin(engine, [*short[:1], *long], steps=2 * TURN + 10)
+    assert all(each.slot >= 0 for each in long), "there is a slot for everyone"
+    assert all(len(each.token_ids) < TURN <= each.progress for each in long)
+    assert all(each.num_sat_out for each in long)
+    assert steps_to_first_token(engine, short[1]) <= 3
+    assert sum(each.slot < 0 for each in long) == 1
+
+
 def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(models, monkeypatch):
     engine, parts = engine_of(models, mixed_prefill_tokens=16), []
     engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
