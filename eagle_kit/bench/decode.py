@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from eagle_kit.bench.case import Case, Form, Machine, wall_seconds
+from eagle_kit.bench.case import Case, Form, Machine
 from eagle_kit.bench.engine.load import decoding, loaded, random_prompts, window_forms
+from eagle_kit.bench.peers import peer_rate, transformers_model, transformers_seconds
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.serve.llm import LLM
 
 WINDOWS = (1, 2, 4, 5, 8, 16)
@@ -27,15 +25,8 @@ def make_cases(target: str, draft: str | None, compare: bool) -> list[Case]:
     """Load a target, and a draft if there is one, for :func:`cases`; ``compare`` loads the target in
     transformers too."""
     llm = LLM(target, draft=draft, max_batch_size=1, max_context=1024)
-    return list(cases(llm, _transformers_model(target, llm) if compare else None))
-
-
-def _transformers_model(target: str, llm: LLM) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    weight = llm.target.embed_tokens.weight
-    model: Any = AutoModelForCausalLM.from_pretrained(str(resolve_target(target)), dtype=weight.dtype)
-    return model.to(weight.device).eval()
+    model = transformers_model(target, llm.target.embed_tokens.weight) if compare else None
+    return list(cases(llm, model))
 
 
 def cases(llm: LLM, model: Any = None, batches: Sequence[int] = (1, 8)) -> Iterator[Case]:
@@ -67,9 +58,11 @@ def _rates(llm: LLM, model: Any, batch: int, machine: Machine) -> dict[str, Any]
     ours = loaded(llm.target, None, batch, len(prompt))
     for _ in range(2):  # as a server that has been running
         decode_rate(ours, [prompt] * batch)
+    peer = partial(transformers_seconds, model)
+    if model is not None:
+        peer([prompt] * batch, 2)
     pairs = [
-        (decode_rate(ours, [prompt] * batch), model and transformers_rate(model, [prompt] * batch))
-        for _ in range(3)
+        (decode_rate(ours, [prompt] * batch), model and peer_rate(peer, [prompt] * batch)) for _ in range(3)
     ]
     rate = statistics.median(mine for mine, _ in pairs)
     if model is None:
@@ -84,17 +77,3 @@ def decode_rate(llm: LLM, prompts: list[list[int]], num_tokens: int = 64) -> flo
     outputs = llm.generate(prompts, params, shape="none")
     # The batch is whole from the last prefill on, so the last request's time is the batch's.
     return len(prompts) * (num_tokens - 1) / outputs[-1].decode_s
-
-
-@torch.inference_mode()
-def transformers_rate(model: Any, prompts: list[list[int]], num_tokens: int = 64) -> float:
-    """Tokens/s of transformers' greedy ``generate``, the prefill taken off by a second run."""
-    ids = torch.tensor(prompts, device=model.device)
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-
-    def seconds(count: int) -> float:
-        sizes = {"max_new_tokens": count, "min_new_tokens": count, "eos_token_id": None}
-        return wall_seconds(lambda: model.generate(ids, **sizes, **options), ids.device)
-
-    seconds(2)
-    return len(prompts) * (num_tokens - 1) / (seconds(num_tokens) - seconds(1))

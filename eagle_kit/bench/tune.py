@@ -2,33 +2,36 @@
 shape, in interleaved rounds, over tasks and batch sizes; and beside transformers' own ``generate``.
 """
 
+import copy
 import random
 import statistics
 import string
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from eagle_kit.bench.case import Case, Machine
 from eagle_kit.bench.options import Options
+from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
 from eagle_kit.bench.runner import Benchmark, conduct
-from eagle_kit.bench.verdict import Rows, Verdict, at_least
+from eagle_kit.bench.verdict import Rows, Verdict, at_least, at_most
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.tasks import KNOWN_TASKS, load_tasks
-from eagle_kit.models.loading.source import resolve_target
-from eagle_kit.report.plots import Bars, BarSeries, Curve, Curves, draw, hue
+from eagle_kit.report.plots import GREY, Bars, BarSeries, Curve, Curves, HeatMap, Panel, draw, hue
+from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.llm import LLM
+from eagle_kit.tuning.policy import ShapePolicy
 
 PLAIN, AUTO = "none", "auto"
 NOISE, LANGUAGES, MIXED = "noise", "languages", "mixed"
@@ -44,7 +47,12 @@ SENTENCES = (
     "Hvordan lærer man at spille klaver som voksen?",
 )
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
-NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN = 0.98, 0.97, 1.0
+NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN, CHOOSING = 0.98, 0.97, 1.0, 0.002
+PEER_BATCHES = 1, 8
+WARM_UP = 2
+"""Rounds before those that count: an engine that has been running has recorded its cycles."""
+MAX_RECORDINGS = 128
+"""Of cycles on a CPU: as many settings as are compared here would take them from one another."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Sizes:
         rounds: interleaved rounds, each with prompts of its own.
         max_tokens: of a reply.
         compare: also decode with transformers, plainly and with prompt look-up, at batch sizes 1 and 8.
+        vllm: python of an environment with vLLM, to decode with it as well.
     """
 
     tasks: Sequence[str] = (*KNOWN_TASKS, *OWN_TASKS)
@@ -67,6 +76,7 @@ class Sizes:
     rounds: int = 7
     max_tokens: int = 64
     compare: bool = True
+    vllm: str | None = None
 
 
 def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> int:
@@ -87,11 +97,16 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         for draft in drafts
     }
     prompts = {task: make_prompts(plain, task, options.seed) for task in sizes.tasks}
-    model = _transformers_model(target, plain) if sizes.compare else None
+    cpu_graph.MAX_RECORDINGS = MAX_RECORDINGS
+    beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     benchmark = Benchmark(
-        "tune", list(cases(llms, prompts, sizes, model)), settings, partial(verdicts, sizes), plot
+        "tune",
+        [*cases(llms, prompts, sizes), *choosing_cases(llms, sizes.batches), *beside],
+        settings,
+        partial(verdicts, sizes),
+        plot,
     )
     return conduct(benchmark, Machine.here(options.seed), options)
 
@@ -114,20 +129,56 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
     return [llm.tokenize(text) for text in texts]
 
 
-def cases(
-    llms: dict[str, LLM], prompts: dict[str, list[list[int]]], sizes: Sizes, model: Any
-) -> Iterator[Case]:
-    """A case for every draft, batch size and task; then those beside transformers."""
+def cases(llms: dict[str, LLM], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
+    """A case for every draft, batch size and task."""
     for name, llm in llms.items():
         for batch in sizes.batches:
             for task, texts in prompts.items():
                 values = {"draft": name, "batch": batch, "task": task}
                 measure = partial(compare, llm, texts, batch, sizes)
                 yield Case(f"{name}, batch {batch}", task, measure, values)
-        for batch in (1, 8) if model is not None else ():
-            values = {"draft": name, "batch": batch, "task": KNOWN_TASKS[0], "peer": "transformers"}
-            measure = partial(compare_transformers, llm, model, prompts[KNOWN_TASKS[0]], batch, sizes)
-            yield Case(f"{name}, transformers", f"batch {batch}", measure, values)
+
+
+def choosing_cases(llms: dict[str, LLM], batches: Sequence[int]) -> Iterator[Case]:
+    """What choosing costs beside a cycle, for every draft and batch size."""
+    for name, llm in llms.items():
+        for batch in batches:
+            values = {"draft": name, "batch": batch}
+            yield Case(f"{name}, choosing", f"batch {batch}", partial(time_choosing, llm, batch), values)
+
+
+def time_choosing(llm: LLM, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
+    """Time what the policy of a draft does in a cycle whose requests differ."""
+    policy, rng = copy.deepcopy(llm.engine(AUTO).shapes), random.Random(0)
+    assert isinstance(policy, ShapePolicy)
+    seconds = 1e-3 * policy.plan([batch])[0].milliseconds
+    eases = [policy.new_request() for _ in range(batch)]
+    begun = time.perf_counter()
+    for number in range(num_cycles):
+        shape = policy.choose(eases, 200 + number)
+        for ease in eases:
+            policy.observe(ease, shape, rng.randint(0, shape.steps))
+            policy.see(ease, rng.random())
+        policy.observe_time(batch, shape, 200 + number, seconds)
+    spent = (time.perf_counter() - begun) / num_cycles
+    return {"figures": {"choosing us": 1e6 * spent, "share of a cycle": spent / seconds}}
+
+
+def peer_cases(
+    llms: dict[str, LLM],
+    prompts: dict[str, list[list[int]]],
+    sizes: Sizes,
+    target: str,
+    drafts: Sequence[str],
+) -> Iterator[Case]:
+    """A case for every draft and two batch sizes, beside other engines."""
+    task = next(iter(prompts))
+    for (name, llm), draft in zip(llms.items(), drafts, strict=True):
+        for batch in (size for size in PEER_BATCHES if size <= max(sizes.batches)):
+            values = {"draft": name, "batch": batch, "task": task, "peers": True}
+            started = partial(start_peers, target, draft, llm, sizes)
+            measure = partial(compare_peers, llm, started, prompts[task], batch, sizes)
+            yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
 
 
 def compare(
@@ -140,7 +191,8 @@ def compare(
     used: Counter[str] = Counter()
     course: list[tuple[float, float]] = []
     for setting in settings:
-        llm.generate(_part(prompts, 0, batch), SamplingParams(max_tokens=16), shape=setting)
+        for number in range(WARM_UP):
+            llm.generate(_part(prompts, number, batch), params, shape=setting)
     for number in range(sizes.rounds):
         part = _part(prompts, number, batch)
         first = number % len(settings)
@@ -193,61 +245,51 @@ def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float
     return float(low), float(high)
 
 
-def compare_transformers(
-    llm: LLM, model: Any, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
+def compare_peers(
+    llm: LLM,
+    started: Callable[[int], AbstractContextManager[dict[str, Seconds]]],
+    prompts: Sequence[list[int]],
+    batch: int,
+    sizes: Sizes,
+    machine: Machine,
 ) -> dict[str, Any]:
-    """Decode rounds with ours and with transformers; prompt look-up takes one prompt at a time."""
-    params = SamplingParams(max_tokens=sizes.max_tokens, ignore_eos=True)
-    modes: dict[str, dict[str, Any]] = {"transformers": {}}
-    if batch == 1:
-        modes["transformers, prompt look-up"] = {"prompt_lookup_num_tokens": 10}
-    rates: dict[str, list[float]] = {AUTO: [], **{mode: [] for mode in modes}}
-    llm.generate(_part(prompts, 0, batch), params, shape=AUTO)
-    for number in range(max(3, sizes.rounds // 2)):
-        part = _part(prompts, number, batch)
-        rates[AUTO].append(rate(llm.generate(part, params, shape=AUTO)))
-        for mode, options in modes.items():
-            rates[mode].append(transformers_rate(model, part, sizes.max_tokens, options))
-    figures = {f"{AUTO} tokens/s": statistics.median(rates[AUTO])}
-    for mode in modes:
-        ratios = [a / b for a, b in zip(rates[AUTO], rates[mode], strict=True)]
-        figures[f"{mode} tokens/s"] = statistics.median(rates[mode])
-        figures[f"times {mode}"] = statistics.median(ratios)
+    """Decode rounds with ours and with the peers, which ``started`` starts for a batch size."""
+    count = sizes.max_tokens
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+
+    def ours(part: Sequence[list[int]]) -> float:
+        return rate(llm.generate(list(part), params, shape=AUTO))
+
+    with started(batch) as peers:
+        runs = {AUTO: ours, **{name: partial(peer_rate, seconds, num_tokens=count) for name, seconds in peers.items()}}
+        rates: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            run(_part(prompts, 0, batch))
+        names = list(runs)
+        for number in range(sizes.rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                rates[name].append(runs[name](_part(prompts, number, batch)))
+    figures = {f"{name} tokens/s": statistics.median(values) for name, values in rates.items()}
+    for name in peers:
+        ratios = [mine / theirs for mine, theirs in zip(rates[AUTO], rates[name], strict=True)]
+        figures[f"times {name}"] = statistics.median(ratios)
+    if times := [figures[f"times {name}"] for name in peers if name.startswith("vLLM")]:
+        figures["times vLLM at its best"] = min(times)
     return {"figures": figures, "rounds": rates}
 
 
-@torch.inference_mode()
-def transformers_rate(
-    model: Any, prompts: Sequence[list[int]], num_tokens: int, options: dict[str, Any]
-) -> float:
-    """Tokens per second of transformers' greedy ``generate``, the prompt's part taken off by a second run."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-
-    def seconds(count: int) -> float:
-        begun = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            **options,
+@contextmanager
+def start_peers(target: str, draft: str, llm: LLM, sizes: Sizes, batch: int) -> Iterator[dict[str, Seconds]]:
+    """Load transformers, whose prompt look-up takes one prompt at a time, and start vLLM where it is given."""
+    model = transformers_model(target, llm.target.embed_tokens.weight)
+    peers: dict[str, Seconds] = {"transformers": partial(transformers_seconds, model)}
+    if batch == 1:
+        peers["transformers, prompt look-up"] = partial(
+            transformers_seconds, model, prompt_lookup_num_tokens=10
         )
-        return time.perf_counter() - begun
-
-    return len(prompts) * (num_tokens - 1) / (seconds(num_tokens) - seconds(1))
-
-
-def _transformers_model(target: str, llm: LLM) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    weight = llm.target.embed_tokens.weight
-    model: Any = AutoModelForCausalLM.from_pretrained(str(resolve_target(target)), dtype=weight.dtype)
-    return model.to(weight.device).eval()
+    with vllm_engines(sizes.vllm, target, draft, batch) if sizes.vllm else nullcontext({}) as others:
+        yield {**peers, **others}
 
 
 def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
@@ -260,6 +302,11 @@ def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
 
     plain = [(row["figures"]["auto over plain"], where(row)) for row in cells]
     best = [(row["figures"]["auto over best"], where(row)) for row in cells]
+    choosing = [
+        (row["figures"]["share of a cycle"], f"{row['draft']}, batch {row['batch']}")
+        for row in rows
+        if "share of a cycle" in row.get("figures", {})
+    ]
     means = [
         (_mean(row["ratios"][AUTO] for row in cells) / _mean(row["ratios"][shape] for row in cells), shape)
         for shape in sizes.shapes
@@ -269,6 +316,7 @@ def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
         at_least(f"auto at least {NOT_SLOWER} x plain decoding", NOT_SLOWER, plain),
         at_least(f"auto at least {NEARLY_BEST} x the best fixed shape", NEARLY_BEST, best),
         at_least("auto above every fixed shape in the mean", BEST_IN_THE_MEAN, means),
+        at_most(f"choosing at most {CHOOSING:.1%} of a cycle", CHOOSING, choosing),
     ]
 
 
@@ -277,38 +325,63 @@ def _mean(values: Iterator[float]) -> float:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw, for every draft, plain decoding, the best fixed shape and the choice by batch size, and the
-    choice over the rounds of mixed text."""
+    """Draw, for every draft, plain decoding, the best fixed shape and the choice by batch size, every shape
+    by batch size, and the choice over the rounds of mixed text."""
     cells = [row for row in record["cases"].values() if "ratios" in row]
-    panels: list[Bars | Curves] = []
-    for name in dict.fromkeys(row["draft"] for row in cells):
-        mine = [row for row in cells if row["draft"] == name]
-        groups = list(dict.fromkeys(row["batch"] for row in mine))
-        settings = list(mine[0]["ratios"])
-        series = [
-            BarSeries(
-                setting,
-                [_mean(r["ratios"][setting] for r in mine if r["batch"] == batch) for batch in groups],
-                hue(i),
-                [[r["ratios"][setting] for r in mine if r["batch"] == batch] for batch in groups],
-            )
-            for i, setting in enumerate(settings)
-        ]
-        across = "speed over plain decoding (line at 1); a dot is a task"
-        panels.append(Bars(across, [f"batch {batch}" for batch in groups], series, name, line=1.0))
-        curves = [
-            Curve(range(1, len(row["course"]) + 1), row["course"], f"batch {row['batch']}", hue(i), "o-")
-            for i, row in enumerate(row for row in mine if row["task"] == MIXED)
-        ]
-        if curves:
-            panels.append(
-                Curves(
-                    "round", "auto over plain decoding", curves, f"{name}, mixed text", legend="", whole=True
-                )
-            )
+    names = list(dict.fromkeys(row["draft"] for row in cells))
+    panels = [panel for name in names for panel in _panels(name, [r for r in cells if r["draft"] == name])]
     if panels:
-        columns = 2 - len(panels) % 2
-        title = "Shapes chosen by measurements"
-        write_bytes_atomically(path, draw(title, panels, columns=columns, legend=True))
+        title = "Shapes chosen by measurements: speed over plain decoding"
+        write_bytes_atomically(path, draw(title, panels, columns=len(panels) // len(names), legend=True))
     else:
         print("There is nothing to draw.", file=sys.stderr)
+
+
+def _panels(name: str, cells: Rows) -> list[Panel]:
+    """Panels of a draft."""
+    batches = list(dict.fromkeys(row["batch"] for row in cells))
+    settings = list(cells[0]["ratios"])
+    means = {
+        (setting, batch): _mean(r["ratios"][setting] for r in cells if r["batch"] == batch)
+        for setting in settings
+        for batch in batches
+    }
+    fixed = [setting for setting in settings if setting != AUTO]
+    best = [max(fixed, key=lambda setting, batch=batch: means[setting, batch]) for batch in batches]
+    groups = [f"batch {batch}\nbest {shape}" for batch, shape in zip(batches, best, strict=True)]
+    series = [
+        BarSeries("plain decoding", [1.0] * len(batches), GREY),
+        _bars("best fixed shape", best, batches, cells, means, 1),
+        _bars(AUTO, [AUTO] * len(batches), batches, cells, means, 0),
+    ]
+    panels: list[Panel] = [
+        Bars("times plain decoding; a dot is a task", groups, series, name, line=1.0),
+        HeatMap(
+            "batch size",
+            list(map(str, batches)),
+            settings,
+            [[means[setting, batch] for batch in batches] for setting in settings],
+            "mean over tasks",
+        ),
+    ]
+    curves = [
+        Curve(range(1, len(row["course"]) + 1), row["course"], f"batch {row['batch']}", hue(i), "o-")
+        for i, row in enumerate(row for row in cells if row["task"] == MIXED)
+    ]
+    if curves:
+        up = f"{AUTO} over plain decoding"
+        panels.append(Curves("round", up, curves, "code, prose and noise in turns", legend="", whole=True))
+    return panels
+
+
+def _bars(
+    label: str,
+    chosen: Sequence[str],
+    batches: Sequence[int],
+    cells: Rows,
+    means: dict[tuple[str, int], float],
+    colour: int,
+) -> BarSeries:
+    pairs = list(zip(chosen, batches, strict=True))
+    dots = [[row["ratios"][setting] for row in cells if row["batch"] == batch] for setting, batch in pairs]
+    return BarSeries(label, [means[pair] for pair in pairs], hue(colour), dots)

@@ -1,12 +1,15 @@
 """`eagle-kit tune DRAFT`: measure what shapes cost on this machine and what they accept."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
+    from eagle_kit.eval.tasks import Task
     from eagle_kit.serve.llm import LLM
     from eagle_kit.serve.tune import Tuned
 
@@ -30,6 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ship", action="store_true", help="also write tuning.json beside the draft's weights"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also compare the predictions with prompts, shapes and batch sizes that were not measured",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of what --check finds, as JSON")
     add_flags(parser, EngineConfig, FLAGS, max_batch_size=8)
 
 
@@ -38,12 +47,16 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.eval.tasks import load_tasks
     from eagle_kit.eval.tune import TuneOptions, tune
+    from eagle_kit.eval.tune_check import held_out
     from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
     from eagle_kit.tuning.files import save_acceptance, save_costs, ship
 
+    if args.out and not args.check:
+        raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
     config = options_of(args, EngineConfig, FLAGS)
-    tasks = [task.limited(args.limit, args.seed) for task in load_tasks(args.tasks)]
+    whole = load_tasks(args.tasks)
+    tasks = [task.limited(args.limit, args.seed) for task in whole]
     model = find_model(args.draft, args.target, DEFAULT_TARGET)
     llm = LLM(model.target, model.draft, config)
     tuned = tune(llm, TuneOptions(tasks, args.max_tokens))
@@ -53,7 +66,36 @@ def run(args: argparse.Namespace) -> int:
         folder = resolve_draft(args.draft, llm.target.config)
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
+    if args.check:
+        rest = [held_out(*pair, args.limit, args.seed) for pair in zip(whole, tasks, strict=True)]
+        _check(llm, tuned, [task for task in rest if task], args)
     return 0
+
+
+def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", args: argparse.Namespace) -> None:
+    from eagle_kit.core.files import write_json_atomically
+    from eagle_kit.eval.tune_check import check
+    from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
+
+    prompts = [prompt.messages([]) for task in tasks for prompt in task.prompts]
+    print(f"check       {len(prompts)} prompts that were not recorded")
+    found = []
+    for each in check(llm, tuned, prompts, args.max_tokens):
+        print(f"  {each}", flush=True)
+        found.append(each)
+    for unit in dict.fromkeys(each.unit for each in found):
+        errors = [abs(each.error) for each in found if each.unit == unit]
+        print(f"{unit}: error at most {max(errors):.1%}, {sum(errors) / len(errors):.1%} in the mean")
+    if args.out:
+        data = {
+            "command": command_line(),
+            "date": now(),
+            "machine": describe_machine(llm.target.embed_tokens.weight.device.type),
+            "versions": describe_versions(),
+            "prompts": len(prompts),
+            "compared": [each.to_json() for each in found],
+        }
+        write_json_atomically(args.out, data)
 
 
 def print_plan(llm: "LLM", tuned: "Tuned") -> None:

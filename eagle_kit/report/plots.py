@@ -186,7 +186,50 @@ class Bars:
             area.axvline(self.line, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
 
 
-def draw(title: str, panels: Sequence[Curves | Bars], *, columns: int = 0, legend: bool = False) -> bytes:
+@dataclass(frozen=True)
+class HeatMap:
+    """A panel of numbers in coloured cells, the first row on top; blue above the ``middle``, red below.
+
+    Attributes:
+        across: label of the horizontal axis.
+        columns, rows: their names.
+        values: of every row.
+    """
+
+    across: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: Sequence[Sequence[float]]
+    title: str = ""
+    middle: float = 1.0
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 1.1 + 0.36 * len(self.rows)
+
+    def draw(self, area: Any) -> None:
+        """Draw into matplotlib axes."""
+        from matplotlib.colors import TwoSlopeNorm
+
+        numbers = [value for row in self.values for value in row]
+        away = max(abs(value - self.middle) for value in numbers) or 1.0
+        norm = TwoSlopeNorm(self.middle, self.middle - away, self.middle + away)
+        area.imshow(self.values, norm=norm, cmap="RdBu", aspect="auto", alpha=0.75)
+        for i, row in enumerate(self.values):
+            for j, value in enumerate(row):
+                area.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        area.set_xticks(range(len(self.columns)), self.columns)
+        area.set_yticks(range(len(self.rows)), self.rows)
+        frame(area, self.title, self.across, "")
+        area.grid(False)
+        area.tick_params(length=0)
+
+
+Panel = Curves | Bars | HeatMap
+
+
+def draw(title: str, panels: Sequence[Panel], *, columns: int = 0, legend: bool = False) -> bytes:
     """Draw panels side by side into one PNG.
 
     Args:
@@ -247,10 +290,13 @@ def _write(area: Any, x: float, y: float, text: str, away: tuple[int, int], **lo
     area.annotate(text, (x, y), xytext=away, textcoords="offset points", fontsize=8, bbox=box, **look)
 
 
-def _legend_of(panels: Sequence[Curves | Bars]) -> list[Any]:
-    """One patch for every label of all panels."""
+def _legend_of(panels: Sequence[Panel]) -> list[Any]:
+    """One patch for every label of all panels without a legend of their own."""
     from matplotlib.patches import Patch
 
-    series = [one for panel in panels for one in (panel.series if isinstance(panel, Bars) else panel.curves)]
+    series: list[BarSeries | Curve] = []
+    for panel in panels:
+        series += panel.series if isinstance(panel, Bars) else ()
+        series += panel.curves if isinstance(panel, Curves) and panel.legend is None else ()
     colours = {one.label: one.colour for one in series if one.label}
     return [Patch(color=colour, label=label) for label, colour in colours.items()]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.serve.cpu_graph import RECORD_AFTER
+from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.acceptance import AcceptanceTable
@@ -21,8 +21,7 @@ from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import Ease, ShapePolicy
 
 WARM_UP = 2
-WARM_UP_S = 1.0
-"""Most seconds of cycles in which a recording is awaited: of long cycles, Python takes a small part."""
+"""Cycles that are not counted: the first makes a recording, where there are any."""
 
 
 class Point(NamedTuple):
@@ -66,14 +65,17 @@ def time_cycles(
 @contextmanager
 def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictated"]:
     """Have an engine use the shapes that it is told."""
-    before, totals = engine.shapes, engine.totals
+    before, totals, graphs = engine.shapes, engine.totals, engine.runner.graphs
     dictated = _Dictated(shapes)
     engine.use_shape(dictated)
     engine.totals = type(totals)()
+    if isinstance(graphs, CpuGraphs):
+        engine.runner.graphs = CpuGraphs(record_after=1)
     try:
         yield dictated
     finally:
         engine.use_shape(before)
+        engine.runner.graphs = graphs
         engine.page_pool.clear()  # random prompts are of no use to anyone
         engine.totals = totals
 
@@ -83,9 +85,11 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
     seconds: dict[SpecShape, list[float]] = {}
     contexts: dict[SpecShape, list[int]] = {}
     try:
-        for number in range(plan.num_rounds):
+        for _ in range(plan.num_rounds):
             for shape in (NO_SPECULATION, *plan.shapes):
-                batch.warm_up(shape, is_first=number == 0)
+                batch.begin()
+                for _ in range(WARM_UP):
+                    batch.step(shape)
                 contexts.setdefault(shape, []).append(batch.context)
                 seconds.setdefault(shape, []).extend(batch.step(shape) for _ in range(plan.num_cycles))
     finally:
@@ -97,36 +101,41 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
 
 
 class _Batch:
-    """Requests of random tokens at a point, begun anew when they come to the end of the context."""
+    """Requests of random tokens at a point. Their lengths differ, as those of requests do."""
 
     def __init__(self, engine: Engine, dictated: "_Dictated", point: Point) -> None:
-        self._engine, self._dictated, self._point = engine, dictated, point
+        self._engine, self._dictated = engine, dictated
         self._requests: list[Request] = []
+        rng, top, count = random.Random(0), engine.target.config.vocab_size, point.batch_size
+        self._prompts = [
+            [rng.randrange(top) for _ in range(max(2, round(point.context * (0.5 + (i + 0.5) / count))))]
+            for i in range(count)
+        ]
 
     @property
     def context(self) -> int:
         """Mean number of tokens."""
         return round(statistics.mean(request.num_tokens for request in self._requests))
 
+    def begin(self) -> None:
+        """Put the requests into the engine, as new; the prefix cache has their prompts by then."""
+        self.end()
+        params = SamplingParams(max_tokens=self._engine.config.max_context, ignore_eos=True)
+        self._dictated.shape = NO_SPECULATION
+        self._requests = [Request(i, ids, params, group=0) for i, ids in enumerate(self._prompts)]
+        for request in self._requests:
+            self._engine.check_request(request)
+        for request in self._requests:
+            self._engine.add_request(request)
+        while any(not request.token_ids for request in self._requests):
+            self._engine.step()
+
     def step(self, shape: SpecShape) -> float:
         """Run a cycle -> seconds."""
-        most = self._engine.config.max_context - (self._engine.config.lag + 1) * (shape.steps + 1) - 1
-        if not self._requests or max(request.num_tokens for request in self._requests) > most:
-            self._begin()
         self._dictated.shape = shape
         begun = time.perf_counter()
         self._engine.step()
         return time.perf_counter() - begun
-
-    def warm_up(self, shape: SpecShape, *, is_first: bool) -> None:
-        """Run cycles until the shape's graph is there."""
-        graphs = self._engine.runner.graphs
-        is_recorded = graphs.mode == "cycle" and not graphs.has_fixed_shapes
-        begun = time.perf_counter()
-        for number in range(RECORD_AFTER + 2 if is_first and is_recorded else WARM_UP):
-            if number >= WARM_UP and time.perf_counter() - begun > WARM_UP_S:
-                break
-            self.step(shape)
 
     def end(self) -> None:
         """Take the requests out of the engine."""
@@ -134,25 +143,6 @@ class _Batch:
             self._engine.abort(request)
         self._engine.drain()
         self._requests = []
-
-    def _begin(self) -> None:
-        self.end()
-        rng, top = random.Random(0), self._engine.target.config.vocab_size
-        params = SamplingParams(max_tokens=self._engine.config.max_context, ignore_eos=True)
-        requests = [
-            Request(
-                i, [rng.randrange(top) for _ in range(max(2, self._point.context - 5 * i))], params, group=0
-            )
-            for i in range(self._point.batch_size)  # of different lengths, as requests are
-        ]
-        self._dictated.shape = NO_SPECULATION
-        for request in requests:
-            self._engine.check_request(request)
-        self._requests = requests
-        for request in self._requests:
-            self._engine.add_request(request)
-        while any(not request.token_ids for request in self._requests):
-            self._engine.step()
 
 
 class _Dictated(ShapePolicy):

@@ -39,7 +39,7 @@ SHAPES = tuple(
 CONTEXTS = 64, 1024
 LEAST_WINDOW = 8
 """Nodes per request of a full batch for which memory always suffices."""
-ROOM = 400
+ROOM = 128
 """Tokens behind the context that timing a point decodes."""
 SAMPLE = 512
 """Numbers of a weight that tell it from another."""
@@ -137,7 +137,7 @@ def whole_plan(engine: Engine, num_rounds: int = 3, num_cycles: int = 5) -> Plan
     """Plan a measurement of minutes: powers of two up to the largest batch, a short and a long context."""
     most = engine.config.max_batch_size
     sizes = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-    contexts = sorted({min(context, engine.config.max_context // 2) for context in CONTEXTS})
+    contexts = sorted({min(context, engine.config.max_context // 3) for context in CONTEXTS})
     points = [Point(size, context) for context in contexts for size in sizes if _fits(engine, size, context)]
     return Plan(points, runnable(engine, SHAPES), num_rounds, num_cycles)
 

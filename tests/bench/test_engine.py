@@ -3,7 +3,7 @@ follow from what was timed."""
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from eagle_kit.bench.engine.floor import cycle_forwards
 from eagle_kit.bench.engine.load import decoding, host_work, loaded, random_prompts, window_forms
 from eagle_kit.bench.models import check_room, make_models, preset_named
 from eagle_kit.bench.options import Options
+from eagle_kit.bench.peers import peer_rate, transformers_seconds
 from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
@@ -278,9 +279,8 @@ class FakeTransformers:
 def test_the_rate_of_transformers_is_without_its_prefill(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("eagle_kit.bench.case.time.perf_counter", lambda: clock[0])
-    assert decode.transformers_rate(FakeTransformers(clock), [[1, 2]] * 4, num_tokens=64) == pytest.approx(
-        4.0
-    )
+    seconds = partial(transformers_seconds, FakeTransformers(clock))
+    assert peer_rate(seconds, [[1, 2]] * 4, num_tokens=64) == pytest.approx(4.0)
 
 
 def test_decoding_is_measured_by_windows_cycles_and_rates(models, monkeypatch):

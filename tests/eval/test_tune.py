@@ -8,8 +8,11 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval import tune as measuring
+from eagle_kit.eval.tasks import load_tasks
+from eagle_kit.eval.tune_check import SHAPES
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.tuning import files
@@ -105,3 +108,26 @@ def test_what_was_recorded_covers_every_shape(folders):
         assert table.shares[shape].sum() == pytest.approx(1)
         assert 1 <= table.length(shape) <= shape.steps + 1
         assert (table.reach[shape][:, 1:] <= table.reach[shape][:, :-1] + 1e-9).all()
+
+
+def test_predictions_are_held_against_what_was_not_measured(folders, capsys):
+    out = folders / "check.json"
+    assert command(folders, "--limit", "6", "--check", "--out", str(out)) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert data["prompts"] == 4 and "4 prompts that were not recorded" in printed
+    found = data["compared"]
+    lengths = [each for each in found if each["unit"] == "tokens a cycle"]
+    assert [each["what"] for each in lengths] == [str(shape) for shape in SHAPES]
+    llm = LLM(str(folders / "target"), str(folders / "head"), max_context=128, graph_mode="off")
+    recorded, others = load_tasks([folders / "chat.jsonl"])[0].limited(6, 0).prompts, []
+    for prompt in load_tasks([folders / "chat.jsonl"])[0].prompts:
+        if prompt not in recorded:
+            others.append(prompt.messages([]))
+    for each in lengths:
+        outputs = llm.generate(others, SamplingParams(max_tokens=12), shape=SpecShape.parse(each["what"]))
+        emitted = sum(output.stats.num_emitted_tokens for output in outputs)
+        assert each["measured"] == pytest.approx(emitted / sum(o.stats.num_verifies for o in outputs))
+    cycles = [each for each in found if each["unit"] == "ms a cycle"]
+    assert cycles and all(each["predicted"] > 0 and each["measured"] > 0 for each in cycles)
+    assert {each["what"].split(",")[0] for each in cycles} == {"batch 1"}

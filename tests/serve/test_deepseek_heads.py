@@ -266,8 +266,9 @@ def facade(folder, algorithm="NEXTN", **options) -> LLM:
 def test_the_targets_own_modules_need_no_draft(models, plain, count):
     llm = facade(models.folders[count], "nextn")
     assert llm.default_shape == SpecShape(3, 1, 4)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=10))
-    expected = facade(models.folders[count], "auto").generate(PROMPTS, SamplingParams(max_tokens=10))
+    params = SamplingParams(max_tokens=10)
+    outputs = llm.generate(PROMPTS, params, shape=llm.default_shape)
+    expected = facade(models.folders[count], "auto").generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert accept_length(outputs) > 1.02
 

@@ -133,7 +133,7 @@ class KnowsTheAnswer:
         self.capture, self.empty_state = proposer.capture, proposer.empty_state
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
-        self.check_shape = proposer.check_shape
+        self.check_shape, self.confidence = proposer.check_shape, lambda state: None
 
     def propose(self, state, shape, num_columns, sampling):
         tree, proposal = self.real.propose(state, shape, num_columns)

@@ -143,7 +143,8 @@ class TwoFacedLLM:
         ids = self.drafted if shape.steps else self.plain
         return [RequestOutput(prompt, list(ids), "", "length", stats) for prompt in prompts]
 
-    def engine(self):
+    def engine(self, shape):
+        assert not shape.steps
         return self
 
 

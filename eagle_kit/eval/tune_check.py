@@ -1,0 +1,75 @@
+"""What was predicted against what happens: prompts that were not recorded, shapes, batch sizes and contexts
+that were not timed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.eval.tasks import Task
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.tune import Tuned, runnable
+
+SHAPES = tuple(map(SpecShape.parse, ("1,3,4", "3,1,4", "6,1,7", "2,3,6", "4,2,8", "6,4,20")))
+BATCH_SIZES = 1, 3, 6
+CONTEXT = 400
+NUM_ROUNDS, NUM_CYCLES = 5, 5
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A predicted figure and the measured one: ``what`` it is, in ``unit``."""
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {self.predicted:.3g} {self.unit} predicted, {self.measured:.3g} measured, "
+            f"{self.error:+.1%}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures, for a file."""
+        return {**vars(self), "error": self.error}
+
+
+def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> Iterator[Compared]:
+    """Compare predictions with decoding.
+
+    Args:
+        prompts: that were not recorded; chats or token ids.
+        max_tokens: of a reply, as it was recorded.
+    """
+    engine, acceptance = llm.engine("none"), tuned.acceptance.table
+    shapes = [shape for shape in runnable(engine, SHAPES) if shape in acceptance.reach]
+    for shape in shapes if prompts else ():
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens), shape=shape)
+        total = SpecStats()
+        for output in outputs:
+            total.add(output.stats)
+        yield Compared(f"{shape}", "tokens a cycle", acceptance.length(shape), total.accept_length)
+    sizes = [size for size in BATCH_SIZES if size <= engine.config.max_batch_size]
+    context = min(CONTEXT, engine.config.max_context // 3)
+    plan = Plan([Point(size, context) for size in sizes], shapes, NUM_ROUNDS, NUM_CYCLES)
+    for timing in time_cycles(engine, plan):
+        predicted = tuned.costs.table.seconds(timing.batch_size, timing.shape, timing.context)
+        what = f"batch {timing.batch_size}, {timing.context} tokens, {timing.shape}"
+        yield Compared(what, "ms a cycle", 1e3 * predicted, 1e3 * timing.seconds)
+
+
+def held_out(task: Task, recorded: Task, limit: int | None, seed: int) -> Task | None:
+    """Return prompts of a task that were not recorded, None where all were."""
+    seen = {prompt.id for prompt in recorded.prompts}
+    rest = tuple(prompt for prompt in task.prompts if prompt.id not in seen)
+    return Task(task.name, rest).limited(limit, seed) if rest else None

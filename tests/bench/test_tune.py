@@ -1,0 +1,76 @@
+"""`bench tune` as its user runs it on a tiny model: figures that follow from what was decoded, and verdicts."""
+
+import json
+import sys
+
+import pytest
+from tiny import tiny_head
+from tiny_run import make_target
+
+from eagle_kit.bench.peers import _vllm
+from eagle_kit.bench.tune import AUTO, Sizes, verdicts
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.cli.app import main
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.loading.loader import load_target
+
+
+@pytest.fixture
+def folders(tmp_path):
+    target = make_target(tmp_path / "target")
+    save_draft(tiny_head(load_target(target), draft_vocab_size=90), tmp_path / "head", metadata={})
+    lines = [{"id": str(i), "category": "x", "turns": [f"Number {i} sees the dog."]} for i in range(5)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_every_cell_is_measured_and_drawn(folders, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["bench", "tune", "--target", str(folders / "target"), "--draft", str(folders / "head")]
+    words += ["--tasks", str(folders / "chat.jsonl"), "noise", "--batches", "1", "2", "--rounds", "2"]
+    words += ["--shapes", "1,1,2", "2,2,4", "--max-tokens", "10", "--seed", "3", "--no-progress"]
+    code = main([*words, "--out", str(folders / "tune.json")])
+    record = json.loads((folders / "tune.json").read_text(encoding="utf-8"))
+    rows = list(record["cases"].values())
+    assert [row["status"] for row in rows] == ["ok"] * len(rows), capsys.readouterr().out
+    cells = {(row["task"], row["batch"]): row for row in rows if "ratios" in row}
+    assert set(cells) == {(task, batch) for task in ("chat", "noise") for batch in (1, 2)} or set(
+        cells
+    ) == {(task, batch) for task in (str(folders / "chat.jsonl"), "noise") for batch in (1, 2)}
+    for row in cells.values():
+        rounds = row["rounds"]
+        assert set(rounds) == {"none", "1,1,2", "2,2,4", AUTO} and sum(row["shapes"].values()) > 0
+        pairs = [a / b for a, b in zip(rounds[AUTO], rounds["none"], strict=True)]
+        assert row["figures"]["auto over plain"] == pytest.approx(sum(pairs) / 2)
+        low, high = row["intervals"][AUTO]
+        assert low <= row["ratios"][AUTO] <= high
+    peers = [row["figures"] for row in rows if row.get("peers")]
+    assert len(peers) == 1 and peers[0]["transformers tokens/s"] > 0
+    assert (folders / "tune.png").stat().st_size > 10_000
+    assert code in (0, 1)  # the times of a tiny model are noise
+
+
+def cell(auto, best, shapes):
+    figures = {"auto over plain": auto, "auto over best": auto / best}
+    return {"draft": "d", "batch": 1, "task": "t", "figures": figures, "ratios": {AUTO: auto, **shapes}}
+
+
+def test_verdicts_name_the_worst_cell():
+    sizes = Sizes(shapes=("1,1,2", "4,1,5"))
+    rows = [
+        cell(1.3, 1.25, {"1,1,2": 1.1, "4,1,5": 1.25}),
+        {**cell(0.97, 1.0, {"1,1,2": 0.9, "4,1,5": 0.8}), "task": "noise"},
+        {"draft": "d", "batch": 1, "figures": {"share of a cycle": 0.001}},
+    ]
+    plain, best, means, choosing = verdicts(sizes, rows, True)
+    assert not plain.met and "noise" in plain.at and plain.measured == pytest.approx(0.97)
+    assert best.met and best.measured == pytest.approx(0.97)
+    assert means.met and means.at == "4,1,5"
+    assert choosing.met and choosing.measured == pytest.approx(0.001)
+
+
+def test_a_python_without_vllm_is_a_user_error():
+    with _vllm(sys.executable, {"target": "t", "head": "h", "drafts": 0, "batch": 1}) as seconds:
+        with pytest.raises(UserError) as found:
+            seconds([[1, 2]], 4)
+    assert "vllm" in found.value.cause and "--vllm" in found.value.remedy
