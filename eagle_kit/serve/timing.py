@@ -69,7 +69,7 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictat
     dictated = _Dictated(shapes)
     engine.use_shape(dictated)
     engine.totals = type(totals)()
-    if isinstance(graphs, CpuGraphs):
+    if graphs.mode == "cycle" and not graphs.has_fixed_shapes:
         engine.runner.graphs = CpuGraphs(record_after=1)
     try:
         yield dictated

@@ -6,6 +6,7 @@ from tiny import tiny_head, tiny_target
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.serve import tune
+from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.tuning import files
@@ -87,15 +88,37 @@ def test_timing_leaves_an_engine_as_it_was(lag):
     engine = llm.engine()
     before = texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20)))
     totals, shapes = engine.totals, engine.shapes
-    timings = time_cycles(engine, Plan([Point(1, 20), Point(3, 100)], SHAPES, 2, 3))
+    timings = time_cycles(engine, Plan([Point(1, 20), Point(3, 60)], SHAPES, 2, 3))
     assert [(t.batch_size, t.shape) for t in timings] == [
         (size, shape) for size in (1, 3) for shape in (NO_SPECULATION, *SHAPES)
     ]
     assert all(timing.seconds > 0 for timing in timings)
+    contexts = [[t.context for t in timings if t.batch_size == size] for size in (1, 3)]
+    assert all(max(mine) - min(mine) <= 8 for mine in contexts), "every shape begins at the same tokens"
     assert engine.totals is totals and engine.shapes == shapes and not engine.has_work
     engine.check()
     assert engine.page_pool.num_available == engine.page_pool.num_pages
     assert texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20))) == before
+
+
+def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
+    llm = make(shape="3,1,4", graph_mode="cycle", max_batch_size=1)
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=60, ignore_eos=True))
+    engine = llm.engine()
+    graphs, count = engine.runner.graphs, engine.num_graphs
+    assert isinstance(graphs, CpuGraphs) and count
+    made = []
+
+    class Watched(CpuGraphs):
+        def __init__(self, record_after):
+            super().__init__(record_after)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_kit.serve.timing.CpuGraphs", Watched)
+        time_cycles(engine, Plan([Point(1, 20)], SHAPES, 2, 3))
+    assert len(made) == 1 and made[0].num_graphs >= 1 + len(SHAPES)
+    assert engine.runner.graphs is graphs and engine.num_graphs == count
 
 
 def test_an_interrupted_measurement_leaves_nothing(monkeypatch):
