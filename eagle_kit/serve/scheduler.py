@@ -5,7 +5,8 @@ wait in the order of priority, then of the slots that they hold, then of arrival
 not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
 
 * a group that holds several, whatever its priority,
-* a request that has had a turn of :data:`TURN_TOKENS` tokens and is as many ahead of it in its reply,
+* a request that is :data:`TURN_TOKENS` tokens ahead of it in its reply, and has had a turn of as many, or of
+  :data:`SHORT_TURN_TOKENS` where the group waits for its first token and there is a prefix cache,
 * for its first token, and only with a prefix cache, a prompt that has had a turn of :data:`TURN_CHUNKS` parts
   and lacks more than those beyond its own.
 
@@ -37,6 +38,8 @@ from eagle_kit.serve.request import Request
 TURN_TOKENS = 32
 """Tokens of a reply in a turn. With a prefix cache each further turn costs about a page of prefill, 2 % of
 the time of 32 tokens."""
+SHORT_TURN_TOKENS = 8
+"""Tokens of a turn that ends for a request without a token: there is at most one such for every request."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
@@ -89,6 +92,7 @@ class Scheduler:
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._short_turn = SHORT_TURN_TOKENS if page_pool.prefix_cache else TURN_TOKENS
         self._prompt_turn = min(config.prefill_tokens, TURN_CHUNKS * config.mixed_prefill_tokens)
 
     @property
@@ -239,7 +243,7 @@ class Scheduler:
         def may_give_way(request: Request) -> bool:
             if self._num_held[request.group] > 1:
                 return True
-            return _has_had_turn(request) or self._has_had_prompt_turn(request)
+            return _has_had_turn(request, self._short_turn) or self._has_had_prompt_turn(request)
 
         return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
 
@@ -261,7 +265,8 @@ class Scheduler:
             if other.priority > request.priority:
                 return False
             ahead = other.progress - request.progress
-            if ahead >= TURN_TOKENS and _has_had_turn(other):
+            turn = TURN_TOKENS if request.token_ids else self._short_turn
+            if ahead >= TURN_TOKENS and _has_had_turn(other, turn):
                 return True
             left = _rest(other) - request.num_to_compute
             is_longer = left > self._prompt_turn
@@ -344,8 +349,8 @@ class Scheduler:
         return 1.0 + self.attention_cost * position
 
 
-def _has_had_turn(request: Request) -> bool:
-    return request.progress - request.turn_began >= TURN_TOKENS
+def _has_had_turn(request: Request, num_tokens: int) -> bool:
+    return request.progress - request.turn_began >= num_tokens
 
 
 def _rest(request: Request) -> int:

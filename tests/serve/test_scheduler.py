@@ -92,6 +92,16 @@ def test_long_replies_give_way_after_their_turn(models):
     assert newcomers[0].token_ids
 
 
+def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply(models):
+    engine = engine_of(models)
+    begin(engine, requests_of([[i, 1] for i in range(SLOTS + 1)], max_tokens=400), steps=3 * TURN)
+    waited = []
+    for i in range(12):  # whenever it comes, also just after another took a slot
+        newcomer = requests_of([[5, 6, i % 11]], first=100 + i, max_tokens=3)[0]
+        waited.append(steps_to_first_token(engine, newcomer))
+    assert max(waited) <= 8 + 2
+
+
 def loop(engine, clients, steps, max_tokens) -> int:
     """Serve ``clients`` that ask for a short reply again and again -> the number of replies."""
     live, count = [], 0
