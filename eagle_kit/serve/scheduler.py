@@ -5,22 +5,25 @@ wait in the order of priority, then of the slots that they hold, then of arrival
 not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
 
 * a group that holds several, whatever its priority,
-* a request that has had a turn of :data:`TURN_TOKENS` tokens and is as many ahead of it in its reply,
+* for its first token, a long prompt behind another that is being computed,
+* a request that is :data:`TURN_TOKENS` tokens ahead of it in its reply, and has had a turn of as many, or of
+  :data:`SHORT_TURN_TOKENS` where the group waits for its first token and there is a prefix cache,
 * for its first token, and only with a prefix cache, a prompt that has had a turn of :data:`TURN_CHUNKS` parts
   and lacks more than those beyond its own.
 
 Nobody gives way for a request that would not fit even so. The one that gives way waits again. Its tokens stay
 in the prefix cache, so that going on costs little; a slot that becomes free goes to the first in the order,
-which then has a turn, so that nobody waits for ever.
+which then has a turn, so that nobody waits for ever. For some steps, though, a group's second request, and a
+long prompt behind another, leave the last free slot to others, or they would be begun again and again.
 
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
-that decodes for several groups computes fewer prompt tokens, which count for more the more there are before
-them; half of them belong to the prompt that has waited longest, the rest to those that end soonest, and one
-that two steps' tokens would end is ended. The weights and what is before a part are read once for all of it,
-so a longer prompt saves its share of several steps up until a part is worth that. A reply with much before
-it, or several such of one group, likewise sit out cycles that others share, until their share pays for one;
-in a turn these count like tokens.
+that decodes, or ends a prompt, beside another group's computes fewer prompt tokens, which count for more the
+more there are before them; half of them belong to the prompt that has waited longest, the rest to those that
+end soonest, and one that two steps' tokens would end is ended. The weights and what is before a part are read
+once for all of it, so a longer prompt saves its share of several steps up until a part is worth that. A reply
+with much before it, or several such of one group, likewise sit out cycles that others share, until their
+share pays for one; in a turn these count like tokens.
 A request that does not fit yet keeps those behind it waiting.
 """
 
@@ -37,6 +40,8 @@ from eagle_kit.serve.request import Request
 TURN_TOKENS = 32
 """Tokens of a reply in a turn. With a prefix cache each further turn costs about a page of prefill, 2 % of
 the time of 32 tokens."""
+SHORT_TURN_TOKENS = 8
+"""Tokens of a turn that ends for a request without a token: there is at most one such for every request."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
@@ -88,7 +93,9 @@ class Scheduler:
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
+        self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._short_turn = SHORT_TURN_TOKENS if page_pool.prefix_cache else TURN_TOKENS
         self._prompt_turn = min(config.prefill_tokens, TURN_CHUNKS * config.mixed_prefill_tokens)
 
     @property
@@ -106,7 +113,9 @@ class Scheduler:
         if not preempted:
             preempted = self._admit_all()
         decoding = [request for request in self.running if not request.is_prefilling]
-        holds_others = bool(decoding) and len(self._num_held) > 1
+        mixed = self.config.mixed_prefill_tokens
+        waits = bool(decoding) or any(each.is_prefilling and _rest(each) <= mixed for each in self.running)
+        holds_others = waits and len(self._num_held) > 1
         chunks = self._chunks(holds_others=holds_others)
         return StepPlan(chunks, self._affordable(decoding), preempted)
 
@@ -190,10 +199,13 @@ class Scheduler:
     def _admit_all(self) -> list[Request]:
         """Admit requests in order as long as they fit, then those for which others give way -> those."""
         preempted: list[Request] = []
+        self._num_kept -= 1
         heads = [(self._order(head), head) for head in self._heads()] if self._slots else []
         heapq.heapify(heads)
         while self._slots and heads:
             first = heapq.heappop(heads)[1]
+            if self._num_kept > 0 and len(self._slots) == 1 and self._can_spare(first):
+                continue
             if not self._admit(first):
                 break
             if (head := self._head(first.group)) is not None:
@@ -205,10 +217,28 @@ class Scheduler:
                 self._preempt(victim)
                 preempted.append(victim)
                 self._admit(request)
+                self._num_kept = TURN_TOKENS
                 dispensable = self._dispensable()
             if request.slot < 0 and self._slots:
                 break
         return preempted
+
+    def _can_spare(self, request: Request) -> bool:
+        """Return True if a request can leave the last free slot to others: it is not the first of its group,
+        or a long prompt behind another."""
+        if self._num_held[request.group]:
+            return len(self._num_held) > 1
+        is_long = not request.token_ids and request.num_to_compute > self._prompt_turn
+        if not is_long or not self._long_prompts():
+            return False
+        shared = self.page_pool.match(request.tokens(0, request.num_to_compute - 1))
+        return request.num_to_compute - len(shared) * self.page_pool.page_size > self._prompt_turn
+
+    def _long_prompts(self) -> list[Request]:
+        """List the running requests that have more than a turn of their prompt to be computed, the oldest
+        first. The others of them have little of a step's tokens."""
+        long = (each for each in self.running if each.is_prefilling and _rest(each) > self._prompt_turn)
+        return sorted(long, key=_rank) if self.page_pool.prefix_cache else []
 
     def _heads(self) -> list[Request]:
         """List the first request of every group that waits."""
@@ -236,10 +266,12 @@ class Scheduler:
     def _dispensable(self) -> list[Request]:
         """List the running requests that could give way, those that have got most first."""
 
+        behind = self._long_prompts()[1:]
+
         def may_give_way(request: Request) -> bool:
-            if self._num_held[request.group] > 1:
+            if self._num_held[request.group] > 1 or request in behind:
                 return True
-            return _has_had_turn(request) or self._has_had_prompt_turn(request)
+            return _has_had_turn(request, self._short_turn) or self._has_had_prompt_turn(request)
 
         return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
 
@@ -255,13 +287,18 @@ class Scheduler:
         if most < TURN_TOKENS and request.token_ids and max(self._num_held.values()) == 1:
             return []  # at once in the usual case of a long queue
 
+        behind = self._long_prompts()[1:] if request.num_to_compute <= self._prompt_turn else []
+
         def gives_way(other: Request) -> bool:
             if self._num_held[other.group] > 1:
                 return True
             if other.priority > request.priority:
                 return False
+            if other in behind:
+                return True
             ahead = other.progress - request.progress
-            if ahead >= TURN_TOKENS and _has_had_turn(other):
+            turn = TURN_TOKENS if request.token_ids else self._short_turn
+            if ahead >= TURN_TOKENS and _has_had_turn(other, turn):
                 return True
             left = _rest(other) - request.num_to_compute
             is_longer = left > self._prompt_turn
@@ -344,8 +381,8 @@ class Scheduler:
         return 1.0 + self.attention_cost * position
 
 
-def _has_had_turn(request: Request) -> bool:
-    return request.progress - request.turn_began >= TURN_TOKENS
+def _has_had_turn(request: Request, num_tokens: int) -> bool:
+    return request.progress - request.turn_began >= num_tokens
 
 
 def _rest(request: Request) -> int:

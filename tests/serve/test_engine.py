@@ -155,7 +155,7 @@ class KnowsTheAnswer:
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])
 def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
     plain = decode(models, max_tokens=31)
-    engine = make_engine(models, batch=5, max_context=128, page_size=3)
+    engine = make_engine(models, batch=5, max_context=128, page_size=3, mixed_prefill_tokens=128)
     engine.use_shape(SpecShape(5, 4, 11))
     engine.runner.drafter = KnowsTheAnswer(
         engine.runner.drafter, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at

@@ -92,6 +92,57 @@ def test_long_replies_give_way_after_their_turn(models):
     assert newcomers[0].token_ids
 
 
+def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply(models):
+    engine = engine_of(models)
+    begin(engine, requests_of([[i, 1] for i in range(SLOTS + 1)], max_tokens=400), steps=3 * TURN)
+    waited = []
+    for i in range(12):  # whenever it comes, also just after another took a slot
+        newcomer = requests_of([[5, 6, i % 11]], first=100 + i, max_tokens=3)[0]
+        waited.append(steps_to_first_token(engine, newcomer))
+    assert max(waited) <= 8 + 2
+
+
+def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(models, monkeypatch):
+    engine, parts = engine_of(models, prefill_tokens=256, mixed_prefill_tokens=16), []
+    prefill = engine.runner.prefill
+
+    def watched(chunks):
+        parts.append(sum(chunk.stop - chunk.start for chunk in chunks))
+        return prefill(chunks)
+
+    monkeypatch.setattr(engine.runner, "prefill", watched)
+    begin(engine, requests_of([LONG, [5, 6], [7, 8]], max_tokens=20), steps=2)
+    assert parts[0] <= 2 * 16 + 4
+
+
+def test_long_prompts_beside_one_another_hold_no_slots_of_short_ones(models):
+    engine = engine_of(models, prefill_tokens=64, mixed_prefill_tokens=8)
+    replies = requests_of([[1, 2]], max_tokens=400)
+    begin(engine, [*replies, *requests_of([[i, *LONG] for i in range(2 * SLOTS)], first=10)], steps=3)
+    assert engine.num_running == SLOTS
+    newcomers = requests_of([[5, 6, i] for i in range(SLOTS - 2)], first=100, max_tokens=30)
+    for newcomer in newcomers:
+        engine.add_request(newcomer)
+    for _ in range(3):
+        engine.step()
+    assert all(newcomer.token_ids for newcomer in newcomers), "one long prompt at a time is enough"
+    assert sum(each.is_prefilling for each in engine.scheduler.running) == 1
+
+
+def test_choices_are_not_begun_again_and_again_for_newcomers(models):
+    engine = engine_of(models)
+    many = requests_of([[1, 2, 3]] * 32, together=True, max_tokens=300)
+    begin(
+        engine, [*many, *requests_of([[i, 1] for i in range(SLOTS - 2)], first=50, max_tokens=300)], steps=9
+    )
+    before = engine.totals.num_preemptions
+    for i in range(6):
+        newcomer = requests_of([[5, 6, i]], first=100 + i, max_tokens=2)[0]
+        assert steps_to_first_token(engine, newcomer) <= 2
+        begin(engine, [], steps=4)
+    assert engine.totals.num_preemptions - before <= 2
+
+
 def loop(engine, clients, steps, max_tokens) -> int:
     """Serve ``clients`` that ask for a short reply again and again -> the number of replies."""
     live, count = [], 0
@@ -228,7 +279,8 @@ def test_replies_that_sit_out_cycles_give_way_after_their_turn_too(models):
     long = requests_of([LONG[200 + i :] for i in range(SLOTS - 1)], max_tokens=290, ignore_eos=True)
     short = requests_of([[1], [4, 5]], first=10, max_tokens=400, ignore_eos=True)
     short[0].priority = 1
-    begin(engine, [*short[:1], *long], steps=2 * TURN + 10)
+    begin(engine, long, steps=2)
+    begin(engine, short[:1], steps=2 * TURN + 10)
     assert all(each.slot >= 0 for each in long), "there is a slot for everyone"
     assert all(len(each.token_ids) < TURN <= each.progress for each in long)
     assert all(each.num_sat_out for each in long)
