@@ -27,7 +27,7 @@ demo: install ## train a head for MINUTES minutes, serve it, measure it beside t
 	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
 	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
 
-test: install ## run the tests but those marked slow, about 9 minutes on two cores
+test: install ## run the tests but those marked slow, about 10 minutes on two cores
 	@echo "== tests, $(WORKERS) processes"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
