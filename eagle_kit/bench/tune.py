@@ -261,7 +261,10 @@ def compare_peers(
         return rate(llm.generate(list(part), params, shape=AUTO))
 
     with started(batch) as peers:
-        runs = {AUTO: ours, **{name: partial(peer_rate, seconds, num_tokens=count) for name, seconds in peers.items()}}
+        runs = {
+            AUTO: ours,
+            **{name: partial(peer_rate, seconds, num_tokens=count) for name, seconds in peers.items()},
+        }
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             run(_part(prompts, 0, batch))

@@ -142,9 +142,9 @@ def test_a_server_that_reads_the_head_otherwise_is_told_by_what_it_accepts():
     tried, row = hypotheses(head, target.config), pack(texts())
     source = Source(target, row, compute_states(target, row, layers_needed(tried, head, target.config)))
     basis = Basis(tried, source, read_chain(head, source, STEPS))
-    there = decoded(read_chain(copied(other_layers), source, STEPS), row)
+    there = decoded(read_chain(copied(swapped_inputs), source, STEPS), row)
     seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, STEPS)
     models = Models(None, head)
     assert there.accept_length < decoded(basis.reading, row).accept_length - 0.2
     likeness = likely_misreading(models, basis, seen, SpecShape(STEPS, 1, STEPS + 1))
-    assert likeness.startswith("the inputs of layers 1, 2, 2") and f"({there.accept_length:.2f})" in likeness
+    assert likeness.startswith("feature before embedding") and f"({there.accept_length:.2f})" in likeness
