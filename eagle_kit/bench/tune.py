@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -257,14 +257,13 @@ def compare_peers(
     count = sizes.max_tokens
     params = SamplingParams(max_tokens=count, ignore_eos=True)
 
-    def ours(part: Sequence[list[int]]) -> float:
-        return rate(llm.generate(list(part), params, shape=AUTO))
+    def ours(part: list[list[int]]) -> float:
+        return rate(llm.generate(part, params, shape=AUTO))
 
     with started(batch) as peers:
-        runs = {
-            AUTO: ours,
-            **{name: partial(peer_rate, seconds, num_tokens=count) for name, seconds in peers.items()},
-        }
+        runs: dict[str, Callable[[list[list[int]]], float]] = {AUTO: ours}
+        for name, seconds in peers.items():
+            runs[name] = partial(peer_rate, seconds, num_tokens=count)
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             run(_part(prompts, 0, batch))
@@ -284,15 +283,17 @@ def compare_peers(
 
 @contextmanager
 def start_peers(target: str, draft: str, llm: LLM, sizes: Sizes, batch: int) -> Iterator[dict[str, Seconds]]:
-    """Load transformers, whose prompt look-up takes one prompt at a time, and start vLLM where it is given."""
+    """Load transformers, whose prompt look-up takes one prompt at a time, and start vLLM if it is there."""
     model = transformers_model(target, llm.target.embed_tokens.weight)
     peers: dict[str, Seconds] = {"transformers": partial(transformers_seconds, model)}
     if batch == 1:
         peers["transformers, prompt look-up"] = partial(
             transformers_seconds, model, prompt_lookup_num_tokens=10
         )
-    with vllm_engines(sizes.vllm, target, draft, batch) if sizes.vllm else nullcontext({}) as others:
-        yield {**peers, **others}
+    with ExitStack() as stack:
+        if sizes.vllm:
+            peers |= stack.enter_context(vllm_engines(sizes.vllm, target, draft, batch))
+        yield peers
 
 
 def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
@@ -350,7 +351,7 @@ def _panels(name: str, cells: Rows) -> list[Panel]:
         for batch in batches
     }
     fixed = [setting for setting in settings if setting != AUTO]
-    best = [max(fixed, key=lambda setting, batch=batch: means[setting, batch]) for batch in batches]
+    best = [max((means[setting, batch], setting) for setting in fixed)[1] for batch in batches]
     groups = [f"batch {batch}\nbest {shape}" for batch, shape in zip(batches, best, strict=True)]
     series = [
         BarSeries("plain decoding", [1.0] * len(batches), GREY),

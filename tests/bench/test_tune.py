@@ -1,4 +1,4 @@
-"""`bench tune` as its user runs it on a tiny model: figures that follow from what was decoded, and verdicts."""
+"""`bench tune` as its user runs it on a tiny model: figures of what was decoded, and verdicts."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def test_verdicts_name_the_worst_cell():
 
 
 def test_a_python_without_vllm_is_a_user_error():
-    with _vllm(sys.executable, {"target": "t", "head": "h", "drafts": 0, "batch": 1}) as seconds:
-        with pytest.raises(UserError) as found:
-            seconds([[1, 2]], 4)
+    settings = {"target": "t", "head": "h", "drafts": 0, "batch": 1}
+    with _vllm(sys.executable, settings) as seconds, pytest.raises(UserError) as found:
+        seconds([[1, 2]], 4)
     assert "vllm" in found.value.cause and "--vllm" in found.value.remedy
