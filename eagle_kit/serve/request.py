@@ -87,7 +87,7 @@ class Request:
 
     @property
     def progress(self) -> int:
-        """Cycles that its reply was served in, or sat out: tokens, and what was not worth one."""
+        """Tokens of the reply, and the cycles that it sat out: in a turn they count alike."""
         return len(self.token_ids) + self.num_sat_out
 
     @property

@@ -5,7 +5,7 @@ wait in the order of priority, then of the slots that they hold, then of arrival
 not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
 
 * a group that holds several, whatever its priority,
-* for its first token, a long prompt behind another that is being computed,
+* unless it is a long prompt itself, a long prompt behind another that is being computed,
 * a request that is :data:`TURN_TOKENS` tokens ahead of it in its reply, and has had a turn of as many, or of
   :data:`SHORT_TURN_TOKENS` where the group waits for its first token and there is a prefix cache,
 * for its first token, and only with a prefix cache, a prompt that has had a turn of :data:`TURN_CHUNKS` parts
@@ -41,7 +41,7 @@ TURN_TOKENS = 32
 """Tokens of a reply in a turn. With a prefix cache each further turn costs about a page of prefill, 2 % of
 the time of 32 tokens."""
 SHORT_TURN_TOKENS = 8
-"""Tokens of a turn that ends for a request without a token: there is at most one such for every request."""
+"""Tokens of a turn that ends for a request without a token."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
@@ -114,8 +114,8 @@ class Scheduler:
             preempted = self._admit_all()
         decoding = [request for request in self.running if not request.is_prefilling]
         mixed = self.config.mixed_prefill_tokens
-        waits = bool(decoding) or any(each.is_prefilling and _rest(each) <= mixed for each in self.running)
-        holds_others = waits and len(self._num_held) > 1
+        emits = bool(decoding) or any(each.is_prefilling and _rest(each) <= mixed for each in self.running)
+        holds_others = emits and len(self._num_held) > 1
         chunks = self._chunks(holds_others=holds_others)
         return StepPlan(chunks, self._affordable(decoding), preempted)
 
@@ -265,13 +265,14 @@ class Scheduler:
 
     def _dispensable(self) -> list[Request]:
         """List the running requests that could give way, those that have got most first."""
-
         behind = self._long_prompts()[1:]
 
         def may_give_way(request: Request) -> bool:
             if self._num_held[request.group] > 1 or request in behind:
                 return True
-            return _has_had_turn(request, self._short_turn) or self._has_had_prompt_turn(request)
+            is_ahead = request.progress >= TURN_TOKENS  # of a request without a token
+            has_had_turn = is_ahead and _has_had_turn(request, self._short_turn)
+            return has_had_turn or self._has_had_prompt_turn(request)
 
         return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
 
