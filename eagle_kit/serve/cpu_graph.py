@@ -31,8 +31,8 @@ from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_
 
 RECORD_AFTER = 24
 """Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
-MAX_RECORDINGS = 12
-"""Of all engines of the process; some tens of megabytes each, for a target of 30 layers."""
+MAX_RECORDINGS = 64
+"""Of all engines of the process; some 5 megabytes each, for a target of 30 layers."""
 MAX_RECORD_AFTER = 64 * RECORD_AFTER
 MAX_COUNTED = 1024
 READS = (
@@ -171,6 +171,7 @@ class Recording:
     def _graph(self, inputs: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
         graph: Any = torch._C.Graph()
         values = {id(tensor): graph.addInput() for tensor in inputs}
+        constants: dict[Hashable, Any] = {}
 
         def value(tensor: torch.Tensor) -> Any:
             if id(tensor) not in values:  # a weight, a store, a slot
@@ -183,6 +184,13 @@ class Recording:
             graph.insertNode(made)
             return made
 
+        def constant(given: Any) -> Any:
+            """Value of a number, a text or None; one for all operations."""
+            key = type(given), repr(given)  # 0.0 and -0.0 are equal
+            if key not in constants:
+                constants[key] = graph.insertConstant(given)
+            return constants[key]
+
         def operand(given: Any, kind: Any) -> Any:
             """Value of an argument whose schema has the type ``kind``."""
             name = kind.kind()
@@ -191,7 +199,7 @@ class Recording:
             if isinstance(given, torch.Generator):
                 raise CaptureError("a generator of random numbers is used")
             if given is None:
-                return graph.insertConstant(None)
+                return constant(None)
             if name == "OptionalType":
                 return operand(given, kind.getElementType())
             if name == "ListType" or isinstance(given, list | tuple):
@@ -207,7 +215,7 @@ class Recording:
                     raise CaptureError(f"{given} is given to {schema.name} as a number")
                 given = int(given)
             try:
-                return graph.insertConstant(float(given) if name == "FloatType" else given)
+                return constant(float(given) if name == "FloatType" else given)
             except TypeError as error:
                 raise CaptureError(f"{given!r} cannot be an argument") from error
 
