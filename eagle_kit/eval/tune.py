@@ -125,9 +125,7 @@ def _time(llm: LLM, plan: Plan, work: "_Work", bar: Any) -> list[Timing]:
         bar.update()
 
     bar.update(sum(point in done for point in plan.points))
-    todo = [point for point in plan.points if point not in done]
-    time_cycles(llm.engine("none"), plan._replace(points=todo), on_point=keep)
-    return [timing for timings in done.values() for timing in timings]
+    return time_cycles(llm.engine("none"), plan, done=dict(done), on_point=keep)
 
 
 class _Work:

@@ -7,8 +7,9 @@ the host's work. Their text accepts next to nothing, which costs what accepting 
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -22,6 +23,9 @@ from eagle_kit.tuning.policy import Ease, ShapePolicy
 
 WARM_UP = 2
 """Cycles that are not counted: the first makes a recording, where there are any."""
+TURN_SECONDS, LEAST_CYCLES = 1.0, 2
+MOST_ACCEPTED = 0.75
+"""Part of a draft's steps that text which drafts well accepts."""
 
 
 class Point(NamedTuple):
@@ -33,7 +37,8 @@ class Point(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each."""
+    ``num_cycles`` each, fewer where they are long. Batch sizes of a context come in rising order: a shape that
+    cannot pay at one is left out at those above."""
 
     points: Sequence[Point]
     shapes: Sequence[SpecShape]
@@ -45,21 +50,33 @@ def time_cycles(
     engine: Engine,
     plan: Plan,
     *,
+    done: Mapping[Point, list[Timing]] = MappingProxyType({}),
     on_point: Callable[[Point, list[Timing]], None] = lambda point, timings: None,
 ) -> list[Timing]:
     """Time plain decoding and the plan's shapes at every point -> medians. The engine's shapes and counters
     are as before.
 
     Args:
-        on_point: called with the timings of each point.
+        done: points that were timed before.
+        on_point: called with the timings of each other point.
     """
-    found: list[Timing] = []
+    found = dict(done)
     with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
         for point in plan.points:
-            timings = _time_point(engine, dictated, point, plan)
-            found += timings
-            on_point(point, timings)
-    return found
+            if point not in found:
+                shapes = [shape for shape in plan.shapes if not _is_too_slow(shape, point, found)]
+                found[point] = _time_point(engine, dictated, point, plan._replace(shapes=shapes))
+                on_point(point, found[point])
+    return [timing for timings in found.values() for timing in timings]
+
+
+def _is_too_slow(shape: SpecShape, point: Point, found: Mapping[Point, list[Timing]]) -> bool:
+    """Return True if a smaller batch lost with a shape even if most of its drafts were accepted."""
+    for other, (plain, *rest) in found.items():
+        seconds = next((timing.seconds for timing in rest if timing.shape == shape), 0.0)
+        if other.batch_size < point.batch_size and seconds > plain.seconds * (1 + MOST_ACCEPTED * shape.steps):
+            return True
+    return False
 
 
 @contextmanager
@@ -91,7 +108,7 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
                 for _ in range(WARM_UP):
                     batch.step(shape)
                 contexts.setdefault(shape, []).append(batch.context)
-                seconds.setdefault(shape, []).extend(batch.step(shape) for _ in range(plan.num_cycles))
+                seconds.setdefault(shape, []).extend(batch.turn(shape, plan.num_cycles))
     finally:
         batch.end()
     return [
@@ -136,6 +153,14 @@ class _Batch:
         begun = time.perf_counter()
         self._engine.step()
         return time.perf_counter() - begun
+
+    def turn(self, shape: SpecShape, num_cycles: int) -> Iterator[float]:
+        """Run ``num_cycles`` cycles, or as many as :data:`TURN_SECONDS` allow -> seconds of each."""
+        left, num_done = TURN_SECONDS, 0
+        while num_done < num_cycles and (left > 0 or num_done < LEAST_CYCLES):
+            seconds = self.step(shape)
+            left, num_done = left - seconds, num_done + 1
+            yield seconds
 
     def end(self) -> None:
         """Take the requests out of the engine."""

@@ -110,13 +110,15 @@ def _features(
     knots: Mapping[str, tuple[int, ...]], batch_size: int, shape: SpecShape, context: int
 ) -> list[float]:
     """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each
-    forward, and the keys that each reads."""
+    forward, its requests, whether there are several (which are not recorded on a CPU), and the keys that each
+    reads."""
     rows = _rows(batch_size, shape)
     counts = {"target": 1, "extend": min(shape.steps, 1), "step": max(shape.steps - 1, 0)}
     found = [1.0, float(shape.steps > 0), float(shape.steps * (shape.topk > 1))]
     for name in FORWARDS:
         mine, count = rows.get(name, 1), counts[name]
         found += [count * piece for piece in _pieces(knots[name], mine)]
+        found += [count * float(batch_size > 1), count * batch_size / 8]
         found += [count * batch_size * context / 1e3, count * mine * context / 1e5]
     return found
 
