@@ -9,7 +9,7 @@ import string
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,14 @@ from eagle_kit.bench.case import Case, Machine
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
 from eagle_kit.bench.runner import Benchmark, conduct
+from eagle_kit.bench.side_by_side import decode_side_by_side
 from eagle_kit.bench.verdict import Rows, Verdict, at_least, at_most
 from eagle_kit.core.files import write_bytes_atomically
-from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.tasks import KNOWN_TASKS, load_tasks
 from eagle_kit.report.plots import GREY, Bars, BarSeries, Curve, Curves, HeatMap, Panel, draw, hue
 from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.tuning.policy import ShapePolicy
 
@@ -49,10 +49,14 @@ SENTENCES = (
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
 NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN, CHOOSING = 0.98, 0.97, 1.0, 0.002
 PEER_BATCHES = 1, 8
-WARM_UP = 2
-"""Rounds before those that count: an engine that has been running has recorded its cycles."""
-MAX_RECORDINGS = 128
+WARM_UP = 1
+"""Rounds before those that count."""
+MAX_CONTEXT = 1280
+MAX_RECORDINGS = 256
 """Of cycles on a CPU: as many settings as are compared here would take them from one another."""
+
+Engines = Mapping[str, LLM]
+"""Engines by setting: a shape, ``none`` or ``auto``."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,9 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
     Raises:
         UserError: a task or a model that cannot be loaded.
     """
-    plain = LLM(target, max_batch_size=max(sizes.batches), shape=PLAIN, max_context=1280)
-    llms = {
-        Path(draft).name: LLM(
-            plain.target,
-            draft,
-            tokenizer=plain.tokenizer,
-            max_batch_size=max(sizes.batches),
-            max_context=1280,
-        )
-        for draft in drafts
-    }
+    most: dict[str, Any] = {"max_batch_size": max(sizes.batches), "max_context": MAX_CONTEXT}
+    plain = LLM(target, shape=PLAIN, **most)
+    llms = {Path(draft).name: _settings(plain, draft, sizes.shapes, most) for draft in drafts}
     prompts = {task: make_prompts(plain, task, options.seed) for task in sizes.tasks}
     cpu_graph.MAX_RECORDINGS = MAX_RECORDINGS
     beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
@@ -109,6 +105,22 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         plot,
     )
     return conduct(benchmark, Machine.here(options.seed), options)
+
+
+def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any]) -> dict[str, LLM]:
+    """Make an engine for every setting; they share the weights. Those that record cycles do so at once, as
+    one that has been running has done."""
+    auto = LLM(plain.target, draft, tokenizer=plain.tokenizer, **most)
+    fixed = {
+        shape: LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, shape=shape, **most)
+        for shape in shapes
+    }
+    llms = {PLAIN: plain, **fixed, AUTO: auto}
+    for llm in llms.values():
+        runner = llm.engine().runner
+        if isinstance(runner.graphs, CpuGraphs):
+            runner.graphs = CpuGraphs(record_after=1)
+    return llms
 
 
 def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
@@ -126,10 +138,11 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
     else:
         texts = [prompt.messages([]) for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
-    return [llm.tokenize(text) for text in texts]
+    ids = [llm.tokenize(text) for text in texts]
+    return [each for each in ids if len(each) <= MAX_CONTEXT // 2]
 
 
-def cases(llms: dict[str, LLM], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
+def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
     """A case for every draft, batch size and task."""
     for name, llm in llms.items():
         for batch in sizes.batches:
@@ -139,17 +152,18 @@ def cases(llms: dict[str, LLM], prompts: dict[str, list[list[int]]], sizes: Size
                 yield Case(f"{name}, batch {batch}", task, measure, values)
 
 
-def choosing_cases(llms: dict[str, LLM], batches: Sequence[int]) -> Iterator[Case]:
+def choosing_cases(llms: Mapping[str, Engines], batches: Sequence[int]) -> Iterator[Case]:
     """What choosing costs beside a cycle, for every draft and batch size."""
     for name, llm in llms.items():
         for batch in batches:
             values = {"draft": name, "batch": batch}
-            yield Case(f"{name}, choosing", f"batch {batch}", partial(time_choosing, llm, batch), values)
+            measure = partial(time_choosing, llm[AUTO], batch)
+            yield Case(f"{name}, choosing", f"batch {batch}", measure, values)
 
 
 def time_choosing(llm: LLM, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
     """Time what the policy of a draft does in a cycle whose requests differ."""
-    policy, rng = copy.deepcopy(llm.engine(AUTO).shapes), random.Random(0)
+    policy, rng = copy.deepcopy(llm.engine().shapes), random.Random(0)
     assert isinstance(policy, ShapePolicy)
     seconds = 1e-3 * policy.plan([batch])[0].milliseconds
     eases = [policy.new_request() for _ in range(batch)]
@@ -165,7 +179,7 @@ def time_choosing(llm: LLM, batch: int, machine: Machine, num_cycles: int = 2000
 
 
 def peer_cases(
-    llms: dict[str, LLM],
+    llms: Mapping[str, Engines],
     prompts: dict[str, list[list[int]]],
     sizes: Sizes,
     target: str,
@@ -176,37 +190,30 @@ def peer_cases(
     for (name, llm), draft in zip(llms.items(), drafts, strict=True):
         for batch in (size for size in PEER_BATCHES if size <= max(sizes.batches)):
             values = {"draft": name, "batch": batch, "task": task, "peers": True}
-            started = partial(start_peers, target, draft, llm, sizes)
-            measure = partial(compare_peers, llm, started, prompts[task], batch, sizes)
+            started = partial(start_peers, target, draft, llm[AUTO], sizes)
+            measure = partial(compare_peers, llm[AUTO], started, prompts[task], batch, sizes)
             yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
 
 
 def compare(
-    llm: LLM, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
+    llms: Engines, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
 ) -> dict[str, Any]:
-    """Decode a batch of prompts a round in every setting; which one is first rotates."""
+    """Decode a batch of prompts a round in every setting, side by side."""
     params = SamplingParams(max_tokens=sizes.max_tokens)
-    settings = [PLAIN, *sizes.shapes, AUTO]
-    rates: dict[str, list[float]] = {setting: [] for setting in settings}
+    rates: dict[str, list[float]] = {setting: [] for setting in llms}
+    cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
     used: Counter[str] = Counter()
-    course: list[tuple[float, float]] = []
-    for setting in settings:
-        for number in range(WARM_UP):
-            llm.generate(_part(prompts, number, batch), params, shape=setting)
-    for number in range(sizes.rounds):
-        part = _part(prompts, number, batch)
-        first = number % len(settings)
-        texts = {}
-        for setting in settings[first:] + settings[:first]:
-            outputs = llm.generate(part, params, shape=setting)
-            rates[setting].append(rate(outputs))
-            texts[setting] = [output.token_ids for output in outputs]
-            if setting == AUTO:
-                for output in outputs:
-                    used.update({str(shape): count for shape, count in output.shapes.items()})
-        course.append((rates[AUTO][-1] / rates[PLAIN][-1], max(rates[s][-1] for s in sizes.shapes)))
+    for number in range(-WARM_UP, sizes.rounds):
+        decoded = decode_side_by_side(llms, _part(prompts, number, batch), params)
+        texts = {name: [request.token_ids for request in each.requests] for name, each in decoded.items()}
         assert all(each == texts[PLAIN] for each in texts.values()), "a shape changed the text"
-    ratios = {s: [a / b for a, b in zip(rates[s], rates[PLAIN], strict=True)] for s in settings[1:]}
+        if number >= 0:
+            for name, each in decoded.items():
+                rates[name].append(each.rate)
+                cycle_ms[name].append(each.cycle_ms)
+            for request in decoded[AUTO].requests:
+                used.update({str(shape): count for shape, count in request.shapes.items()})
+    ratios = {s: [a / b for a, b in zip(rates[s], rates[PLAIN], strict=True)] for s in (*sizes.shapes, AUTO)}
     best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
     best_ratio = max(statistics.median(ratios[best]), 1.0)
     mine = statistics.median(ratios[AUTO])
@@ -221,8 +228,9 @@ def compare(
         "ratios": {setting: statistics.median(values) for setting, values in ratios.items()},
         "intervals": {setting: interval(values) for setting, values in ratios.items()},
         "rounds": rates,
+        "cycle_ms": {setting: statistics.median(values) for setting, values in cycle_ms.items()},
         "over_best": over_best,
-        "course": [each for each, _ in course],
+        "course": ratios[AUTO],
         "shapes": dict(used.most_common()),
     }
 
@@ -230,11 +238,6 @@ def compare(
 def _part(prompts: Sequence[list[int]], number: int, batch: int) -> list[list[int]]:
     """Prompts of a round, those of the next round behind them."""
     return [prompts[(number * batch + i) % len(prompts)] for i in range(batch)]
-
-
-def rate(outputs: Sequence[RequestOutput]) -> float:
-    """Tokens per second of decoding, first tokens and prompts left out."""
-    return sum(len(output.token_ids) - 1 for output in outputs) / batch_decode_seconds(outputs)
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
@@ -258,7 +261,7 @@ def compare_peers(
     params = SamplingParams(max_tokens=count, ignore_eos=True)
 
     def ours(part: list[list[int]]) -> float:
-        return rate(llm.generate(part, params, shape=AUTO))
+        return decode_side_by_side({AUTO: llm}, part, params)[AUTO].rate
 
     with started(batch) as peers:
         runs: dict[str, Callable[[list[list[int]]], float]] = {AUTO: ours}

@@ -105,7 +105,7 @@ def print_plan(llm: "LLM", tuned: "Tuned") -> None:
     engine = llm.engine("none")
     policy = policy_of(engine, tuned)
     costs = tuned.costs
-    print(f"fit         {len(costs.timings)} cycles, error at most {costs.table.error:.0%}")
+    print(f"fit         {len(costs.timings)} cycles, error {costs.table.error:.0%} in the mean")
     sizes = [size for size in engine.config.batch_sizes if size & (size - 1) == 0]
     for choice in policy.plan(sizes):
         menu = " ".join(str(shape) for shape in policy.menu(choice.batch_size) if shape.steps)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.cpu_graph import CpuGraphs
@@ -37,8 +39,8 @@ class Point(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each, fewer where they are long. Batch sizes of a context come in rising order: a shape that
-    cannot pay at one is left out at those above."""
+    ``num_cycles`` each, fewer where they are long. Batch sizes of a context come in rising order: a shape
+    that cannot pay at one is left out at those above."""
 
     points: Sequence[Point]
     shapes: Sequence[SpecShape]
@@ -53,8 +55,8 @@ def time_cycles(
     done: Mapping[Point, list[Timing]] = MappingProxyType({}),
     on_point: Callable[[Point, list[Timing]], None] = lambda point, timings: None,
 ) -> list[Timing]:
-    """Time plain decoding and the plan's shapes at every point -> medians. The engine's shapes and counters
-    are as before.
+    """Time plain decoding and the plan's shapes at every point -> typical times. The engine's shapes and
+    counters are as before.
 
     Args:
         done: points that were timed before.
@@ -74,7 +76,9 @@ def _is_too_slow(shape: SpecShape, point: Point, found: Mapping[Point, list[Timi
     """Return True if a smaller batch lost with a shape even if most of its drafts were accepted."""
     for other, (plain, *rest) in found.items():
         seconds = next((timing.seconds for timing in rest if timing.shape == shape), 0.0)
-        if other.batch_size < point.batch_size and seconds > plain.seconds * (1 + MOST_ACCEPTED * shape.steps):
+        if other.batch_size < point.batch_size and seconds > plain.seconds * (
+            1 + MOST_ACCEPTED * shape.steps
+        ):
             return True
     return False
 
@@ -99,22 +103,32 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictat
 
 def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan) -> list[Timing]:
     batch = _Batch(engine, dictated, point)
-    seconds: dict[SpecShape, list[float]] = {}
-    contexts: dict[SpecShape, list[int]] = {}
+    shapes = (NO_SPECULATION, *plan.shapes)
+    seconds = np.empty((plan.num_rounds, len(shapes)))
+    contexts = np.empty_like(seconds)
     try:
-        for _ in range(plan.num_rounds):
-            for shape in (NO_SPECULATION, *plan.shapes):
+        for number in range(plan.num_rounds):
+            for i, shape in enumerate(shapes):
                 batch.begin()
                 for _ in range(WARM_UP):
                     batch.step(shape)
-                contexts.setdefault(shape, []).append(batch.context)
-                seconds.setdefault(shape, []).extend(batch.turn(shape, plan.num_cycles))
+                contexts[number, i] = batch.context
+                seconds[number, i] = statistics.median(batch.turn(shape, plan.num_cycles))
     finally:
         batch.end()
     return [
-        Timing(point.batch_size, shape, round(statistics.mean(contexts[shape])), statistics.median(times))
-        for shape, times in seconds.items()
+        Timing(point.batch_size, *each)
+        for each in zip(shapes, contexts.mean(0).round().astype(int).tolist(), _typical(seconds), strict=True)
     ]
+
+
+def _typical(seconds: np.ndarray) -> list[float]:
+    """Typical times ``[shapes]`` of ``[rounds, shapes]``, where whole rounds and single turns may be slow:
+    the median over rounds of each shape's time beside those of its round."""
+    logs = np.log(seconds)
+    rounds = logs.mean(1, keepdims=True)
+    typical: list[float] = np.exp(np.median(logs - rounds, axis=0) + np.median(rounds)).tolist()
+    return typical
 
 
 class _Batch:

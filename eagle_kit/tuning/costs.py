@@ -3,13 +3,15 @@
 A cycle is one forward of the target over the window, one of the draft over the emitted tokens, and one of the
 draft for each further step. The time of a forward grows with its rows, piece by piece linearly, and with the
 tokens before them; the pieces are fitted to measured cycles with coefficients that are never negative, so
-that more rows never cost less, and bend where something was measured.
+that more rows never cost less, and bend where something was measured. What the fit leaves over at a measured
+shape is added to it again, interpolated between batch sizes and contexts.
 
 Legend: B requests, S steps, K top-k, N nodes with the root.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ SPACING = 1.4
 NUM_SWEEPS = 2000
 RIDGE = 1e-5
 """Penalty on coefficients, which spreads what the measured cycles cannot tell apart."""
+NEAR = 0.01
+"""Squared distance within which a measured point counts as there."""
 
 
 class Timing(NamedTuple):
@@ -34,6 +38,14 @@ class Timing(NamedTuple):
     seconds: float
 
 
+class Rest(NamedTuple):
+    """Logarithm of a measured time over the fitted one, at a batch size and a context."""
+
+    batch_size: int
+    context: int
+    log_ratio: float
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Fitted times of cycles.
@@ -41,12 +53,14 @@ class CostTable:
     Attributes:
         knots: of every forward, rows at which its time bends; beyond the last it goes on as before it.
         coefficients: seconds of every feature of a cycle.
-        error: largest relative error at the measured cycles.
+        error: mean relative error of the fit at the measured cycles.
+        rest: of every measured shape, what the fit leaves over.
     """
 
     knots: Mapping[str, tuple[int, ...]]
     coefficients: tuple[float, ...]
     error: float = 0.0
+    rest: Mapping[SpecShape, tuple[Rest, ...]] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, timings: Sequence[Timing]) -> "CostTable":
@@ -62,15 +76,27 @@ class CostTable:
         features = np.array([_features(knots, *timing[:3]) for timing in timings])
         seconds = np.array([timing.seconds for timing in timings])
         found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
-        error = np.abs(features @ found / seconds - 1).max()
-        return cls(knots, tuple(map(float, found)), float(error))
+        error = np.abs(features @ found / seconds - 1).mean()
+        return cls(knots, tuple(map(float, found)), float(error)).with_rest(timings)
+
+    def with_rest(self, timings: Iterable[Timing]) -> "CostTable":
+        """Return the table with what the fit leaves over at ``timings``."""
+        rest: dict[SpecShape, tuple[Rest, ...]] = {}
+        for size, shape, context, seconds in timings:
+            log_ratio = math.log(seconds / self._fitted(size, shape, context))
+            rest[shape] = (*rest.get(shape, ()), Rest(size, context, log_ratio))
+        return replace(self, rest=rest)
 
     def seconds(self, batch_size: int, shape: SpecShape, context: int) -> float:
         """Predict the time of a cycle."""
+        rest = _interpolated(self.rest.get(shape, ()), batch_size, context)
+        return self._fitted(batch_size, shape, context) * math.exp(rest)
+
+    def _fitted(self, batch_size: int, shape: SpecShape, context: int) -> float:
         return float(np.dot(_features(self.knots, batch_size, shape, context), self.coefficients))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` takes."""
+        """Return what :meth:`from_json` takes; ``rest`` is left out, see :meth:`with_rest`."""
         knots = {name: list(rows) for name, rows in self.knots.items()}
         return {"knots": knots, "coefficients": list(self.coefficients), "error": self.error}
 
@@ -85,6 +111,16 @@ class CostTable:
         if not all(0 <= each < float("inf") for each in coefficients) or not any(coefficients):
             raise ValueError("the table has coefficients that are no times")
         return cls(knots, coefficients, float(data["error"]))
+
+
+def _interpolated(rest: Sequence[Rest], batch_size: int, context: int) -> float:
+    """Interpolate between what was measured, by inverse squared distance; of sizes, powers of two count."""
+    if not rest:
+        return 0.0
+    at = np.array([[math.log2(each.batch_size), math.log2(each.context + 1) / 2] for each in rest])
+    here = np.array([math.log2(batch_size), math.log2(context + 1) / 2])
+    weights = 1 / (((at - here) ** 2).sum(1) + NEAR)
+    return float(weights @ [each.log_ratio for each in rest] / weights.sum())
 
 
 def _rows(batch_size: int, shape: SpecShape) -> dict[str, int]:

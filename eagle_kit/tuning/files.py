@@ -3,6 +3,7 @@ its weights (``tuning.json``, which is read only)."""
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ class Costs:
             Timing(int(batch), SpecShape.parse(shape), int(context), float(seconds))
             for batch, shape, context, seconds in data["timings"]
         )
-        table = CostTable.from_json(data["costs"])
+        if not all(math.isfinite(each.seconds) and each.seconds > 0 for each in timings):
+            raise ValueError("a measured time is no time")
+        table = CostTable.from_json(data["costs"]).with_rest(timings)
         return cls(dict(data["key"]), table, timings, str(data["date"]), bool(data["is_quick"]))
 
 

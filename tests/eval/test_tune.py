@@ -39,7 +39,7 @@ def command(folders, *more):
 def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkeypatch):
     assert command(folders, "--ship") == 0
     out = capsys.readouterr().out
-    assert "batch 1: " in out and "batch 2: " in out and "error at most" in out
+    assert "batch 1: " in out and "batch 2: " in out and "in the mean" in out
     assert not list((folders / "tuning").glob("work-*"))
     shipped = json.loads((folders / "head" / "tuning.json").read_text(encoding="utf-8"))
     assert shipped["acceptance"]["about"]["tasks"] == {"chat": 10}
