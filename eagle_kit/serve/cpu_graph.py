@@ -345,8 +345,6 @@ class CpuGraphs:
             return body(inputs)
         now = lengths.read()
         choices = tuple(condition(now) for condition in self._conditions.get(kind, ()))
-        if any(len(set(choice)) > 1 for choice in choices):  # such a batch does not come again soon
-            return body(inputs)
         recording = self._recordings.get((kind, choices))
         if recording is not None:
             self._note_use((kind, choices))
@@ -374,8 +372,6 @@ class CpuGraphs:
             self._refuse(kind, error)
             return outputs
         choices = tuple(condition(now) for condition in known)
-        if any(len(set(choice)) > 1 for choice in choices):
-            return outputs
         self._recordings[kind, choices] = recording
         self._note_use((kind, choices))
         with _lock:

@@ -41,8 +41,8 @@ PROBE_EVERY = 64, 512
 PLAIN_PROBE_EVERY = 512
 DRIFT_RATE, COMMON_RATE = 0.05, 0.3
 """Rates at which costs follow what is measured: those of a shape beside another, and all together."""
-TABLE_IS_WORTH = 4
-"""Changes between shapes."""
+TABLE_ERROR, TABLE_IS_WORTH = 0.15, 4
+"""Relative error up to which the table is believed, as much as that many changes between shapes."""
 OUTLIER, MOST_OUTLIERS = math.log(2.5), 3
 """A cycle that is so much slower was interrupted, unless those after it are as slow."""
 
@@ -239,9 +239,10 @@ class ShapePolicy:
         elif clock.last == number:
             clock.common += COMMON_RATE * surprise
         else:
+            believed = TABLE_IS_WORTH if abs(surprise) < TABLE_ERROR else 0
             clock.num_changes[[number, clock.last]] += 1
             for each, sign in ((number, 0.5), (clock.last, -0.5)):
-                rate = max(1 / (TABLE_IS_WORTH + clock.num_changes[each]), DRIFT_RATE)
+                rate = max(1 / (believed + clock.num_changes[each]), DRIFT_RATE)
                 clock.drift[each] += sign * rate * surprise
             clock.drift -= clock.drift[0]
         clock.last, clock.num_outliers = number, 0

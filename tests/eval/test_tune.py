@@ -60,14 +60,14 @@ def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch
         recorded.append(len(requests))
         return record(target, draft, config, requests, **options)
 
-    def stop_at_second(engine, plan, on_point):
+    def stop_at_second(engine, plan, done, on_point):
         def keep(point, timings):
             if points:
                 raise KeyboardInterrupt
             points.append(point)
             on_point(point, timings)
 
-        return time_cycles(engine, plan, on_point=keep)
+        return time_cycles(engine, plan, done=done, on_point=keep)
 
     monkeypatch.setattr(measuring, "record_drafts", count)
     monkeypatch.setattr(measuring, "time_cycles", stop_at_second)
@@ -78,8 +78,9 @@ def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch
     monkeypatch.setattr(
         measuring,
         "time_cycles",
-        lambda engine, plan, on_point: (
-            todo.extend(plan.points) or time_cycles(engine, plan, on_point=on_point)
+        lambda engine, plan, done, on_point: (
+            todo.extend(point for point in plan.points if point not in done)
+            or time_cycles(engine, plan, done=done, on_point=on_point)
         ),
     )
     assert command(folders) == 0

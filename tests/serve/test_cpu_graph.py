@@ -178,7 +178,7 @@ def test_each_choice_has_its_recording():
     choosing.slots[0] = 16
     assert run(0) == 4
     assert run(0, 0) == 5, "other shapes"
-    assert run(0, 1) == 5, "requests that need different columns"
+    assert run(0, 1) == 6, "requests that need different columns"
 
 
 def test_choices_by_anything_else_are_refused():
@@ -301,6 +301,23 @@ def test_lengths_that_grow_over_columns_change_nothing(tree, sampled):
         assert [a.token_ids for a in got] == [a.token_ids for a in expected]
     check_recorded(llm.engine().runner.graphs)
     assert llm.engine().runner.graphs.num_graphs > 3
+
+
+@pytest.mark.parametrize("shape", ["none", "3,2,6"])
+def test_requests_of_different_lengths_share_a_recording(shape):
+    target = tiny_target(vocab_size=64)
+    head = tiny_head(target, 50)
+    options = {"max_context": 400, "page_size": 16, "max_batch_size": 3, "shape": shape}
+    prompts = [[5] * 40, [6, 7] * 70, [9] * 3]
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    expected = LLM(target, head, graph_mode="off", **options).generate(prompts, params)
+    llm = recorded(LLM(target, head, **options))
+    got = llm.generate(prompts, params)
+    assert [a.token_ids for a in got] == [a.token_ids for a in expected]
+    graphs = llm.engine().runner.graphs
+    check_recorded(graphs)
+    of_three = [kind for kind, _ in graphs._recordings if kind[2][0][0] == 3]
+    assert len(of_three) == 1, "one recording for all lengths that three requests have"
 
 
 def test_grammars_and_ngrams_are_recorded_in_parts(text_target):

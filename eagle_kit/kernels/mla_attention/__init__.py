@@ -10,7 +10,9 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.mla_attention import reference
+from eagle_kit.kernels.recording import library
 from eagle_kit.kernels.window_attention.plan import WindowPlan, reference_columns
+from eagle_kit.kernels.window_attention.recorded import columns_of
 
 
 def mla_window_attention(
@@ -40,5 +42,23 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
+    if plan.is_recorded_whole(backend):
+        out: torch.Tensor = torch.ops.eagle_kit_cpu.mla_window_attention(
+            q, rows, plan.number, scale, kv_scale, latent_dim
+        )
+        return out
     columns = reference_columns(plan, q, backend)
     return reference.mla_window_attention(q, rows, columns, scale, kv_scale, latent_dim)
+
+
+def _recorded(
+    q: torch.Tensor, rows: torch.Tensor, number: torch.Tensor, scale: float, kv_scale: float, latent_dim: int
+) -> torch.Tensor:
+    return reference.mla_window_attention(q, rows, columns_of(number), scale, kv_scale, latent_dim)
+
+
+library.define(
+    "mla_window_attention(Tensor q, Tensor rows, Tensor number, float scale, float kv_scale, int latent_dim) "
+    "-> Tensor"
+)
+library.impl("mla_window_attention", _recorded, "CPU")

@@ -8,6 +8,7 @@ Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the st
 import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.window_attention import recorded as recorded  # registers operations
 from eagle_kit.kernels.window_attention import reference
 from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 
@@ -41,5 +42,10 @@ def window_attention(
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+    if plan.is_recorded_whole(backend):
+        out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(
+            q, k_rows, v_rows, plan.number, scale, k_scale, v_scale
+        )
+        return out
     columns = reference_columns(plan, q, backend)
     return reference.window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)

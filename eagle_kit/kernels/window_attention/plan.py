@@ -5,13 +5,13 @@ Legend: B requests, N query nodes, M window keys, C columns, P pages of a reques
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 
 from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.recording import guarded_choice
+from eagle_kit.kernels.recording import VIEWED_TYPES, guarded_choice, is_recording
 from eagle_kit.kernels.summation import COLUMNS, round_columns
 
 
@@ -77,11 +77,30 @@ class WindowPlan:
         return rows, mask
 
     @cached_property
+    def number(self) -> torch.Tensor:
+        """Make :attr:`by_length` within one recorded operation, see ``recorded.py`` -> their number, an int64
+        scalar."""
+        sizes = self.page_size, self.first_slot, self.scratch_start, self.scratch_stride, self.num_keys
+        kind = VIEWED_TYPES.index(self.dtype)
+        number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
+            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind]
+        )
+        return number
+
+    def is_recorded_whole(self, backend: Backend | None) -> bool:
+        """Return True if attention is recorded as one operation: where several requests are in groups by
+        length. One alone has few sizes, each of which is recorded."""
+        is_mine = backend is None and type(self) is WindowPlan
+        return is_mine and is_recording() and len(self.page_table) > 1
+
+    @cached_property
     def by_length(self) -> list[Columns]:
         """The layout in groups of requests of similar length, so that a short request does not pay for the
         longest, and its columns do not depend on its batch. Reads the lengths on the host."""
-        room = -(-self.num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
-        sizes = guarded_choice(self.prefix_lens, lambda lengths: tuple(_bucket(n + room) for n in lengths))
+        return self.in_groups(guarded_choice(self.prefix_lens, partial(column_counts, self.num_keys)))
+
+    def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:
+        """The layout in groups of requests with the same number of columns."""
         rows, mask = replace(self, num_columns=max(sizes)).layout
         if min(sizes) == max(sizes):
             return [Columns(None, rows, mask)]
@@ -93,6 +112,12 @@ class WindowPlan:
             requests = torch.tensor(members)
             found.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
         return found
+
+
+def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
+    """Numbers of columns for requests with ``lengths`` slots before a window of ``num_keys``."""
+    room = -(-num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
+    return tuple(_bucket(length + room) for length in lengths)
 
 
 def reference_columns(plan: WindowPlan, q: torch.Tensor, backend: Backend | None) -> list[Columns]:
