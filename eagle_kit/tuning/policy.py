@@ -240,11 +240,11 @@ class ShapePolicy:
             clock.common += COMMON_RATE * surprise
         else:
             believed = TABLE_IS_WORTH if abs(surprise) < TABLE_ERROR else 0
-            clock.num_changes[[number, clock.last]] += 1
-            for each, sign in ((number, 0.5), (clock.last, -0.5)):
+            moved = [(each, sign) for each, sign in ((number, 1), (clock.last, -1)) if each]
+            for each, sign in moved:  # plain decoding is what the others are compared with
+                clock.num_changes[each] += 1
                 rate = max(1 / (believed + clock.num_changes[each]), DRIFT_RATE)
-                clock.drift[each] += sign * rate * surprise
-            clock.drift -= clock.drift[0]
+                clock.drift[each] += sign * rate * surprise / len(moved)
         clock.last, clock.num_outliers = number, 0
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
