@@ -23,9 +23,8 @@ from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import Ease, ShapePolicy
 
-WARM_UP = 2
-"""Cycles that are not counted: the first makes a recording, where there are any."""
-TURN_SECONDS, LEAST_CYCLES = 1.0, 2
+WARM_UP = 1
+"""Cycles of a turn that are not counted: the draft catches up with what was decoded without it."""
 MOST_ACCEPTED = 0.75
 """Part of a draft's steps that text which drafts well accepts."""
 
@@ -39,7 +38,7 @@ class Point(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each, fewer where they are long. Batch sizes of a context come in rising order: a shape
+    ``num_cycles`` each. Batch sizes of a context come in rising order: a shape
     that cannot pay at one is left out at those above."""
 
     points: Sequence[Point]
@@ -108,12 +107,12 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
     contexts = np.empty_like(seconds)
     try:
         for number in range(plan.num_rounds):
-            for i, shape in enumerate(shapes):
-                batch.begin()
+            batch.begin()
+            for i in np.roll(np.arange(len(shapes)), number):
                 for _ in range(WARM_UP):
-                    batch.step(shape)
+                    batch.step(shapes[i])
                 contexts[number, i] = batch.context
-                seconds[number, i] = statistics.median(batch.turn(shape, plan.num_cycles))
+                seconds[number, i] = statistics.median(batch.turn(shapes[i], plan.num_cycles))
     finally:
         batch.end()
     return [
@@ -169,12 +168,14 @@ class _Batch:
         return time.perf_counter() - begun
 
     def turn(self, shape: SpecShape, num_cycles: int) -> Iterator[float]:
-        """Run ``num_cycles`` cycles, or as many as :data:`TURN_SECONDS` allow -> seconds of each."""
-        left, num_done = TURN_SECONDS, 0
-        while num_done < num_cycles and (left > 0 or num_done < LEAST_CYCLES):
+        """Run ``num_cycles`` cycles besides those that make a recording -> seconds of each."""
+        graphs, num_done = self._engine.runner.graphs, 0
+        while num_done < num_cycles:
+            before = graphs.num_graphs
             seconds = self.step(shape)
-            left, num_done = left - seconds, num_done + 1
-            yield seconds
+            if graphs.num_graphs == before:
+                num_done += 1
+                yield seconds
 
     def end(self) -> None:
         """Take the requests out of the engine."""

@@ -133,7 +133,7 @@ def quick_plan(engine: Engine) -> Plan:
     return Plan(points, runnable(engine, QUICK_SHAPES), 1, QUICK_CYCLES)
 
 
-def whole_plan(engine: Engine, num_rounds: int = 7, num_cycles: int = 3) -> Plan:
+def whole_plan(engine: Engine, num_rounds: int = 15, num_cycles: int = 2) -> Plan:
     """Plan a measurement of minutes: powers of two up to the largest batch, a short and a long context."""
     most = engine.config.max_batch_size
     sizes = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
