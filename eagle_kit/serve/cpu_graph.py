@@ -125,7 +125,8 @@ class Recording:
             recorder,
         ):
             self.outputs = body(inputs)
-        self._inputs, self._operations = list(leaves(inputs)), recorder.operations
+        self._inputs, self._operations = list(leaves(inputs)), list(recorder.operations)
+        recorder.operations.clear()  # the context knows the recorder for as long as the recording lives
         self._outside: list[torch.Tensor] = []
         self.num_replays = 0
         self.conditions: list[Condition] = []
