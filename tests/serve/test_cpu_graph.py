@@ -2,6 +2,7 @@
 what one in Python says, whatever the drafter, the sampling, the batch and the lengths."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -193,6 +194,20 @@ def test_choices_by_anything_else_are_refused():
         recording = Recording(lambda rows, by=by: rows * guarded_choice(by(rows), tuple)[0], lengths.rows)
         with pytest.raises(CaptureError, match="not by lengths|changed"):
             recording.compile(lengths)
+
+
+def test_a_recording_keeps_no_tensor_of_the_run_that_made_it():
+    made = []
+
+    def body(x):
+        first = x * 2
+        made.append(weakref.ref(first))
+        return first + 0.0, first + -0.0 * first, first.add(-0.0).reciprocal()
+
+    recording = record(body, torch.zeros(3))
+    gc.collect()
+    assert made[0]() is None
+    assert recording.replay(torch.tensor([1.0, 0.0, -0.0]))[2].tolist() == [0.5, float("inf"), -float("inf")]
 
 
 def test_recordings_are_few(monkeypatch):
