@@ -124,7 +124,8 @@ def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any
 
 
 def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
-    """Tokenise the prompts of a task in an order drawn by ``seed``."""
+    """Tokenise the prompts of a task, but those longer than half the context, in an order drawn by
+    ``seed``."""
     rng = random.Random(f"{task}:{seed}")
     texts: list[Any]
     if task == NOISE:

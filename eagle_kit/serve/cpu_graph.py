@@ -125,8 +125,7 @@ class Recording:
             recorder,
         ):
             self.outputs = body(inputs)
-        self._inputs, self._operations = list(leaves(inputs)), list(recorder.operations)
-        recorder.operations.clear()  # the context knows the recorder for as long as the recording lives
+        self._inputs, self._operations = list(leaves(inputs)), recorder.operations
         self._outside: list[torch.Tensor] = []
         self.num_replays = 0
         self.conditions: list[Condition] = []
@@ -140,7 +139,8 @@ class Recording:
         self.conditions = [self._condition(each, lengths) for each in self._recording_context.choices]
         self._function = self._graph(self._inputs)
         self._layout = map_tensors(lambda tensor: tensor.new_empty(0), self.outputs)
-        self._operations, self._inputs, self._recording_context.choices, self.outputs = [], [], [], None
+        self._operations.clear()  # in place: the context, which holds what must live on, knows the recorder
+        self._inputs, self._recording_context.choices, self.outputs = [], [], None
 
     def replay(self, inputs: Any) -> Any:
         """Run the operations over ``inputs`` of the same shapes -> new outputs."""

@@ -38,8 +38,8 @@ class Point(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each. Batch sizes of a context come in rising order: a shape
-    that cannot pay at one is left out at those above."""
+    ``num_cycles`` each. Batch sizes of a context come in rising order: a shape that cannot pay at one is left
+    out at those above."""
 
     points: Sequence[Point]
     shapes: Sequence[SpecShape]
