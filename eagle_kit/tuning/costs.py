@@ -146,8 +146,8 @@ def _features(
     knots: Mapping[str, tuple[int, ...]], batch_size: int, shape: SpecShape, context: int
 ) -> list[float]:
     """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each
-    forward, its requests, whether there are several (whose attention on a CPU is in groups by length), and the
-    keys that each reads."""
+    forward, its requests, whether there are several (whose attention on a CPU is in groups by length), and
+    the keys that each reads."""
     rows = _rows(batch_size, shape)
     counts = {"target": 1, "extend": min(shape.steps, 1), "step": max(shape.steps - 1, 0)}
     found = [1.0, float(shape.steps > 0), float(shape.steps * (shape.topk > 1))]
