@@ -11,6 +11,7 @@ from typing import NamedTuple
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
+from eagle_kit.serve.timing import prefill
 
 WHOLE_REPLY = 1 << 30
 
@@ -25,16 +26,17 @@ class Decoded(NamedTuple):
 
 
 class _Lane:
-    """One engine. Prefill does not count, nor do cycles that make a recording, once in an engine's life."""
+    """One engine. Prefill does not count, nor, unless ``counts_recording``, do cycles that make a recording,
+    once in an engine's life."""
 
-    def __init__(self, llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        self._engine = llm.engine()
+    def __init__(
+        self, llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, counts_recording: bool
+    ) -> None:
+        self._engine, self._counts_recording = llm.engine(), counts_recording
         self.requests = [llm.make_request(prompt, params) for prompt in prompts]
         for request in self.requests:
             request.group = self.requests[0].number
-            self._engine.add_request(request)
-        while any(not request.token_ids for request in self.requests):
-            self._engine.step()
+        prefill(self._engine, self.requests)
         self._num_counted, self._num_cycles, self._seconds = 0, 0, 0.0
 
     @property
@@ -56,7 +58,7 @@ class _Lane:
             self._engine.step()
             num_done += 1
         seconds = time.perf_counter() - begun
-        if self._engine.runner.graphs.num_graphs == num_graphs:
+        if self._counts_recording or self._engine.runner.graphs.num_graphs == num_graphs:
             self._num_counted += self.num_tokens - before
             self._num_cycles += num_done
             self._seconds += seconds
@@ -68,9 +70,14 @@ class _Lane:
 
 
 def decode_side_by_side(
-    llms: Mapping[str, LLM], prompts: Sequence[list[int]], params: SamplingParams
+    llms: Mapping[str, LLM],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    *,
+    counts_recording: bool = False,
 ) -> dict[str, Decoded]:
-    """Decode one batch of prompts with several engines, each in the shapes that it was made with.
+    """Decode one batch of prompts with several engines, each in the shapes that it was made with. Cycles that
+    make a recording count if ``counts_recording``.
 
     On a CPU the engine that is behind the others runs the next cycle. On a GPU, whose host runs ahead of it,
     each decodes its replies as a whole.
@@ -79,7 +86,7 @@ def decode_side_by_side(
     lanes: dict[str, _Lane] = {}
     try:
         for name, llm in llms.items():
-            lanes[name] = _Lane(llm, prompts, params)
+            lanes[name] = _Lane(llm, prompts, params, counts_recording)
         while running := [lane for lane in lanes.values() if lane.is_running]:
             min(running, key=lambda lane: lane.num_tokens).turn(WHOLE_REPLY if on_gpu else 1)
         return {name: lane.result() for name, lane in lanes.items()}

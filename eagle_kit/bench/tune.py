@@ -51,6 +51,8 @@ NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN, CHOOSING = 0.98, 0.97, 1.0, 0.002
 PEER_BATCHES = 1, 8
 WARM_UP = 1
 """Rounds before those that count."""
+FAR_BEHIND = 0.7
+"""Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
 MAX_CONTEXT = 1280
 MAX_RECORDINGS = 256
 """Of cycles on a CPU: as many settings as are compared here would take them from one another."""
@@ -99,7 +101,12 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     benchmark = Benchmark(
         "tune",
-        [*cases(llms, prompts, sizes), *choosing_cases(llms, sizes.batches), *beside],
+        [
+            *cases(llms, prompts, sizes),
+            *cold_cases(llms, prompts, sizes, most),
+            *choosing_cases(llms, sizes.batches),
+            *beside,
+        ],
         settings,
         partial(verdicts, sizes),
         plot,
@@ -124,8 +131,8 @@ def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any
 
 
 def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
-    """Tokenise the prompts of a task, but those longer than half the context, in an order drawn by
-    ``seed``."""
+    """Tokenise the prompts of a task, but those longer than half the context, whose number is printed, in an
+    order drawn by ``seed``."""
     rng = random.Random(f"{task}:{seed}")
     texts: list[Any]
     if task == NOISE:
@@ -140,7 +147,10 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
         texts = [prompt.messages([]) for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
     ids = [llm.tokenize(text) for text in texts]
-    return [each for each in ids if len(each) <= MAX_CONTEXT // 2]
+    kept = [each for each in ids if len(each) <= MAX_CONTEXT // 2]
+    if len(kept) < len(ids):
+        print(f"{task}: {len(ids) - len(kept)} of {len(ids)} prompts have more than {MAX_CONTEXT // 2} tokens")
+    return kept
 
 
 def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
@@ -151,6 +161,37 @@ def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], size
                 values = {"draft": name, "batch": batch, "task": task}
                 measure = partial(compare, llm, texts, batch, sizes)
                 yield Case(f"{name}, batch {batch}", task, measure, values)
+
+
+def cold_cases(
+    llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes, most: dict[str, Any]
+) -> Iterator[Case]:
+    """A case for every draft: the first replies of a new engine, its recordings not made yet."""
+    task = next(iter(prompts))
+    for name, llm in llms.items():
+        values = {"draft": name, "batch": 1, "task": task}
+        measure = partial(compare_cold, llm[AUTO], prompts[task], sizes, most)
+        yield Case(f"{name}, cold", task, measure, values)
+
+
+def compare_cold(
+    llm: LLM, prompts: Sequence[list[int]], sizes: Sizes, most: dict[str, Any], machine: Machine
+) -> dict[str, Any]:
+    """Decode the first replies of new engines one after another, the making of recordings included."""
+    params = SamplingParams(max_tokens=sizes.max_tokens, ignore_eos=True)
+    drafts = {PLAIN: None, AUTO: llm.draft}
+    llms = {s: LLM(llm.target, draft, tokenizer=llm.tokenizer, **most) for s, draft in drafts.items()}
+    seconds, tokens = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, 0)
+    course = []
+    for number in range(sizes.rounds):
+        part = _part(prompts, number, 1)
+        for name, each in decode_side_by_side(llms, part, params, counts_recording=True).items():
+            seconds[name] += (len(each.requests[0].token_ids) - 1) / each.rate
+            tokens[name] += len(each.requests[0].token_ids) - 1
+        course.append(seconds[PLAIN] / seconds[AUTO])
+    assert tokens[PLAIN] == tokens[AUTO], "a shape changed the text"
+    figures = {"plain tokens/s": tokens[PLAIN] / seconds[PLAIN], "auto over plain": course[-1]}
+    return {"figures": figures, "course": course}
 
 
 def choosing_cases(llms: Mapping[str, Engines], batches: Sequence[int]) -> Iterator[Case]:
@@ -199,26 +240,34 @@ def peer_cases(
 def compare(
     llms: Engines, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
 ) -> dict[str, Any]:
-    """Decode a batch of prompts a round in every setting, side by side."""
+    """Decode a batch of prompts a round in every setting, side by side. A fixed shape that is far behind
+    after a round has the figures of the rounds that it was in."""
     params = SamplingParams(max_tokens=sizes.max_tokens)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
+    ratios: dict[str, list[float]] = {}
     used: Counter[str] = Counter()
+    running = dict(llms)
     for number in range(-WARM_UP, sizes.rounds):
-        decoded = decode_side_by_side(llms, _part(prompts, number, batch), params)
+        decoded = decode_side_by_side(running, _part(prompts, number, batch), params)
         texts = {name: [request.token_ids for request in each.requests] for name, each in decoded.items()}
         assert all(each == texts[PLAIN] for each in texts.values()), "a shape changed the text"
-        if number >= 0:
-            for name, each in decoded.items():
-                rates[name].append(each.rate)
-                cycle_ms[name].append(each.cycle_ms)
-            for request in decoded[AUTO].requests:
-                used.update({str(shape): count for shape, count in request.shapes.items()})
-    ratios = {s: [a / b for a, b in zip(rates[s], rates[PLAIN], strict=True)] for s in (*sizes.shapes, AUTO)}
+        if number < 0:
+            continue
+        for name, each in decoded.items():
+            rates[name].append(each.rate)
+            cycle_ms[name].append(each.cycle_ms)
+        for request in decoded[AUTO].requests:
+            used.update({str(shape): count for shape, count in request.shapes.items()})
+        ratios = {
+            s: [mine / plain for mine, plain in zip(rates[s], rates[PLAIN], strict=False)]
+            for s in (*sizes.shapes, AUTO)
+        }
+        running = {name: llms[name] for name in running if name in (PLAIN, AUTO) or _may_win(name, ratios)}
     best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
     best_ratio = max(statistics.median(ratios[best]), 1.0)
     mine = statistics.median(ratios[AUTO])
-    over_best = [a / max(b, 1.0) for a, b in zip(ratios[AUTO], ratios[best], strict=True)]
+    over_best = [a / max(b, 1.0) for a, b in zip(ratios[AUTO], ratios[best], strict=False)]
     return {
         "figures": {
             "plain tokens/s": statistics.median(rates[PLAIN]),
@@ -234,6 +283,13 @@ def compare(
         "course": ratios[AUTO],
         "shapes": dict(used.most_common()),
     }
+
+
+def _may_win(shape: str, ratios: Mapping[str, Sequence[float]]) -> bool:
+    """Return False for a fixed shape that is far behind: at batch 32 such shapes would take most of the
+    time."""
+    best = max(statistics.median(values) for values in ratios.values())
+    return max(ratios[shape]) >= FAR_BEHIND * max(best, 1.0)
 
 
 def _part(prompts: Sequence[list[int]], number: int, batch: int) -> list[list[int]]:
@@ -309,6 +365,11 @@ def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
         return f"{row['draft']}, batch {row['batch']}, {row['task']}"
 
     plain = [(row["figures"]["auto over plain"], where(row)) for row in cells]
+    cold = [
+        (row["figures"]["auto over plain"], row["draft"])
+        for row in rows
+        if "course" in row and "ratios" not in row
+    ]
     best = [(row["figures"]["auto over best"], where(row)) for row in cells]
     choosing = [
         (row["figures"]["share of a cycle"], f"{row['draft']}, batch {row['batch']}")
@@ -322,6 +383,7 @@ def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
     ]
     return [
         at_least(f"auto at least {NOT_SLOWER} x plain decoding", NOT_SLOWER, plain),
+        at_least(f"auto at least {NOT_SLOWER} x plain decoding in the first replies", NOT_SLOWER, cold),
         at_least(f"auto at least {NEARLY_BEST} x the best fixed shape", NEARLY_BEST, best),
         at_least("auto above every fixed shape in the mean", BEST_IN_THE_MEAN, means),
         at_most(f"choosing at most {CHOOSING:.1%} of a cycle", CHOOSING, choosing),

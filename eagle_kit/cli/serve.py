@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
     with warnings_as_lines(say):
         llm = LLM(model.target, model.draft, config)
-    engine = llm.engine()
+        engine = llm.engine()
     introduce(args, model, llm)
     return run_forever(create_app(llm, engine, server_config), sock)
 
@@ -206,10 +206,11 @@ def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
     some = any(value is not None for value in given)
     if args.shape is not None and some:
         raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
-    if args.speculative_algorithm == "NONE" and (some or ShapeTable.parse(args.shape).steps):
+    table = None if args.shape in (None, "auto") else ShapeTable.parse(args.shape)
+    if args.speculative_algorithm == "NONE" and (some or (table and table.steps)):
         raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
     if not some:
-        return ShapeTable.parse(args.shape) if args.shape is not None else None
+        return table
     steps, topk, tokens = (
         default if value is None else value for value, default in zip(given, SHAPE_DEFAULTS, strict=True)
     )

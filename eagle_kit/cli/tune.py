@@ -45,25 +45,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, keep and print what is chosen."""
     from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.core.files import check_writable
     from eagle_kit.eval.tasks import load_tasks
     from eagle_kit.eval.tune import TuneOptions, tune
     from eagle_kit.eval.tune_check import held_out
     from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
-    from eagle_kit.tuning.files import save_acceptance, save_costs, ship
+    from eagle_kit.tuning.files import acceptance_path, costs_path, ship
 
     if args.out and not args.check:
         raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
+    if args.out:
+        check_writable(args.out.parent, "Give another file with --out.")
     config = options_of(args, EngineConfig, FLAGS)
     whole = load_tasks(args.tasks)
     tasks = [task.limited(args.limit, args.seed) for task in whole]
     model = find_model(args.draft, args.target, DEFAULT_TARGET)
     llm = LLM(model.target, model.draft, config)
-    tuned = tune(llm, TuneOptions(tasks, args.max_tokens))
-    print(f"costs       {save_costs(tuned.costs)}")
-    print(f"acceptance  {save_acceptance(tuned.acceptance)}")
+    folder = resolve_draft(args.draft, llm.target.config)
     if args.ship:
-        folder = resolve_draft(args.draft, llm.target.config)
+        check_writable(folder, "Copy the draft to a folder of yours.")
+    tuned = tune(llm, TuneOptions(tasks, args.max_tokens))
+    print(f"costs       {costs_path(tuned.costs.key)}")
+    print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
+    if args.ship:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
     if args.check:

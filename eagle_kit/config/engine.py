@@ -217,6 +217,11 @@ class ResolvedConfig(EngineConfig):
         return -(-num_tokens // self.page_size)
 
     @property
+    def most_rows(self) -> int:
+        """Nodes of the largest window of a batch that memory is planned for."""
+        return self.max_batch_size * self.shape.tokens
+
+    @property
     def num_pages(self) -> int:
         """Pages of the pool."""
         assert self.kv_tokens is not None, "the memory plan gives the pool its size"

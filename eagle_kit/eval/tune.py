@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_object, remove, replacing, write_json_atomically
+from eagle_kit.core.files import read_object, remove, replacing, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.tasks import Task
@@ -47,14 +47,12 @@ class TuneOptions:
 
 
 def tune(llm: LLM, options: TuneOptions) -> Tuned:
-    """Measure an engine and its draft. What has been measured is kept in the cache, so that the same call
-    goes on where an earlier one was stopped.
+    """Measure an engine and its draft, and put the result into the cache. So is what has been measured until
+    an interruption: the same call goes on from there.
 
     Raises:
-        UserError: the draft's shape cannot change between cycles.
+        UserError: the draft's shape cannot change between cycles, or another process measures the same.
     """
-    from tqdm import tqdm
-
     engine = llm.engine("none")
     if llm.draft is None or not can_tune(engine):
         raise UserError(
@@ -62,7 +60,6 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
             "Give an EAGLE or EAGLE-3 head, without a static tree.",
         )
     plan = options.plan or whole_plan(engine)
-    prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
     key = engine_key(engine)
     asked = {
         "costs": key,
@@ -71,7 +68,15 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
         "max_tokens": options.max_tokens,
         "plan": [plan.num_rounds, plan.num_cycles, list(map(str, plan.shapes)), *map(list, plan.points)],
     }
-    work = _Work(files.folder() / f"work-{files.digest(asked)}")
+    place = files.folder() / f"work-{files.digest(asked)}"
+    with sole_writer(place, place.with_suffix(".lock")):
+        return _tune(llm, options, plan, key, _Work(place))
+
+
+def _tune(llm: LLM, options: TuneOptions, plan: Plan, key: dict[str, Any], work: "_Work") -> Tuned:
+    from tqdm import tqdm
+
+    prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
     bar = tqdm(total=len(prompts) + len(plan.points), dynamic_ncols=True, disable=not options.show_progress)
     try:
         bar.set_description("recording drafts")
@@ -90,9 +95,11 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
         "max_tokens": options.max_tokens,
         "date": now(),
     }
-    table = recording.table(runnable(engine, candidate_shapes(RECORDED.steps, recording.topk)))
+    table = recording.table(runnable(llm.engine("none"), candidate_shapes(RECORDED.steps, recording.topk)))
     acceptance = MeasuredAcceptance(draft_key(llm.draft), table, about)
     costs = Costs(key, CostTable.fit(timings), tuple(timings), now())
+    files.save_costs(costs)
+    files.save_acceptance(acceptance)
     work.remove()
     return Tuned(costs, acceptance, is_average=False)
 

@@ -45,7 +45,8 @@ class Compared:
 
 
 def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> Iterator[Compared]:
-    """Compare predictions with decoding.
+    """Compare predictions with decoding. Costs are compared in milliseconds, which tell how fast the machine
+    is at the moment too, and in plain cycles, which the choice depends on.
 
     Args:
         prompts: that were not recorded; chats or token ids.
@@ -62,10 +63,16 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
     sizes = [size for size in BATCH_SIZES if size <= engine.config.max_batch_size]
     context = min(CONTEXT, engine.config.max_context // 3)
     plan = Plan([Point(size, context) for size in sizes], shapes, NUM_ROUNDS, NUM_CYCLES)
+    plain: dict[int, tuple[float, float]] = {}
     for timing in time_cycles(engine, plan):
         predicted = tuned.costs.table.seconds(timing.batch_size, timing.shape, timing.context)
         what = f"batch {timing.batch_size}, {timing.context} tokens, {timing.shape}"
         yield Compared(what, "ms a cycle", 1e3 * predicted, 1e3 * timing.seconds)
+        if timing.shape.steps:
+            beside = plain[timing.batch_size]
+            yield Compared(what, "plain cycles", predicted / beside[0], timing.seconds / beside[1])
+        else:
+            plain[timing.batch_size] = predicted, timing.seconds
 
 
 def held_out(task: Task, recorded: Task, limit: int | None, seed: int) -> Task | None:

@@ -325,7 +325,7 @@ class CpuGraphs:
     has_fixed_shapes = False
 
     def __init__(self, record_after: int = RECORD_AFTER) -> None:
-        self._record_after = record_after
+        self._record_after, self.num_replays = record_after, 0
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
         self._conditions: dict[Hashable, list[Condition]] = {}
         self._recordings: dict[Hashable, Recording] = {}
@@ -335,6 +335,10 @@ class CpuGraphs:
     def num_graphs(self) -> int:
         """Recordings at hand."""
         return len(self._recordings)
+
+    def anew(self) -> "CpuGraphs":
+        """See :class:`~eagle_kit.serve.graph.CycleGraphs`."""
+        return CpuGraphs(record_after=1)
 
     def run(self, call: GraphCall) -> Any:
         """See :class:`~eagle_kit.serve.graph.CycleGraphs`; idle inputs are not needed."""
@@ -348,6 +352,7 @@ class CpuGraphs:
         recording = self._recordings.get((kind, choices))
         if recording is not None:
             self._note_use((kind, choices))
+            self.num_replays += 1
             return recording.replay(inputs)
         self._runs[kind, choices] = self._runs.pop((kind, choices), 0) + 1
         if len(self._runs) > MAX_COUNTED:

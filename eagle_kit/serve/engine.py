@@ -50,6 +50,7 @@ class EngineTotals:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
     shapes: Counter[SpecShape] = field(default_factory=Counter)
@@ -359,6 +360,7 @@ class Engine:
                 for stats in (request.stats, self.totals.spec):
                     stats.observe(kept, min(kept, counts[i] - 1))
                 request.shapes[results.shape] += 1
+                self.totals.num_drafts += results.num_drafts[i] > 0
                 self.totals.num_draft_tokens += results.num_drafts[i]
             self.totals.num_generated_tokens += kept
             self._news[request] = None
@@ -369,7 +371,7 @@ class Engine:
         """Count a cycle by its shape, and tell the policy what it took where nothing else was done."""
         now = time.perf_counter()
         self.totals.shapes[results.shape] += 1
-        if isinstance(self.shapes, ShapePolicy) and self._is_timing:
+        if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_usual:
             context = _mean_context(results.requests)
             self.shapes.observe_time(len(results.requests), results.shape, context, now - self._clock)
         self._clock = now

@@ -62,6 +62,13 @@ class CycleGraphs(Protocol):
     def num_graphs(self) -> int:
         """Graphs captured so far."""
 
+    @property
+    def num_replays(self) -> int:
+        """Runs that were replays and nothing else."""
+
+    def anew(self) -> "CycleGraphs":
+        """Return runs of the same kind without graphs, which are made at the first run."""
+
     def run(self, call: GraphCall) -> Any:
         """Run a call -> its outputs, which are valid until the next run."""
 
@@ -162,7 +169,7 @@ class GraphRunner:
     """
 
     def __init__(self, mode: GraphMode, graph: Callable[..., Any] = Graph) -> None:
-        self.mode = mode
+        self.mode, self.num_replays = mode, 0
         self._kind = graph
         self._pool: Any = None
         self._stream: Any = None
@@ -178,11 +185,17 @@ class GraphRunner:
         """See :class:`CycleGraphs`."""
         return len(self._graphs)
 
+    def anew(self) -> "GraphRunner":
+        """See :class:`CycleGraphs`."""
+        return GraphRunner(self.mode, self._kind)
+
     def run(self, call: GraphCall) -> Any:
         """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
             return call.body(call.inputs)
-        graph = self._graphs.get((call.name, call.key)) or self._capture(call)
+        graph = self._graphs.get((call.name, call.key))
+        self.num_replays += graph is not None
+        graph = graph or self._capture(call)
         write(graph.inputs, call.inputs)
         graph.replay()
         return graph.outputs

@@ -191,7 +191,7 @@ class LLM:
         ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
         if self._engine is None:
             self.memory_plan = plan_memory(self.target, self.draft, self.config)
-            steps = MOST_STEPS if self.draft is not None and self._options.shape is None else 0
+            steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
             self.config = _fit_context(
                 self.config.replace(kv_tokens=self.memory_plan.kv_tokens, kv_memory=None), steps
             )

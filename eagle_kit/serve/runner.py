@@ -36,7 +36,7 @@ from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_rare
 from eagle_kit.serve.scheduler import Chunk
-from eagle_kit.serve.slots import MAX_MISSED, Slots
+from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -45,6 +45,7 @@ from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose, is_finite
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
+from eagle_kit.tuning.policy import MOST_MISSED
 
 GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 """Kinds of batches that are captured at the start."""
@@ -54,7 +55,8 @@ class Results(NamedTuple):
     """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
     ``epochs``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
     ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
-    cycle."""
+    cycle. ``is_usual``: False for a cycle that did, or was done, what others are not: the draft caught up with
+    what it had missed, or a graph was not there yet."""
 
     requests: list[Request]
     epochs: list[int]
@@ -62,6 +64,7 @@ class Results(NamedTuple):
     num_drafts: Sequence[int] | None
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
+    is_usual: bool = True
 
 
 class CycleInputs(NamedTuple):
@@ -240,9 +243,11 @@ class Runner:
         padding = [self.slots.dummy] * (self.padded(len(requests)) - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
         (steps, topk, tokens), drafter = shape, self.models.drafter
+        is_usual, num_replays = True, self.graphs.num_replays
         if drafter is not None and drafter.can_wait:
-            if any(each.num_missed and (steps or each.num_missed == MAX_MISSED) for each in requests):
+            if any(each.num_missed and (steps or each.num_missed == MOST_MISSED) for each in requests):
                 self._catch_up(requests, longest)
+                is_usual = False
             if not steps:
                 for request in requests:
                     request.num_missed += 1
@@ -255,8 +260,9 @@ class Runner:
             found = self._ngram_draft(requests, len(padding), ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
         emitted = self._run(requests, CycleInputs(rows, sampling), settings, tree)
+        is_usual = is_usual and (self.graphs.mode == "off" or self.graphs.num_replays > num_replays)
         epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape)
+        return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
 
     def _catch_up(self, requests: list[Request], longest: int) -> None:
         """Let the draft read what it has missed, in one forward."""

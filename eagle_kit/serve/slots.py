@@ -10,10 +10,7 @@ import torch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
-
-MAX_MISSED = 32
-"""Tokens that a draft may be behind; then it reads them, all at once."""
-
+from eagle_kit.tuning.policy import MOST_MISSED
 
 class Slots:
     """Tables of M requests and, last, of a dummy that pads batches: it owns no page and stays inactive.
@@ -45,9 +42,9 @@ class Slots:
         if drafter is not None and drafter.can_wait:
             model = drafter.model
             features = torch.zeros(
-                count + 1, MAX_MISSED, model.feature_size, dtype=model.dtype, device=device
+                count + 1, MOST_MISSED, model.feature_size, dtype=model.dtype, device=device
             )
-            tokens = torch.zeros(count + 1, MAX_MISSED, dtype=torch.int64, device=device)
+            tokens = torch.zeros(count + 1, MOST_MISSED, dtype=torch.int64, device=device)
             self.missed = Missed(features, tokens, torch.zeros(count + 1, dtype=torch.int64, device=device))
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -91,7 +88,7 @@ class Slots:
     def miss(self, rows: torch.Tensor, new: Missed) -> None:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
         assert self.missed is not None
-        at = self.missed.counts[rows].clamp(max=MAX_MISSED - 1)
+        at = self.missed.counts[rows].clamp(max=MOST_MISSED - 1)
         self.missed.features[rows, at] = new.features[:, 0]
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts

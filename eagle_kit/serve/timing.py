@@ -16,15 +16,13 @@ import numpy as np
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import Ease, ShapePolicy
 
-WARM_UP = 1
-"""Cycles of a turn that are not counted: the draft catches up with what was decoded without it."""
+SECONDS_OF_A_POINT, LEAST_ROUNDS = 60.0, 5
 MOST_ACCEPTED = 0.75
 """Part of a draft's steps that text which drafts well accepts."""
 
@@ -38,7 +36,7 @@ class Point(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each. Batch sizes of a context come in rising order: a shape that cannot pay at one is left
+    ``num_cycles`` each, fewer where they take longer than ``SECONDS_OF_A_POINT``. Batch sizes of a context come in rising order: a shape that cannot pay at one is left
     out at those above."""
 
     points: Sequence[Point]
@@ -65,7 +63,12 @@ def time_cycles(
     with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
         for point in plan.points:
             if point not in found:
-                shapes = [shape for shape in plan.shapes if not _is_too_slow(shape, point, found)]
+                shapes = [
+                    shape
+                    for shape in plan.shapes
+                    if point.batch_size * shape.tokens <= engine.config.most_rows
+                    and not _is_too_slow(shape, point, found)
+                ]
                 found[point] = _time_point(engine, dictated, point, plan._replace(shapes=shapes))
                 on_point(point, found[point])
     return [timing for timings in found.values() for timing in timings]
@@ -89,8 +92,7 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictat
     dictated = _Dictated(shapes)
     engine.use_shape(dictated)
     engine.totals = type(totals)()
-    if graphs.mode == "cycle" and not graphs.has_fixed_shapes:
-        engine.runner.graphs = CpuGraphs(record_after=1)
+    engine.runner.graphs = graphs.anew()
     try:
         yield dictated
     finally:
@@ -105,16 +107,21 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
     shapes = (NO_SPECULATION, *plan.shapes)
     seconds = np.empty((plan.num_rounds, len(shapes)))
     contexts = np.empty_like(seconds)
+    begun, num_done = time.perf_counter(), 0
     try:
         for number in range(plan.num_rounds):
+            if number >= LEAST_ROUNDS and time.perf_counter() - begun > SECONDS_OF_A_POINT:
+                break
             batch.begin()
             for i in np.roll(np.arange(len(shapes)), number):
-                for _ in range(WARM_UP):
+                for _ in range(1 + engine.config.lag):  # the draft catches up with what it has missed
                     batch.step(shapes[i])
                 contexts[number, i] = batch.context
                 seconds[number, i] = statistics.median(batch.turn(shapes[i], plan.num_cycles))
+            num_done += 1
     finally:
         batch.end()
+    seconds, contexts = seconds[:num_done], contexts[:num_done]
     return [
         Timing(point.batch_size, *each)
         for each in zip(shapes, contexts.mean(0).round().astype(int).tolist(), _typical(seconds), strict=True)
@@ -128,6 +135,14 @@ def _typical(seconds: np.ndarray) -> list[float]:
     rounds = logs.mean(1, keepdims=True)
     typical: list[float] = np.exp(np.median(logs - rounds, axis=0) + np.median(rounds)).tolist()
     return typical
+
+
+def prefill(engine: Engine, requests: Sequence[Request]) -> None:
+    """Add requests and run the engine until each has its first token."""
+    for request in requests:
+        engine.add_request(request)
+    while any(not request.token_ids for request in requests):
+        engine.step()
 
 
 class _Batch:
@@ -150,18 +165,17 @@ class _Batch:
     def begin(self) -> None:
         """Put the requests into the engine, as new; the prefix cache has their prompts by then."""
         self.end()
-        params = SamplingParams(max_tokens=self._engine.config.max_context, ignore_eos=True)
+        params = SamplingParams(max_tokens=self._engine.config.max_context, ignore_eos=True, seed=0)
         self._dictated.shape = NO_SPECULATION
         self._requests = [Request(i, ids, params, group=0) for i, ids in enumerate(self._prompts)]
         for request in self._requests:
             self._engine.check_request(request)
-        for request in self._requests:
-            self._engine.add_request(request)
-        while any(not request.token_ids for request in self._requests):
-            self._engine.step()
+        prefill(self._engine, self._requests)
 
     def step(self, shape: SpecShape) -> float:
-        """Run a cycle -> seconds."""
+        """Run a cycle of all requests -> seconds."""
+        if any(request.finish_reason for request in self._requests):  # the context is short
+            self.begin()
         self._dictated.shape = shape
         begun = time.perf_counter()
         self._engine.step()

@@ -37,8 +37,6 @@ SHAPES = tuple(
     map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,2,6", "3,4,8", "5,4,16", "5,8,32"))
 )
 CONTEXTS = 64, 1024
-LEAST_WINDOW = 8
-"""Nodes per request of a full batch for which memory always suffices."""
 ROOM = 128
 """Tokens behind the context that timing a point decodes."""
 SAMPLE = 512
@@ -83,7 +81,10 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
     if costs is None or missing:
         _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
         costs = measure_costs(engine, plan._replace(points=missing), before=costs)
-        save_costs(costs)
+        try:
+            save_costs(costs)
+        except OSError as error:
+            _log.warning("What was measured cannot be kept, and is measured at each start: %s.", error)
     acceptance = find_acceptance(draft_key(engine.draft), draft_folder)
     tuned = Tuned(costs, acceptance or average_acceptance(), acceptance is None)
     return policy_of(engine, tuned)
@@ -91,16 +92,15 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
 
 def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
     """Make a policy over the shapes that an engine can run."""
-    config, seconds = engine.config, tuned.costs.table.seconds
-    shapes = runnable(engine, tuned.acceptance.table.shapes)
-    most_rows = config.max_batch_size * max(config.shape.tokens, LEAST_WINDOW)
+    config, costs, acceptance = engine.config, tuned.costs.table, tuned.acceptance.table
+    shapes = runnable(engine, acceptance.shapes)
     menus = {
         size: choose_menu(
-            seconds, tuned.acceptance.table, size, [s for s in shapes if size * s.tokens <= most_rows]
+            costs.seconds, acceptance, size, [s for s in shapes if size * s.tokens <= config.most_rows]
         )
         for size in config.batch_sizes
     }
-    return ShapePolicy(seconds, tuned.acceptance.table, menus, tuned.origin)
+    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds)
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:
@@ -167,13 +167,14 @@ def engine_key(engine: Engine) -> dict[str, Any]:
 
 
 def draft_key(draft: DraftModel) -> str:
-    """Short hash of a draft's weights: of their names and sizes, and of some of their numbers."""
+    """Short hash of the weights of a draft and its target, on which acceptance depends: of their names and
+    sizes, and of some of their numbers, in bf16 whatever they are loaded as."""
     found = hashlib.sha256()
     for module in _modules(draft):
         for name, weight in sorted(module.state_dict().items()):
             part = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLE)][:SAMPLE]
             found.update(f"{name}:{tuple(weight.shape)}:".encode())
-            found.update(part.to("cpu", torch.float32).numpy().tobytes())
+            found.update(part.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return found.hexdigest()[:16]
 
 

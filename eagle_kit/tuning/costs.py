@@ -92,6 +92,13 @@ class CostTable:
         rest = _interpolated(self.rest.get(shape, ()), batch_size, context)
         return self._fitted(batch_size, shape, context) * math.exp(rest)
 
+    def reading_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:
+        """Predict the time in which the draft reads tokens that each request has decoded without it."""
+        features = _of_forwards(
+            self.knots, batch_size, {"extend": batch_size * num_tokens}, {"extend": 1}, context
+        )
+        return float(np.dot(features, self.coefficients[-len(features) :]))
+
     def _fitted(self, batch_size: int, shape: SpecShape, context: int) -> float:
         return float(np.dot(_features(self.knots, batch_size, shape, context), self.coefficients))
 
@@ -148,11 +155,22 @@ def _features(
     """What a cycle's time is linear in: a constant, whether it speculates, pieces of the rows of each
     forward, its requests, whether there are several (whose attention on a CPU is in groups by length), and
     the keys that each reads."""
-    rows = _rows(batch_size, shape)
     counts = {"target": 1, "extend": min(shape.steps, 1), "step": max(shape.steps - 1, 0)}
     found = [1.0, float(shape.steps > 0), float(shape.steps * (shape.topk > 1))]
+    return found + _of_forwards(knots, batch_size, _rows(batch_size, shape), counts, context)
+
+
+def _of_forwards(
+    knots: Mapping[str, tuple[int, ...]],
+    batch_size: int,
+    rows: Mapping[str, int],
+    counts: Mapping[str, int],
+    context: int,
+) -> list[float]:
+    """Features of forwards, ``counts`` of each."""
+    found = []
     for name in FORWARDS:
-        mine, count = rows.get(name, 1), counts[name]
+        mine, count = rows.get(name, 1), counts.get(name, 0)
         found += [count * piece for piece in _pieces(knots[name], mine)]
         found += [count * float(batch_size > 1), count * batch_size / 8]
         found += [count * batch_size * context / 1e3, count * mine * context / 1e5]

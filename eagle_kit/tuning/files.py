@@ -69,6 +69,8 @@ class Costs:
         )
         if not all(math.isfinite(each.seconds) and each.seconds > 0 for each in timings):
             raise ValueError("a measured time is no time")
+        if not all(each.batch_size > 0 and each.context >= 0 for each in timings):
+            raise ValueError("a cycle was measured without requests or with fewer tokens than none")
         table = CostTable.from_json(data["costs"]).with_rest(timings)
         return cls(dict(data["key"]), table, timings, str(data["date"]), bool(data["is_quick"]))
 
@@ -128,14 +130,16 @@ def save_acceptance(acceptance: MeasuredAcceptance) -> Path:
 
 
 def find_costs(key: Mapping[str, Any], draft_folder: Path | None) -> Costs | None:
-    """Find the costs of an engine: measured here, or shipped for the same device, dtype and models."""
-    if (found := _load(costs_path(key), Costs.from_json)) is not None:
+    """Find the costs of an engine: measured here, or shipped for the same device, dtype and models, which the
+    short measurement of a start does not outweigh."""
+    found = _load(costs_path(key), Costs.from_json)
+    if found is not None and not found.is_quick:
         return found
-    for given in _shipped(draft_folder).get("costs", ()):
+    for given in _shipped(draft_folder).get("costs") or ():
         shipped = _parse(given, Costs.from_json, _where(draft_folder))
         if shipped is not None and all(shipped.key.get(k) == v for k, v in key.items() if k != "versions"):
             return shipped
-    return None
+    return found
 
 
 def find_acceptance(draft: str, draft_folder: Path | None) -> MeasuredAcceptance | None:
@@ -159,7 +163,7 @@ def average_acceptance() -> MeasuredAcceptance:
 def ship(draft_folder: Path, acceptance: MeasuredAcceptance | None, costs: Costs) -> Path:
     """Write ``tuning.json`` beside a draft's weights; costs of other machines in it are kept."""
     before = _shipped(draft_folder)
-    others = [each for each in before.get("costs", ()) if each.get("key") != dict(costs.key)]
+    others = [each for each in before.get("costs") or () if each.get("key") != dict(costs.key)]
     mine = before.get("acceptance") if acceptance is None else acceptance.to_json()
     data = {"format": FORMAT, "acceptance": mine, "costs": [*others, costs.to_json()]}
     return _save(draft_folder / SHIPPED, data)
@@ -199,7 +203,7 @@ def _parse(data: Any, make: Callable[[Mapping[str, Any]], T], where: Path) -> T 
         if data.get("format", FORMAT) != FORMAT:
             raise ValueError(f"its format is {data['format']}, not {FORMAT}")
         return make(data)
-    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, UserError, ValueError) as error:
         reason = error.cause if isinstance(error, UserError) else error
         warnings.warn(f"{where} is no measurement of shapes ({reason}). {AGAIN}", stacklevel=2)
         return None

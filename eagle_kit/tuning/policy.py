@@ -14,7 +14,7 @@ Legend: G values of ease, M shapes, C classes of confidence.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +39,18 @@ a while of speculation, to see what plain cycles cost."""
 PROBE_EVERY = 64, 512
 """Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
 PLAIN_PROBE_EVERY = 512
+MOST_MISSED, HORIZON = 32, 32
+"""Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
+pay."""
 DRIFT_RATE, COMMON_RATE = 0.05, 0.3
 """Rates at which costs follow what is measured: those of a shape beside another, and all together."""
 TABLE_ERROR, TABLE_IS_WORTH = 0.15, 4
 """Relative error up to which the table is believed, as much as that many changes between shapes."""
 OUTLIER, MOST_OUTLIERS = math.log(2.5), 3
 """A cycle that is so much slower was interrupted, unless those after it are as slow."""
+
+
+Reading = Callable[[int, int, int], float]
 
 
 @dataclass
@@ -100,6 +106,8 @@ class ShapePolicy:
         menus: shapes to choose from by batch size, a size's are those of the next in it; plain decoding
             always is one.
         origin: where the numbers come from, for people.
+        reading: time in which the draft reads tokens that a batch decoded without it: batch size, tokens per
+            request, context.
     """
 
     def __init__(
@@ -108,8 +116,9 @@ class ShapePolicy:
         acceptance: AcceptanceTable,
         menus: Mapping[int, Sequence[SpecShape]],
         origin: str = "",
+        reading: Reading = lambda batch_size, num_tokens, context: 0.0,
     ) -> None:
-        self._seconds, self.origin = seconds, origin
+        self._seconds, self._reading, self.origin = seconds, reading, origin
         used = {shape for menu in menus.values() for shape in menu if shape.steps}
         self.shapes = [NO_SPECULATION, *sorted(used)]
         self._number = {shape: i for i, shape in enumerate(self.shapes)}
@@ -167,6 +176,8 @@ class ShapePolicy:
         """Decide whether to speculate, and in which shape where confidence is not known."""
         self._batch_size, self._left = len(eases), HOLD
         speeds = self.speeds(eases, context)
+        if not self.shape.steps:
+            speeds[1:] *= self._rest_of_reading(len(eases), context)[1:]
         best, now = int(speeds.argmax()), self._number[self.shape]
         if self._is_probe:
             if now:  # it drafted
@@ -180,6 +191,13 @@ class ShapePolicy:
         elif now and self._num_drafting >= PLAIN_PROBE_EVERY:
             self._use(0, is_probe=True)
         self._rate = float(speeds.max())
+
+    def _rest_of_reading(self, batch_size: int, context: int) -> np.ndarray:
+        """Part of the time of ``HORIZON`` cycles that is left when the draft has read what it has missed,
+        ``[M]``."""
+        reading = self._reading(batch_size, min(self._num_plain, MOST_MISSED), context)
+        decoding = HORIZON * self._cost(batch_size, context)
+        return decoding / (decoding + reading)
 
     def _use(self, number: int, *, is_probe: bool = False) -> None:
         shape = self.shapes[number]
@@ -231,20 +249,17 @@ class ShapePolicy:
         number, num = self._number[shape], len(self.shapes)
         clock = self._clocks.setdefault(batch_size, _Clock(np.zeros(num), np.zeros(num)))
         surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
-        if clock.last < 0:
-            clock.common = surprise
-        elif abs(surprise) > OUTLIER and clock.num_outliers < MOST_OUTLIERS:
+        if abs(surprise) > OUTLIER and 0 <= clock.last and clock.num_outliers < MOST_OUTLIERS:
             clock.num_outliers += 1
             return
-        elif clock.last == number:
-            clock.common += COMMON_RATE * surprise
-        else:
+        if clock.last not in (-1, number):
             believed = TABLE_IS_WORTH if abs(surprise) < TABLE_ERROR else 0
             moved = [(each, sign) for each, sign in ((number, 1), (clock.last, -1)) if each]
             for each, sign in moved:  # plain decoding is what the others are compared with
                 clock.num_changes[each] += 1
                 rate = max(1 / (believed + clock.num_changes[each]), DRIFT_RATE)
                 clock.drift[each] += sign * rate * surprise / len(moved)
+        clock.common += surprise * (COMMON_RATE if clock.last >= 0 else 1.0)
         clock.last, clock.num_outliers = number, 0
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:

@@ -39,10 +39,13 @@ def test_every_cell_is_measured_and_drawn(folders, capsys):
     for row in cells.values():
         rounds = row["rounds"]
         assert set(rounds) == {"none", "1,1,2", "2,2,4", AUTO} and sum(row["shapes"].values()) > 0
+        assert len(rounds["none"]) == len(rounds[AUTO]) == 2 >= len(rounds["1,1,2"]) >= 1
         pairs = [a / b for a, b in zip(rounds[AUTO], rounds["none"], strict=True)]
         assert row["figures"]["auto over plain"] == pytest.approx(sum(pairs) / 2)
         low, high = row["intervals"][AUTO]
         assert low <= row["ratios"][AUTO] <= high
+    [cold] = [row for row in rows if "course" in row and "ratios" not in row]
+    assert len(cold["course"]) == 2 and cold["figures"]["auto over plain"] == cold["course"][-1] > 0
     peers = [row["figures"] for row in rows if row.get("peers")]
     assert len(peers) == 1 and peers[0]["transformers tokens/s"] > 0
     assert (folders / "tune.png").stat().st_size > 10_000
@@ -61,7 +64,9 @@ def test_verdicts_name_the_worst_cell():
         {**cell(0.97, 1.0, {"1,1,2": 0.9, "4,1,5": 0.8}), "task": "noise"},
         {"draft": "d", "batch": 1, "figures": {"share of a cycle": 0.001}},
     ]
-    plain, best, means, choosing = verdicts(sizes, rows, True)
+    rows.append({"draft": "d", "batch": 1, "figures": {"auto over plain": 0.9}, "course": [1.0, 0.9]})
+    plain, cold, best, means, choosing = verdicts(sizes, rows, True)
+    assert not cold.met and cold.measured == pytest.approx(0.9)
     assert not plain.met and "noise" in plain.at and plain.measured == pytest.approx(0.97)
     assert best.met and best.measured == pytest.approx(0.97)
     assert means.met and means.at == "4,1,5"

@@ -1,5 +1,8 @@
 """Shapes chosen by measurements: measured once, kept, the same text, and shown."""
 
+import random
+
+import numpy as np
 import pytest
 from tiny import tiny_head, tiny_target
 
@@ -32,18 +35,62 @@ def texts(outputs):
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("graph_mode", ["off", "cycle"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params):
-    llm = make()
+def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params, graph_mode):
+    llm = make(graph_mode=graph_mode)
     params = SamplingParams(max_tokens=60, **params)
+    policy, rng = llm.engine().shapes, random.Random(0)
+    assert isinstance(policy, ShapePolicy)
+    # A target of microseconds is fastest alone, so the draft's worth is drawn.
+    policy.speeds = lambda eases, context: np.array([rng.random() for _ in policy.shapes])
     outputs = llm.generate(PROMPTS, params)
-    assert isinstance(llm.engine().shapes, ShapePolicy)
+    used = set().union(*(output.shapes for output in outputs))
+    assert NO_SPECULATION in used and len(used) > 1
     assert texts(outputs) == texts(llm.generate(PROMPTS, params, shape="none"))
     for output in outputs:
         assert sum(output.shapes.values()) == output.stats.num_verifies
     lines = llm.engine().reasons()
     assert lines[0].startswith("batch 1: ") and "an average head" in lines[-1]
     llm.engine().check()
+
+
+def test_sampled_text_does_not_depend_on_whether_an_engine_was_measured_before():
+    params = SamplingParams(max_tokens=20, temperature=1.0)
+    cold, warm = ([output.token_ids for output in make().generate(PROMPTS, params)] for _ in range(2))
+    assert cold == warm
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, caplog):
+    def fail(costs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tune, "save_costs", fail)
+    assert make().generate(PROMPTS, SamplingParams(max_tokens=4))
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("graph_mode", ["off", "cycle"])
+def test_times_are_learnt_from_cycles_that_are_like_others(graph_mode):
+    llm = make(graph_mode=graph_mode, max_batch_size=1, lag=0)
+    policy, plan = llm.engine().shapes, [NO_SPECULATION] * 3 + [SHAPES[0]] * 3
+    assert isinstance(policy, ShapePolicy)
+    chosen, timed = [], []
+
+    def choose(eases, context):
+        chosen.append(plan[len(chosen) % len(plan)])
+        return chosen[-1]
+
+    policy.choose = choose
+    policy.shapes = [*dict.fromkeys([*policy.shapes, SHAPES[0]])]
+    policy.observe, policy.observe_time = lambda *_: None, lambda size, shape, *_: timed.append(shape)
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=100, ignore_eos=True))
+    caught_up = sum(a != b and b.steps > 0 for a, b in zip(chosen, chosen[1:], strict=False))
+    assert caught_up > 5
+    if graph_mode == "off":
+        assert len(timed) == len(chosen) - caught_up
+    else:  # RECORD_AFTER runs of each kind, and the recording itself
+        assert 0 < len(timed) < len(chosen) - caught_up - 40
 
 
 def test_an_engine_is_measured_once_and_another_one_again(monkeypatch):
@@ -109,13 +156,12 @@ def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     assert isinstance(graphs, CpuGraphs) and count
     made = []
 
-    class Watched(CpuGraphs):
-        def __init__(self, record_after):
-            super().__init__(record_after)
-            made.append(self)
+    def anew(graphs):
+        made.append(CpuGraphs(record_after=1))
+        return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle_kit.serve.timing.CpuGraphs", Watched)
+        patch.setattr(CpuGraphs, "anew", anew)
         time_cycles(engine, Plan([Point(1, 20)], SHAPES, 2, 3))
     assert len(made) == 1 and made[0].num_graphs >= 1 + len(SHAPES)
     assert engine.runner.graphs is graphs and engine.num_graphs == count

@@ -1,6 +1,7 @@
 """Measurements on disk: what is written comes back, what is damaged is told and made anew."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,33 @@ def test_a_shipped_table_serves_other_versions_and_not_other_devices_or_weights(
     assert files.find_acceptance("abc", place) is not None
     with pytest.warns(UserWarning, match="other weights"):
         assert files.find_acceptance("trained on", place) is None
+
+
+def test_a_short_measurement_does_not_outweigh_a_shipped_table(place):
+    files.save_costs(replace(make_costs(), is_quick=True, date="quick"))
+    assert files.find_costs(KEY, place).date == "quick"
+    files.ship(place, make_acceptance(), make_costs())
+    assert files.find_costs(KEY, place).date == make_costs().date
+    files.save_costs(replace(make_costs(), date="whole"))
+    assert files.find_costs(KEY, place).date == "whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timings", [[0, "4,1,5", 64, 0.04]]),
+        ("timings", [[1, "4,1,5", -2, 0.04]]),
+        ("timings", [[1, "4,1,5", 64, 1e400]]),
+        ("timings", None),
+        ("costs", None),
+        ("costs", {}),
+    ],
+)
+def test_damaged_costs_are_told_and_not_used(name, value):
+    path = files.save_costs(make_costs())
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}), encoding="utf-8")
+    with pytest.warns(UserWarning, match="eagle-kit tune"):
+        assert files.find_costs(KEY, None) is None
 
 
 def test_costs_of_several_machines_are_shipped_together(place):

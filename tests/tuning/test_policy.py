@@ -155,11 +155,29 @@ def test_costs_that_the_table_has_wrong_are_learnt():
 def test_a_machine_that_slows_down_changes_no_choice():
     policy = make_policy()
     before = policy.plan([1, 8])
-    for _ in range(100):
+    for number in range(100):
         for shape in SHAPES:
-            policy.observe_time(8, shape, 300, 3 * seconds(8, shape, 300))
+            policy.observe_time(8, shape, 300, (1 if number < 10 else 3) * seconds(8, shape, 300))
     after = policy.plan([1, 8])
     assert [choice.shape for choice in after] == [choice.shape for choice in before]
+
+
+def test_coming_back_must_pay_for_what_the_draft_has_missed():
+    def cycles_until_drafting(seconds_a_token):
+        def reading(batch_size, num_tokens, context):
+            return batch_size * num_tokens * seconds_a_token
+
+        policy = ShapePolicy(seconds, AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES}, "", reading)
+        ease = policy.new_request()
+        ease.value = -6.0
+        for _ in range(40):
+            assert not policy.choose([ease], 300).steps
+        ease.value = 0.0
+        return next((n for n in range(100) if policy.choose([ease], 300).steps), None)
+
+    assert cycles_until_drafting(0.0) is not None and cycles_until_drafting(0.0) <= 8
+    later = cycles_until_drafting(1.0)
+    assert later is None or later > 8  # a probe, if anything
 
 
 def test_choosing_takes_microseconds():

@@ -84,7 +84,6 @@ class _EngineCollector:
 
         engine, totals = self._engine, self._engine.totals
         spec, accepted = totals.spec, list(totals.spec.num_accepted_at)
-        num_drafts = spec.num_verifies if totals.num_draft_tokens else 0  # windows of one draft nothing
         gauges = (
             ("num_requests_running", "Requests in the batch.", engine.num_running),
             ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
@@ -107,7 +106,7 @@ class _EngineCollector:
                 totals.num_finished.get("error", 0),
             ),
             ("engine_steps", "Scheduling steps.", totals.num_steps),
-            ("spec_decode_num_drafts", "Verifies of a draft.", num_drafts),
+            ("spec_decode_num_drafts", "Verifies of a draft.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted)),
         )

@@ -44,6 +44,7 @@ class ScriptedEngine:
             num_generated_tokens=0,
             num_preemptions=0,
             num_finished={},
+            num_drafts=0,
             num_draft_tokens=0,
             spec=SpecStats(),
             shapes=Counter(),
@@ -121,6 +122,7 @@ class ScriptedEngine:
         if tokens:
             for stats in (request.stats, self.totals.spec):
                 stats.observe(len(tokens), len(tokens) - 1)
+            self.totals.num_drafts += 1
             self.totals.num_draft_tokens += self.shape.tokens - 1
         if kept is not None or len(request.token_ids) >= len(script):
             self._finish(request, "stop")

@@ -59,6 +59,7 @@ def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
         f"--speculative-{name}" for name in ("num-steps", "eagle-topk", "num-draft-tokens")
     )
     assert shape_of(arguments()) is None
+    assert shape_of(arguments("--shape", "auto")) is None
     assert shape_of(arguments("--shape", "3,2,6")) == ShapeTable.parse("3,2,6")
     assert shape_of(arguments("--shape", "3,2,6 8:none")) == ShapeTable.parse("3,2,6 8:none")
     assert shape_of(arguments(steps, "3")) == SpecShape(3, 4, 8)
