@@ -92,7 +92,8 @@ def test_a_change_of_shape_keeps_graphs_and_is_right():
 
 def test_kinds_of_batches_with_graphs_are_few():
     target = tiny_target(vocab_size=64)
-    llm = with_graphs(LLM(target, tiny_head(target, 50), max_context=64, batch_sizes=(4,)), "cycle")
+    options = {"max_context": 64, "batch_sizes": (4,), "shape": "3,1,4"}
+    llm = with_graphs(LLM(target, tiny_head(target, 50), **options), "cycle")
     filters = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.2}, {}]
     for sampling in filters:
         for logprobs in (None, 0, 3, 17):
