@@ -54,13 +54,14 @@ class CostTable:
         knots: of every forward, rows at which its time bends; beyond the last it goes on as before it.
         coefficients: seconds of every feature of a cycle.
         error: mean relative error of the fit at the measured cycles.
-        rest: of every measured shape, what the fit leaves over.
+        rest: what the fit leaves over, of every measured shape, and under None of all at a point together:
+            a machine that is slower for a minute is so in all shapes.
     """
 
     knots: Mapping[str, tuple[int, ...]]
     coefficients: tuple[float, ...]
     error: float = 0.0
-    rest: Mapping[SpecShape, tuple[Rest, ...]] = field(default_factory=dict)
+    rest: Mapping[SpecShape | None, tuple[Rest, ...]] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, timings: Sequence[Timing]) -> "CostTable":
@@ -81,15 +82,21 @@ class CostTable:
 
     def with_rest(self, timings: Iterable[Timing]) -> "CostTable":
         """Return the table with what the fit leaves over at ``timings``."""
-        rest: dict[SpecShape, tuple[Rest, ...]] = {}
+        rest: dict[SpecShape | None, tuple[Rest, ...]] = {}
+        points: dict[tuple[int, int], list[Rest]] = {}
         for size, shape, context, seconds in timings:
-            log_ratio = math.log(seconds / self._fitted(size, shape, context))
-            rest[shape] = (*rest.get(shape, ()), Rest(size, context, log_ratio))
+            mine = Rest(size, context, math.log(seconds / self._fitted(size, shape, context)))
+            rest[shape] = (*rest.get(shape, ()), mine)
+            points.setdefault((size, round(math.log2(context + 1))), []).append(mine)
+        rest[None] = tuple(
+            Rest(each[0].batch_size, each[0].context, sum(one.log_ratio for one in each) / len(each))
+            for each in points.values()
+        )
         return replace(self, rest=rest)
 
     def seconds(self, batch_size: int, shape: SpecShape, context: int) -> float:
         """Predict the time of a cycle."""
-        rest = _interpolated(self.rest.get(shape, ()), batch_size, context)
+        rest = _interpolated(self.rest.get(shape) or self.rest.get(None, ()), batch_size, context)
         return self._fitted(batch_size, shape, context) * math.exp(rest)
 
     def reading_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:
