@@ -149,7 +149,9 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
     ids = [llm.tokenize(text) for text in texts]
     kept = [each for each in ids if len(each) <= MAX_CONTEXT // 2]
     if len(kept) < len(ids):
-        print(f"{task}: {len(ids) - len(kept)} of {len(ids)} prompts have more than {MAX_CONTEXT // 2} tokens")
+        print(
+            f"{task}: {len(ids) - len(kept)} of {len(ids)} prompts have more than {MAX_CONTEXT // 2} tokens"
+        )
     return kept
 
 

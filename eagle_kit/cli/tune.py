@@ -36,7 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="also compare the predictions with prompts, shapes and batch sizes that were not measured",
+        help="keep half of each task's prompts back, and compare the predictions with them, and with shapes "
+        "and batch sizes that were not measured",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="of what --check finds, as JSON")
     add_flags(parser, EngineConfig, FLAGS, max_batch_size=8)
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.out.parent, "Give another file with --out.")
     config = options_of(args, EngineConfig, FLAGS)
     whole = load_tasks(args.tasks)
-    tasks = [task.limited(args.limit, args.seed) for task in whole]
+    limits = [max(1, min(args.limit, len(task.prompts) // 2)) if args.check else args.limit for task in whole]
+    tasks = [task.limited(limit, args.seed) for task, limit in zip(whole, limits, strict=True)]
     model = find_model(args.draft, args.target, DEFAULT_TARGET)
     llm = LLM(model.target, model.draft, config)
     folder = resolve_draft(args.draft, llm.target.config)
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
     if args.check:
-        rest = [held_out(*pair, args.limit, args.seed) for pair in zip(whole, tasks, strict=True)]
+        triples = zip(whole, tasks, limits, strict=True)
+        rest = [held_out(task, recorded, limit, args.seed) for task, recorded, limit in triples]
         _check(llm, tuned, [task for task in rest if task], args)
     return 0
 

@@ -17,7 +17,7 @@ from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.report.environment import now
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
-from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
 from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, runnable, whole_plan
 from eagle_kit.tuning import files
 from eagle_kit.tuning.acceptance import Recording
@@ -66,7 +66,7 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
         "draft": draft_key(llm.draft),
         "tasks": {task.name: task.fingerprint for task in options.tasks},
         "max_tokens": options.max_tokens,
-        "plan": [plan.num_rounds, plan.num_cycles, list(map(str, plan.shapes)), *map(list, plan.points)],
+        "plan": [*plan[2:], list(map(str, plan.shapes)), *map(list, plan.points)],
     }
     place = files.folder() / f"work-{files.digest(asked)}"
     with sole_writer(place, place.with_suffix(".lock")):
@@ -77,7 +77,7 @@ def _tune(llm: LLM, options: TuneOptions, plan: Plan, key: dict[str, Any], work:
     from tqdm import tqdm
 
     prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
-    bar = tqdm(total=len(prompts) + len(plan.points), dynamic_ncols=True, disable=not options.show_progress)
+    bar = tqdm(total=len(prompts) + len(plan.visits), dynamic_ncols=True, disable=not options.show_progress)
     try:
         bar.set_description("recording drafts")
         recording = _record(llm, [prompt.messages([]) for _, prompt in prompts], options, work, bar)
@@ -126,13 +126,13 @@ def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work
 def _time(llm: LLM, plan: Plan, work: "_Work", bar: Any) -> list[Timing]:
     done = work.timings()
 
-    def keep(point: Point, timings: list[Timing]) -> None:
-        done[point] = timings
+    def keep(visit: Visit, timings: list[Timing]) -> None:
+        done[visit] = timings
         work.keep_timings(done)
         bar.update()
 
-    bar.update(sum(point in done for point in plan.points))
-    return time_cycles(llm.engine("none"), plan, done=dict(done), on_point=keep)
+    bar.update(sum(visit in done for visit in plan.visits))
+    return time_cycles(llm.engine("none"), plan, done=dict(done), on_visit=keep)
 
 
 class _Work:
@@ -156,26 +156,30 @@ class _Work:
         with replacing(self._place / f"recording-{number}.pt") as path:
             torch.save(data, path)
 
-    def timings(self) -> dict[Point, list[Timing]]:
-        """Read the timings by point."""
+    def timings(self) -> dict[Visit, list[Timing]]:
+        """Read the timings by visit."""
         path = self._place / "timings.json"
         if not path.is_file():
             return {}
         return {
-            Point(*each["point"]): [
+            Visit(each["pass"], Point(*each["point"])): [
                 Timing(batch, SpecShape.parse(shape), context, seconds)
                 for batch, shape, context, seconds in each["timings"]
             ]
-            for each in read_object(path)["points"]
+            for each in read_object(path)["visits"]
         }
 
-    def keep_timings(self, timings: dict[Point, list[Timing]]) -> None:
-        """Write the timings by point."""
-        points = [
-            {"point": list(point), "timings": [[t[0], str(t[1]), t[2], t[3]] for t in mine]}
-            for point, mine in timings.items()
+    def keep_timings(self, timings: dict[Visit, list[Timing]]) -> None:
+        """Write the timings by visit."""
+        visits = [
+            {
+                "pass": visit.number,
+                "point": list(visit.point),
+                "timings": [[t[0], str(t[1]), t[2], t[3]] for t in mine],
+            }
+            for visit, mine in timings.items()
         ]
-        write_json_atomically(self._place / "timings.json", {"points": points})
+        write_json_atomically(self._place / "timings.json", {"visits": visits})
 
     def remove(self) -> None:
         """Delete the files."""

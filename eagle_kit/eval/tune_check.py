@@ -16,7 +16,7 @@ from eagle_kit.serve.tune import Tuned, runnable
 SHAPES = tuple(map(SpecShape.parse, ("1,3,4", "3,1,4", "6,1,7", "2,3,6", "4,2,8", "6,4,20")))
 BATCH_SIZES = 1, 3, 6
 CONTEXT = 400
-NUM_ROUNDS, NUM_CYCLES = 5, 5
+NUM_ROUNDS, NUM_CYCLES, NUM_PASSES = 3, 2, 4
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
         yield Compared(f"{shape}", "tokens a cycle", acceptance.length(shape), total.accept_length)
     sizes = [size for size in BATCH_SIZES if size <= engine.config.max_batch_size]
     context = min(CONTEXT, engine.config.max_context // 3)
-    plan = Plan([Point(size, context) for size in sizes], shapes, NUM_ROUNDS, NUM_CYCLES)
+    plan = Plan([Point(size, context) for size in sizes], shapes, NUM_ROUNDS, NUM_CYCLES, NUM_PASSES)
     plain: dict[int, tuple[float, float]] = {}
     for timing in time_cycles(engine, plan):
         predicted = tuned.costs.table.seconds(timing.batch_size, timing.shape, timing.context)

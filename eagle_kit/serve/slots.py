@@ -12,6 +12,7 @@ from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.tuning.policy import MOST_MISSED
 
+
 class Slots:
     """Tables of M requests and, last, of a dummy that pads batches: it owns no page and stays inactive.
 

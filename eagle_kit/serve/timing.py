@@ -22,7 +22,7 @@ from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import Ease, ShapePolicy
 
-SECONDS_OF_A_POINT, LEAST_ROUNDS = 60.0, 5
+SECONDS_OF_A_VISIT = 15.0
 MOST_ACCEPTED = 0.75
 """Part of a draft's steps that text which drafts well accepts."""
 
@@ -34,55 +34,86 @@ class Point(NamedTuple):
     context: int
 
 
+class Visit(NamedTuple):
+    """Number of a pass over the points, and the point."""
+
+    number: int
+    point: Point
+
+
 class Plan(NamedTuple):
-    """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_rounds`` turns of
-    ``num_cycles`` each, fewer where they take longer than ``SECONDS_OF_A_POINT``. Batch sizes of a context come in rising order: a shape that cannot pay at one is left
-    out at those above."""
+    """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_passes`` over them of
+    ``num_rounds`` turns (fewer where they take longer than ``SECONDS_OF_A_VISIT``) of ``num_cycles`` each. A
+    machine that is slower for some minutes is so in one pass of several. Batch sizes of a context come in
+    rising order: a shape that cannot pay at one is left out at those above."""
 
     points: Sequence[Point]
     shapes: Sequence[SpecShape]
     num_rounds: int
     num_cycles: int
+    num_passes: int = 1
+
+    @property
+    def visits(self) -> list[Visit]:
+        """What is timed one after another."""
+        return [Visit(number, point) for number in range(self.num_passes) for point in self.points]
 
 
 def time_cycles(
     engine: Engine,
     plan: Plan,
     *,
-    done: Mapping[Point, list[Timing]] = MappingProxyType({}),
-    on_point: Callable[[Point, list[Timing]], None] = lambda point, timings: None,
+    done: Mapping[Visit, list[Timing]] = MappingProxyType({}),
+    on_visit: Callable[[Visit, list[Timing]], None] = lambda visit, timings: None,
 ) -> list[Timing]:
     """Time plain decoding and the plan's shapes at every point -> typical times. The engine's shapes and
     counters are as before.
 
     Args:
-        done: points that were timed before.
-        on_point: called with the timings of each other point.
+        done: visits that were made before.
+        on_visit: called with the timings of each other visit.
     """
     found = dict(done)
     with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
-        for point in plan.points:
-            if point not in found:
-                shapes = [
-                    shape
-                    for shape in plan.shapes
-                    if point.batch_size * shape.tokens <= engine.config.most_rows
-                    and not _is_too_slow(shape, point, found)
-                ]
-                found[point] = _time_point(engine, dictated, point, plan._replace(shapes=shapes))
-                on_point(point, found[point])
-    return [timing for timings in found.values() for timing in timings]
+        for visit in plan.visits:
+            if visit in found:
+                continue
+            shapes = _worth_timing(engine, plan, visit.point, found)
+            found[visit] = _time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
+            on_visit(visit, found[visit])
+    points = [[found[Visit(number, point)] for number in range(plan.num_passes)] for point in plan.points]
+    return [timing for visits in points for timing in _joined(visits)]
 
 
-def _is_too_slow(shape: SpecShape, point: Point, found: Mapping[Point, list[Timing]]) -> bool:
+def _worth_timing(
+    engine: Engine, plan: Plan, point: Point, found: Mapping[Visit, list[Timing]]
+) -> list[SpecShape]:
+    """Shapes of a point: those of the first pass, where memory suffices for them and they may pay."""
+    if before := found.get(Visit(0, point)):
+        return [timing.shape for timing in before if timing.shape.steps]
+    kept = [s for s in plan.shapes if point.batch_size * s.tokens <= engine.config.most_rows]
+    return [shape for shape in kept if not _is_too_slow(shape, point, found)]
+
+
+def _is_too_slow(shape: SpecShape, point: Point, found: Mapping[Visit, list[Timing]]) -> bool:
     """Return True if a smaller batch lost with a shape even if most of its drafts were accepted."""
-    for other, (plain, *rest) in found.items():
+    for (_, other), (plain, *rest) in found.items():
         seconds = next((timing.seconds for timing in rest if timing.shape == shape), 0.0)
         if other.batch_size < point.batch_size and seconds > plain.seconds * (
             1 + MOST_ACCEPTED * shape.steps
         ):
             return True
     return False
+
+
+def _joined(visits: Sequence[Sequence[Timing]]) -> list[Timing]:
+    """Typical times of a point from those of all passes."""
+    seconds = _typical(np.array([[timing.seconds for timing in visit] for visit in visits]))
+    contexts = np.array([[timing.context for timing in visit] for visit in visits]).mean(0).round()
+    return [
+        first._replace(context=int(context), seconds=each)
+        for first, context, each in zip(visits[0], contexts, seconds, strict=True)
+    ]
 
 
 @contextmanager
@@ -103,28 +134,27 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictat
 
 
 def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan) -> list[Timing]:
-    batch = _Batch(engine, dictated, point)
+    batch, begun = _Batch(engine, dictated, point), time.perf_counter()
     shapes = (NO_SPECULATION, *plan.shapes)
-    seconds = np.empty((plan.num_rounds, len(shapes)))
-    contexts = np.empty_like(seconds)
-    begun, num_done = time.perf_counter(), 0
+    rounds: list[list[tuple[float, int]]] = []
     try:
-        for number in range(plan.num_rounds):
-            if number >= LEAST_ROUNDS and time.perf_counter() - begun > SECONDS_OF_A_POINT:
+        while len(rounds) < plan.num_rounds:
+            if rounds and time.perf_counter() - begun > SECONDS_OF_A_VISIT:
                 break
             batch.begin()
-            for i in np.roll(np.arange(len(shapes)), number):
+            turns = [(0.0, 0)] * len(shapes)
+            for i in np.roll(np.arange(len(shapes)), len(rounds)):
                 for _ in range(1 + engine.config.lag):  # the draft catches up with what it has missed
                     batch.step(shapes[i])
-                contexts[number, i] = batch.context
-                seconds[number, i] = statistics.median(batch.turn(shapes[i], plan.num_cycles))
-            num_done += 1
+                context = batch.context
+                turns[i] = statistics.median(batch.turn(shapes[i], plan.num_cycles)), context
+            rounds.append(turns)
     finally:
         batch.end()
-    seconds, contexts = seconds[:num_done], contexts[:num_done]
+    seconds, contexts = np.moveaxis(np.array(rounds), 2, 0)
     return [
-        Timing(point.batch_size, *each)
-        for each in zip(shapes, contexts.mean(0).round().astype(int).tolist(), _typical(seconds), strict=True)
+        Timing(point.batch_size, shape, round(context), each)
+        for shape, context, each in zip(shapes, contexts.mean(0), _typical(seconds), strict=True)
     ]
 
 

@@ -133,13 +133,13 @@ def quick_plan(engine: Engine) -> Plan:
     return Plan(points, runnable(engine, QUICK_SHAPES), 1, QUICK_CYCLES)
 
 
-def whole_plan(engine: Engine, num_rounds: int = 15, num_cycles: int = 2) -> Plan:
+def whole_plan(engine: Engine) -> Plan:
     """Plan a measurement of minutes: powers of two up to the largest batch, a short and a long context."""
     most = engine.config.max_batch_size
     sizes = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
     contexts = sorted({min(context, engine.config.max_context // 3) for context in CONTEXTS})
     points = [Point(size, context) for context in contexts for size in sizes if _fits(engine, size, context)]
-    return Plan(points, runnable(engine, SHAPES), num_rounds, num_cycles)
+    return Plan(points, runnable(engine, SHAPES), num_rounds=3, num_cycles=2, num_passes=5)
 
 
 def _fits(engine: Engine, batch_size: int, context: int) -> bool:

@@ -77,6 +77,13 @@ class CostTable:
         features = np.array([_features(knots, *timing[:3]) for timing in timings])
         seconds = np.array([timing.seconds for timing in timings])
         found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
+        points = np.unique(
+            [_place(timing.batch_size, timing.context) for timing in timings], axis=0, return_inverse=True
+        )[1]
+        for point in np.unique(points):  # what its cycles have in common says nothing about shapes
+            here = points.ravel() == point
+            seconds[here] /= np.exp(np.log(seconds[here] / (features[here] @ found)).mean())
+        found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
         error = np.abs(features @ found / seconds - 1).mean()
         return cls(knots, tuple(map(float, found)), float(error)).with_rest(timings)
 
@@ -87,7 +94,7 @@ class CostTable:
         for size, shape, context, seconds in timings:
             mine = Rest(size, context, math.log(seconds / self._fitted(size, shape, context)))
             rest[shape] = (*rest.get(shape, ()), mine)
-            points.setdefault((size, round(math.log2(context + 1))), []).append(mine)
+            points.setdefault(_place(size, context), []).append(mine)
         rest[None] = tuple(
             Rest(each[0].batch_size, each[0].context, sum(one.log_ratio for one in each) / len(each))
             for each in points.values()
@@ -125,6 +132,11 @@ class CostTable:
         if not all(0 <= each < float("inf") for each in coefficients) or not any(coefficients):
             raise ValueError("the table has coefficients that are no times")
         return cls(knots, coefficients, float(data["error"]))
+
+
+def _place(batch_size: int, context: int) -> tuple[int, int]:
+    """Point at which a cycle was timed; contexts of different shapes differ a little."""
+    return batch_size, round(math.log2(context + 1))
 
 
 def _interpolated(rest: Sequence[Rest], batch_size: int, context: int) -> float:

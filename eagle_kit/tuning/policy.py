@@ -249,7 +249,7 @@ class ShapePolicy:
         number, num = self._number[shape], len(self.shapes)
         clock = self._clocks.setdefault(batch_size, _Clock(np.zeros(num), np.zeros(num)))
         surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
-        if abs(surprise) > OUTLIER and 0 <= clock.last and clock.num_outliers < MOST_OUTLIERS:
+        if abs(surprise) > OUTLIER and clock.last >= 0 and clock.num_outliers < MOST_OUTLIERS:
             clock.num_outliers += 1
             return
         if clock.last not in (-1, number):

@@ -54,20 +54,20 @@ def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkey
 
 def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch):
     time_cycles, record = measuring.time_cycles, measuring.record_drafts
-    recorded, points = [], []
+    recorded, visits = [], []
 
     def count(target, draft, config, requests, **options):
         recorded.append(len(requests))
         return record(target, draft, config, requests, **options)
 
-    def stop_at_second(engine, plan, done, on_point):
-        def keep(point, timings):
-            if points:
+    def stop_at_second(engine, plan, done, on_visit):
+        def keep(visit, timings):
+            if visits:
                 raise KeyboardInterrupt
-            points.append(point)
-            on_point(point, timings)
+            visits.append(visit)
+            on_visit(visit, timings)
 
-        return time_cycles(engine, plan, done=done, on_point=keep)
+        return time_cycles(engine, plan, done=done, on_visit=keep)
 
     monkeypatch.setattr(measuring, "record_drafts", count)
     monkeypatch.setattr(measuring, "time_cycles", stop_at_second)
@@ -78,14 +78,14 @@ def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch
     monkeypatch.setattr(
         measuring,
         "time_cycles",
-        lambda engine, plan, done, on_point: (
-            todo.extend(point for point in plan.points if point not in done)
-            or time_cycles(engine, plan, done=done, on_point=on_point)
+        lambda engine, plan, done, on_visit: (
+            todo.extend(visit for visit in plan.visits if visit not in done)
+            or time_cycles(engine, plan, done=done, on_visit=on_visit)
         ),
     )
     assert command(folders) == 0
     assert recorded == [8, 2]
-    assert todo and points[0] not in todo
+    assert todo and visits[0] not in todo
 
 
 def test_drafts_that_cannot_change_are_refused(folders, capsys):
@@ -116,12 +116,12 @@ def test_predictions_are_held_against_what_was_not_measured(folders, capsys):
     assert command(folders, "--limit", "6", "--check", "--out", str(out)) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text(encoding="utf-8"))
-    assert data["prompts"] == 4 and "4 prompts that were not recorded" in printed
+    assert data["prompts"] == 5 and "5 prompts that were not recorded" in printed
     found = data["compared"]
     lengths = [each for each in found if each["unit"] == "tokens a cycle"]
     assert [each["what"] for each in lengths] == [str(shape) for shape in SHAPES]
     llm = LLM(str(folders / "target"), str(folders / "head"), max_context=128, graph_mode="off")
-    recorded, others = load_tasks([folders / "chat.jsonl"])[0].limited(6, 0).prompts, []
+    recorded, others = load_tasks([folders / "chat.jsonl"])[0].limited(5, 0).prompts, []  # half of ten
     for prompt in load_tasks([folders / "chat.jsonl"])[0].prompts:
         if prompt not in recorded:
             others.append(prompt.messages([]))

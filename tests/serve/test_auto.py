@@ -85,7 +85,7 @@ def test_times_are_learnt_from_cycles_that_are_like_others(graph_mode):
     policy.shapes = [*dict.fromkeys([*policy.shapes, SHAPES[0]])]
     policy.observe, policy.observe_time = lambda *_: None, lambda size, shape, *_: timed.append(shape)
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=100, ignore_eos=True))
-    caught_up = sum(a != b and b.steps > 0 for a, b in zip(chosen, chosen[1:], strict=False))
+    caught_up = sum(a != b and b.steps > 0 for a, b in itertools.pairwise(chosen))
     assert caught_up > 5
     if graph_mode == "off":
         assert len(timed) == len(chosen) - caught_up - 1  # nor is the one behind the prompt
@@ -175,7 +175,7 @@ def test_an_interrupted_measurement_leaves_nothing(monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        time_cycles(engine, Plan([Point(2, 20)], SHAPES, 1, 2), on_point=stop)
+        time_cycles(engine, Plan([Point(2, 20)], SHAPES, 1, 2), on_visit=stop)
     assert not engine.has_work
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True))) == 3
 

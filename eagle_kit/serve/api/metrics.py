@@ -83,7 +83,7 @@ class _EngineCollector:
             return made
 
         engine, totals = self._engine, self._engine.totals
-        spec, accepted = totals.spec, list(totals.spec.num_accepted_at)
+        _spec, accepted = totals.spec, list(totals.spec.num_accepted_at)
         gauges = (
             ("num_requests_running", "Requests in the batch.", engine.num_running),
             ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
