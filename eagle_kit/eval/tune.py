@@ -60,20 +60,36 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
             "Give an EAGLE or EAGLE-3 head, without a static tree.",
         )
     plan = options.plan or whole_plan(engine)
-    key = engine_key(engine)
+    key, draft = engine_key(engine), draft_key(llm.draft)
     asked = {
         "costs": key,
-        "draft": draft_key(llm.draft),
+        "draft": draft,
         "tasks": {task.name: task.fingerprint for task in options.tasks},
         "max_tokens": options.max_tokens,
         "plan": [*plan[2:], list(map(str, plan.shapes)), *map(list, plan.points)],
     }
     place = files.folder() / f"work-{files.digest(asked)}"
     with sole_writer(place, place.with_suffix(".lock")):
-        return _tune(llm, options, plan, key, _Work(place))
+        recording, timings = _measure(llm, options, plan, _Work(place))
+        about = {
+            "tasks": {task.name: len(task.prompts) for task in options.tasks},
+            "positions": len(recording.truth),
+            "max_tokens": options.max_tokens,
+            "date": now(),
+        }
+        shapes = runnable(engine, candidate_shapes(RECORDED.steps, recording.topk))
+        tuned = Tuned(
+            Costs(key, CostTable.fit(timings), tuple(timings), now()),
+            MeasuredAcceptance(draft, recording.table(shapes), about),
+            is_average=False,
+        )
+        files.save_costs(tuned.costs)
+        files.save_acceptance(tuned.acceptance)
+        remove(place)
+    return tuned
 
 
-def _tune(llm: LLM, options: TuneOptions, plan: Plan, key: dict[str, Any], work: "_Work") -> Tuned:
+def _measure(llm: LLM, options: TuneOptions, plan: Plan, work: "_Work") -> tuple[Recording, list[Timing]]:
     from tqdm import tqdm
 
     prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
@@ -89,19 +105,7 @@ def _tune(llm: LLM, options: TuneOptions, plan: Plan, key: dict[str, Any], work:
         raise
     finally:
         bar.close()
-    about = {
-        "tasks": {task.name: len(task.prompts) for task in options.tasks},
-        "positions": len(recording.truth),
-        "max_tokens": options.max_tokens,
-        "date": now(),
-    }
-    table = recording.table(runnable(llm.engine("none"), candidate_shapes(RECORDED.steps, recording.topk)))
-    acceptance = MeasuredAcceptance(draft_key(llm.draft), table, about)
-    costs = Costs(key, CostTable.fit(timings), tuple(timings), now())
-    files.save_costs(costs)
-    files.save_acceptance(acceptance)
-    work.remove()
-    return Tuned(costs, acceptance, is_average=False)
+    return recording, timings
 
 
 def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", bar: Any) -> Recording:
@@ -180,7 +184,3 @@ class _Work:
             for visit, mine in timings.items()
         ]
         write_json_atomically(self._place / "timings.json", {"visits": visits})
-
-    def remove(self) -> None:
-        """Delete the files."""
-        remove(self._place)
