@@ -55,8 +55,8 @@ class Results(NamedTuple):
     """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
     ``epochs``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
     ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
-    cycle. ``is_usual``: False for a cycle whose time tells nothing of others: the draft caught up with what it
-    had missed, or there was no graph of it yet."""
+    cycle. ``is_usual``: False for a cycle whose time tells nothing of others: the draft caught up with what
+    it had missed, or there was no graph of it yet."""
 
     requests: list[Request]
     epochs: list[int]
