@@ -1,4 +1,4 @@
-"""A server of OpenAI's API that is only texts: metrics of vLLM and SGLang, and the same reply to every chat."""
+"""A server of OpenAI's API that is only texts: metrics of vLLM or SGLang, the same reply to every chat."""
 
 import json
 import threading

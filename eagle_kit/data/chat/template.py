@@ -28,9 +28,7 @@ class TokenizedChat:
     reply: np.ndarray
 
 
-def render(
-    tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool, **options: Any
-) -> str:
+def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool, **options: Any) -> str:
     """The chat template as text.
 
     Args:

@@ -1,5 +1,5 @@
-"""The command from end to end: tiny random models on the disk, faults in their files; and trained models beside
-a running server."""
+"""The command from end to end: tiny random models on the disk with faults in their files, and trained models
+beside a running server."""
 
 import copy
 import json
@@ -168,7 +168,9 @@ def test_a_server_that_is_not_there_is_said_before_anything_is_loaded(folders, d
     assert "does not answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("failure", "code"), [(UserError("It broke.", "Mend it."), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("failure", "code"), [(UserError("It broke.", "Mend it."), 2), (KeyboardInterrupt(), 130)]
+)
 def test_what_was_found_is_printed_before_what_ended_it(folders, draft, capsys, monkeypatch, failure, code):
     found = Diagnosis((Cause("RoPE", "Another base.", "Write it."),), (), failure=failure)
     monkeypatch.setattr(module, "diagnose", lambda *_, **__: found)
