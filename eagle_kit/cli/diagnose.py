@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         metavar="S,K,N",
-        help="the server's speculation shape (default: a chain as deep as it counts)",
+        help="the server's speculation shape (default: the one that it says or counts)",
     )
     add_flags(parser, DiagnoseConfig, FLAGS)
     add_flags(parser, EngineConfig, ENGINE_FLAGS)
@@ -63,4 +63,6 @@ def run(args: argparse.Namespace) -> int:
         )
     found = diagnose(model.draft, model.target, config, server=server, is_quiet=not sys.stderr.isatty())
     print(json.dumps(as_record(found)) if args.json else as_text(found, args.draft))
+    if found.failure is not None:
+        raise found.failure
     return 0 if found.is_healthy else 1

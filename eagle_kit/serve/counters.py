@@ -12,8 +12,9 @@ emits, per ``spec_verify_calls_total``; its gauge ``spec_accept_length`` is of t
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
@@ -24,10 +25,11 @@ ENGINES = {"eagle_kit:": "eagle-kit", "vllm:": "vLLM", "sglang:": "SGLang"}
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 """Name, labels and value of a sample in Prometheus' text format."""
 POSITION = re.compile(r'position="(\d+)"')
+SHAPE = re.compile(r'shape="([\d,]+)"')
 DRAFTS, DRAFTED, ACCEPTED = (
     f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
 )
-PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+PER_POSITION, CYCLES = "spec_decode_num_accepted_tokens_per_pos", "spec_decode_num_cycles"
 VERIFY_CALLS, REQUESTS, GAUGE = "spec_verify_calls", "num_requests", "spec_accept_length"
 TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
 
@@ -41,18 +43,21 @@ class Snapshot:
         accepted_at: accepted tokens by the depth of their draft, from 0.
         engine: name of the engine that wrote them; empty when none is known.
         gauge: SGLang's accept length of the last interval, the mean over what reports one; None without.
+        cycles: ours by speculation shape.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
     accepted_at: Mapping[int, float] = field(default_factory=dict)
     engine: str = ""
     gauge: float | None = None
+    cycles: Mapping[str, float] = field(default_factory=dict)
 
 
 def parse_metrics(text: str) -> Snapshot:
     """Read Prometheus' text format; samples that are not counted here are passed over."""
     counters: dict[str, float] = {}
     accepted_at: dict[int, float] = {}
+    cycles: dict[str, float] = {}
     gauges, engine = [], ""
     for full, labels, value in SAMPLE.findall(text):
         prefix = next((each for each in ENGINES if full.startswith(each)), None)
@@ -62,16 +67,23 @@ def parse_metrics(text: str) -> Snapshot:
         if name == PER_POSITION and (found := POSITION.search(labels)):
             depth = int(found[1])
             accepted_at[depth] = accepted_at.get(depth, 0.0) + float(value)
+        elif name == CYCLES and (found := SHAPE.search(labels)):
+            cycles[found[1]] = cycles.get(found[1], 0.0) + float(value)
         elif name in (DRAFTS, DRAFTED, ACCEPTED, VERIFY_CALLS, REQUESTS, *TOKENS):
             counters[name] = counters.get(name, 0.0) + float(value)
         elif name == GAUGE and float(value) > 0:
             gauges.append(float(value))
-    return Snapshot(counters, accepted_at, engine, sum(gauges) / len(gauges) if gauges else None)
+    return Snapshot(counters, accepted_at, engine, sum(gauges) / len(gauges) if gauges else None, cycles)
 
 
 def root_of(base_url: str) -> str:
     """The URL of a server without ``/v1``. Raises UserError for what is no URL."""
-    if urlsplit(base_url).scheme not in ("http", "https"):
+    try:
+        parts = urlsplit(base_url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port that is no number, or too large
+        is_url = False
+    if not is_url:
         raise UserError(f"{base_url!r} is not a URL.", "Write it like http://127.0.0.1:8000.")
     return base_url.rstrip("/").removesuffix("/v1")
 
@@ -89,10 +101,11 @@ def take_snapshot(base_url: str) -> Snapshot:
     try:
         with build_opener(ProxyHandler({})).open(f"{root}/metrics", timeout=10) as response:
             return parse_metrics(response.read().decode("utf-8", "replace"))
-    except (URLError, OSError) as error:
-        raise UserError(
-            f"There are no metrics at {root}/metrics ({error}).", "Start the server, or check --base-url."
-        ) from None
+    except (OSError, HTTPException) as error:
+        remedy = "Start the server, or check --base-url."
+        if isinstance(error, HTTPError):
+            remedy = "Start SGLang with --enable-metrics; of another server check --base-url."
+        raise UserError(f"There are no metrics at {root}/metrics ({error}).", remedy) from None
 
 
 def difference(before: Snapshot, after: Snapshot) -> dict[str, Any]:

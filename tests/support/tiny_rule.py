@@ -49,8 +49,9 @@ def learned_target(steps: int = 140):
     return target
 
 
+@cache
 def learned_head(steps: int = 120, *, late_features: int = 0, late_tokens: int = 0, **changes):
-    """A head of :func:`learned_target` by training-time test.
+    """A head of :func:`learned_target` by training-time test; change a copy.
 
     Args:
         late_features, late_tokens: slots by which its inputs come late in training.

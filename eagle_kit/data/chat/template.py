@@ -28,8 +28,11 @@ class TokenizedChat:
     reply: np.ndarray
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
+def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool, **options: Any) -> str:
     """The chat template as text.
+
+    Args:
+        options: of the template, such as ``tools``.
 
     Raises:
         UserError: there is no template.
@@ -44,20 +47,20 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt:
 
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
+            messages, tokenize=False, add_generation_prompt=generation_prompt, **options
         )
     except TemplateError as error:
         raise Unusable(f"the chat template refuses it: {error}") from None
 
 
-def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """Messages and the generation prompt as a server feeds them.
+def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """Messages and the generation prompt as a server feeds them; ``options`` as for :func:`render`.
 
     Raises:
         UserError: there is no template, it refuses the messages, or they are no text.
     """
     try:
-        text = render(tokenizer, messages, generation_prompt=True)
+        text = render(tokenizer, messages, generation_prompt=True, **options)
     except Unusable as reason:
         raise UserError(
             f"The messages cannot be rendered: {reason}.", "Order the turns as the template asks."

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_kit.eval.diagnose.context import ContextReading
-from eagle_kit.eval.diagnose.fit import Fit
-from eagle_kit.eval.diagnose.formats import FormatReading
+from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit
+from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
-from eagle_kit.eval.diagnose.trials import LIKELY, LOW_SHARE, SURE, Trial
+from eagle_kit.eval.diagnose.trials import LIKELY, SURE, Trial
 from eagle_kit.kinds.support.findings import Finding
 
 LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.15
@@ -64,6 +64,7 @@ class Measured:
         findings: of the files.
         context: on one long text.
         formats: behind other prompts; empty where the template is known to be the trained one.
+        skipped: why there is no context though one was asked for.
         is_other_template: the draft says that it was trained with another template.
         other_copies: names of matrices of the target that the draft brings and that are not this target's.
         training: ``eagle_kit.json`` of the draft.
@@ -74,19 +75,10 @@ class Measured:
     findings: Sequence[Finding]
     context: ContextReading | None = None
     formats: Sequence[FormatReading] = ()
+    skipped: str = ""
     is_other_template: bool = False
     other_copies: Sequence[str] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """First drafts accepted."""
-        return self.fit.reach[0].mean
-
-    @property
-    def is_low(self) -> bool:
-        """True where so few drafts are accepted that a modest head does not explain it."""
-        return self.share + self.fit.reach[0].margin < LOW_SHARE
 
 
 def causes_in_files(findings: Sequence[Finding]) -> list[Cause]:
@@ -100,11 +92,10 @@ def name_causes(measured: Measured) -> list[Cause]:
     if not measured.fit.is_finite:
         evidence = "The head's logits hold NaN or infinity on ordinary text, though its weights are finite."
         return [Cause("NaN", evidence, "Decode in bfloat16 or float32, and check the target's weights.")]
-    proven = list(_undone(measured))
-    found = sorted([*proven, *_by_figures(measured, bool(proven))], key=lambda cause: -cause.cost)
+    found = sorted([*_undone(measured), *_by_figures(measured)], key=lambda cause: -cause.cost)
     found = [cause for cause in found if cause.cost >= found[0].cost / 2]
     found += [cause for cause in _template(measured) if not cause.is_found]
-    if measured.is_low or found:
+    if measured.fit.is_low or found:
         named = {cause.subject for cause in found}
         named |= {"target"} if OTHER_TARGET in named else set()
         found += [cause for cause in _doubts(measured.findings) if cause.subject not in named]
@@ -146,13 +137,13 @@ def describe_trial(trial: Trial) -> str:
 
 
 def _template(measured: Measured) -> Iterator[Cause]:
-    """Another chat template: found where the head follows the target better behind it, and possible where the
-    draft says so, and nothing that was tried is better."""
+    """Another chat template, or tools: found where the head follows the target better behind them, and
+    possible where the draft says so, and nothing that was tried is better."""
     if len(measured.formats) < 2:
         return
     own, best = measured.formats[0], max(measured.formats[1:], key=lambda each: each.gain.mean)
     is_found = best.follow.score >= SURE and best.gain.score >= LIKELY
-    is_found &= best.gain.mean >= (LEAST_RATIO - 1) * measured.share
+    is_found &= best.gain.mean >= (LEAST_RATIO - 1) * measured.fit.share
     if not (is_found or measured.is_other_template):
         return
     said = "The draft was trained with another template. " if measured.is_other_template else ""
@@ -160,44 +151,45 @@ def _template(measured: Measured) -> Iterator[Cause]:
         f"{said}{own.accepted.mean:.2f} of first drafts are accepted behind the target's own template, and "
         f"{best.accepted.mean:.2f} behind {best.name} ({best.gain.mean:+.3f} ± {best.gain.margin:.3f})."
     )
-    remedy = "Serve with the chat template of the draft's training, or train a draft on this one."
-    yield Cause("chat template", evidence, remedy, is_found, best.gain.mean if is_found else 0.0)
+    subject = "tool format" if is_found and best.name == WITH_TOOL else "chat template"
+    remedy = "Serve with the template and tools of the draft's training, or train a draft on these prompts."
+    yield Cause(subject, evidence, remedy, is_found, best.gain.mean if is_found else 0.0)
 
 
-def _by_figures(measured: Measured, is_explained: bool) -> Iterator[Cause]:
-    """Causes that nothing undoes.
-
-    Args:
-        is_explained: something else was proven, which makes a head unsure or too sure as well.
-    """
+def _by_figures(measured: Measured) -> Iterator[Cause]:
+    """Causes that nothing undoes. Other faults make a head unsure or too sure as well, so those two are told
+    from the best reading that was confirmed, where there is one."""
     fit = measured.fit
     if fit.coverage.mean + fit.coverage.margin < LEAST_COVERAGE:
         lost = (1 - fit.coverage.mean) * fit.within.mean
         evidence = (
             f"The draft vocabulary holds {fit.coverage.mean:.0%} of the replies' tokens; of those it holds "
-            f"{fit.within.mean:.2f} first drafts are accepted, of all {measured.share:.2f}."
+            f"{fit.within.mean:.2f} first drafts are accepted, of all {fit.share:.2f}."
         )
         remedy = "Train with a larger head.draft_vocab_size, or choose it from this target's own replies."
         yield Cause("vocabulary coverage", evidence, remedy, cost=lost)
-    if is_explained:
+    if any(cause.is_found for cause in _template(measured)):
         return
-    if _is_other_target(measured):
-        yield _other_target(measured)
-    elif measured.is_low:
-        yield _too_little_training(measured)
+    who, confirmed = "The head", [trial for trial in measured.trials if trial.is_confirmed]
+    if confirmed:
+        best = max(confirmed, key=lambda trial: trial.score)
+        who, fit = f"With {best.hypothesis.words}, the head", best.fit or fit
+    if _is_other_target(measured, fit):
+        yield _other_target(measured, fit, who)
+    elif fit.is_low:
+        yield _too_little_training(measured, fit, who)
 
 
-def _is_other_target(measured: Measured) -> bool:
+def _is_other_target(measured: Measured, fit: Fit) -> bool:
     """The head's inputs are not those of its training, and nothing that was tried makes them so."""
-    excess, least = measured.fit.excess, LEAST_EXCESS_SHARE * measured.fit.confidence.mean
+    excess, least = fit.excess, LEAST_EXCESS_SHARE * fit.confidence.mean
     too_sure = excess.mean >= max(LEAST_EXCESS, least) and excess.score >= SURE
-    return too_sure or (measured.is_low and bool(measured.other_copies))
+    return too_sure or (fit.is_low and bool(measured.other_copies))
 
 
-def _other_target(measured: Measured) -> Cause:
-    fit = measured.fit
+def _other_target(measured: Measured, fit: Fit, who: str) -> Cause:
     evidence = (
-        f"The head gives its first drafts {fit.confidence.mean:.2f} on average and the target gives them "
+        f"{who} gives its first drafts {fit.confidence.mean:.2f} on average and the target gives them "
         f"{fit.trust.mean:.2f}: it is surer than it may be, by {fit.excess.mean:.2f} ± "
         f"{fit.excess.margin:.2f}, as a head is whose target's states are not those it learned from."
     )
@@ -211,16 +203,16 @@ def _other_target(measured: Measured) -> Cause:
     return Cause(OTHER_TARGET, evidence, OWN_TARGET, cost=fit.excess.mean)
 
 
-def _too_little_training(measured: Measured) -> Cause:
-    fit, curve = measured.fit, ", ".join(f"{each.mean:.2f}" for each in measured.fit.reach)
+def _too_little_training(measured: Measured, fit: Fit, who: str) -> Cause:
+    curve = ", ".join(f"{each.mean:.2f}" for each in fit.reach)
     evidence = (
-        f"Accepted by depth: {curve}. The head is unsure and knows it: it gives its first drafts "
+        f"Accepted by depth: {curve}. {who} is unsure and knows it: it gives its first drafts "
         f"{fit.confidence.mean:.2f}, the target {fit.trust.mean:.2f}, with an entropy of {fit.entropy:.1f} "
         f"of {fit.most_entropy:.1f} nats."
     )
     if (seen := measured.training.get("tokens_seen")) is not None:
         evidence += f" It has seen {seen:,} tokens in {measured.training.get('step', 0):,} steps."
-    return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - measured.share)
+    return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - fit.share)
 
 
 def _doubts(findings: Sequence[Finding]) -> list[Cause]:

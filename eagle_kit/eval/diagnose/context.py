@@ -60,16 +60,13 @@ class ContextReading:
     rope: Trial | None
 
 
-def long_enough(texts: Sequence[Text], length: int) -> list[Text]:
-    """All texts, repeated until they have ``length`` tokens together."""
-    total = sum(len(text.prompt) + len(text.reply) for text in texts)
-    return [*texts] * max(1, -(-length // max(total, 1)))
-
-
 def read_context(
     head: DraftHead, target: LlamaModel, texts: Sequence[Text], length: int, ropes: Sequence[Hypothesis]
 ) -> ContextReading | None:
     """Read a head over ``texts`` that are joined to some of ``length`` tokens.
+
+    Texts are repeated until they have as many together. A copy is no new observation: it has the number of
+    its original, so that errors do not fall.
 
     Args:
         ropes: other rotations, the target's own first where the head has another; chosen on every second
@@ -78,8 +75,11 @@ def read_context(
     Returns:
         None where there are too few tokens far from the beginning.
     """
-    device = target.embed_tokens.weight.device
-    row = pack(texts, length).to(device)
+    device, count = target.embed_tokens.weight.device, len(texts)
+    total = sum(len(text.prompt) + len(text.reply) for text in texts)
+    texts = [*texts] * max(1, -(-length // max(total, 1)))
+    row = pack(texts, length)
+    row = row._replace(texts=row.texts % count).to(device)
     positions = row.positions[row.roots]
     far = positions >= max(FAR, length // 2)
     if int(far.sum()) < FEWEST:

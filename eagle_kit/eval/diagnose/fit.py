@@ -16,8 +16,11 @@ import torch
 from eagle_kit.eval.diagnose.chain import Reading, Source
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.row import log_probs
-from eagle_kit.models.blocks.layers import RMSNorm
 from eagle_kit.models.heads.draft_head import DraftHead
+
+LOW_SHARE = 0.2
+"""First drafts accepted, below which a head is taken for wrong or unlearned rather than modest: a chain then
+emits fewer than about 1.25 tokens per verify."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,6 @@ class Fit:
         trust: the same under the target, of the tokens in the draft vocabulary.
         excess: their difference, root by root.
         entropy: of the first proposal's distribution, in nats; ``most_entropy`` is that of guessing evenly.
-        norm_drift: least relative spread of a norm's weights: new norms have equal ones.
         is_finite: whether all logits are.
     """
 
@@ -44,14 +46,30 @@ class Fit:
     excess: Estimate
     entropy: float
     most_entropy: float
-    norm_drift: float
     is_finite: bool
 
+    @property
+    def share(self) -> float:
+        """First drafts accepted."""
+        return self.reach[0].mean
 
-def measure_fit(head: DraftHead, source: Source, reading: Reading) -> Fit:
-    """Take the figures of ``reading``, the head's chain as it is served."""
+    @property
+    def is_low(self) -> bool:
+        """True where so few drafts are accepted that a modest head does not explain it."""
+        return self.share + self.reach[0].margin < LOW_SHARE
+
+
+def measure_fit(
+    head: DraftHead, source: Source, reading: Reading, token_map: torch.Tensor | None = None
+) -> Fit:
+    """Take the figures of ``reading``, a chain of the head.
+
+    Args:
+        token_map: int64 ``[Vd]``, of the reading, in place of the head's.
+    """
     texts = source.row.texts
-    trust = log_probs(*source, reading.first_token, head.token_map).exp()
+    among = head.token_map if token_map is None else token_map.unique()
+    trust = log_probs(*source, reading.first_token, among).exp()
     covered, hit = reading.covered, reading.accepted > 0
     steps = int(reading.possible.max())
     reach = []
@@ -67,11 +85,5 @@ def measure_fit(head: DraftHead, source: Source, reading: Reading) -> Fit:
         estimate(reading.confidence - trust, texts),
         float(reading.entropy.mean()),
         float(torch.tensor(float(head.config.draft_vocab_size)).log()),
-        min(_spread(module.weight) for module in head.modules() if isinstance(module, RMSNorm)),
         reading.is_finite,
     )
-
-
-def _spread(weight: torch.Tensor) -> float:
-    weight = weight.detach().float()
-    return float(weight.std() / weight.abs().mean().clamp(min=1e-12)) if len(weight) > 1 else 0.0

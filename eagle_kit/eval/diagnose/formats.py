@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
@@ -22,6 +21,7 @@ from eagle_kit.models.targets.llama import LlamaModel
 MOST_CHATS = 16
 """Chats that are read in every format: each format costs a forward of the target."""
 SYSTEM = "Answer briefly and in plain words."
+WITH_TOOL = "the same with a tool"
 TOOL = {
     "type": "function",
     "function": {
@@ -102,7 +102,11 @@ def read_formats(
 def _written(tokenizer: Any, messages: Sequence[Messages]) -> list[tuple[str, list[list[int]]]]:
     """Prompts in all formats that differ from the target's own, as tokens, by the format's name."""
     own = [prompt_token_ids(tokenizer, each) for each in messages]
-    written = [("the same with a system prompt", [_with_system(tokenizer, each) for each in messages])]
+    system = [{"role": "system", "content": SYSTEM}]
+    written = [
+        ("the same with a system prompt", [_own(tokenizer, [*system, *each]) for each in messages]),
+        (WITH_TOOL, [_own(tokenizer, each, tools=[TOOL]) for each in messages]),
+    ]
     for form in FORMATS:
         texts = [form.render(each) for each in messages]
         ids = [tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"] for text in texts]
@@ -110,11 +114,12 @@ def _written(tokenizer: Any, messages: Sequence[Messages]) -> list[tuple[str, li
     return [(name, prompts) for name, prompts in written if prompts != own and all(prompts)]
 
 
-def _with_system(tokenizer: Any, messages: Messages) -> list[int]:
+def _own(tokenizer: Any, messages: Messages, **options: Any) -> list[int]:
+    """By the target's own template; empty where it has no place for them."""
     try:
-        return prompt_token_ids(tokenizer, [{"role": "system", "content": SYSTEM}, *messages])
-    except UserError:  # templates without a place for it
-        return prompt_token_ids(tokenizer, messages)
+        return prompt_token_ids(tokenizer, messages, **options)
+    except Exception:  # a template is a foreign program
+        return []
 
 
 def _measure(

@@ -30,6 +30,7 @@ def as_text(diagnosis: Diagnosis, name: str) -> str:
     if diagnosis.replay is not None and diagnosis.measured is not None:
         lines += [*_replayed(diagnosis.replay, diagnosis.measured, diagnosis.dtype), ""]
         lines += _context(diagnosis.measured.context)
+        lines += [diagnosis.measured.skipped, ""] if diagnosis.measured.skipped else []
         lines += _formats(diagnosis.measured)
     if diagnosis.server is not None:
         lines += [*_server(diagnosis.server), ""]
@@ -92,17 +93,14 @@ def _format_row(reading: FormatReading, is_own: bool) -> list[str]:
 
 def _server(compared: Comparison) -> Iterator[str]:
     seen, ours = compared.seen, compared.ours
-    depth = max(len(seen.reach), len(ours.stats.acceptance_per_position), 1)
+    reach = [] if ours is None else ours.stats.acceptance_per_position
+    depth = max(len(seen.reach), len(reach), 1)
     yield f"the same prompts at {seen.engine}"
     head = ["", "tokens per verify", *(f"depth {i + 1}" for i in range(depth))]
-    rows = [
-        [seen.engine, _length(compared), *_padded(seen.reach, depth)],
-        [
-            f"our engine, {ours.shape}",
-            f"{ours.stats.accept_length:.2f}",
-            *_padded(ours.stats.acceptance_per_position, depth),
-        ],
-    ]
+    rows = [[seen.engine, _length(compared), *_padded(seen.reach, depth)]]
+    if ours is not None:
+        length = f"{ours.stats.accept_length:.2f}"
+        rows.append([f"our engine, {ours.shape}", length, *_padded(reach, depth)])
     yield from Table(head, rows).text().splitlines()
     yield compared.verdict
 
@@ -184,6 +182,7 @@ def _measured_record(measured: Measured) -> dict[str, Any]:
             for trial in measured.trials
         ],
         "context": None if context is None else [_part_record(part) for part in context.parts],
+        "skipped": measured.skipped,
         "formats": [
             {"name": each.name, "accepted": each.accepted._asdict(), "gain": each.gain._asdict()}
             for each in measured.formats
@@ -208,7 +207,10 @@ def _server_record(compared: Comparison) -> dict[str, Any]:
         "is_gauge": seen.is_gauge,
         "acceptance_per_position": list(seen.reach),
         "num_verifies": seen.num_verifies,
-        "ours": {
+        "other_traffic": seen.other_traffic,
+        "ours": None
+        if ours is None
+        else {
             "shape": str(ours.shape),
             "accept_length": ours.stats.accept_length,
             "acceptance_per_position": ours.stats.acceptance_per_position,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,12 +11,13 @@ import torch
 from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
 from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
-from eagle_kit.eval.diagnose.compare import OTHER_ENGINE, Comparison, compare_server
-from eagle_kit.eval.diagnose.context import ContextReading, long_enough, read_context
+from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
+from eagle_kit.eval.diagnose.context import FAR, FEWEST, ContextReading, read_context
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
 from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed
@@ -23,7 +25,7 @@ from eagle_kit.eval.diagnose.models import Models, load_models
 from eagle_kit.eval.diagnose.replay import Progress, Replay, Replies, decode_drafted, decode_replies
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.server import Server, ServerReading
-from eagle_kit.eval.diagnose.trials import STEPS, Trial, compare, decoded, read, try_all
+from eagle_kit.eval.diagnose.trials import LIKELY, STEPS, Trial, compare, decoded, read, try_all
 from eagle_kit.kinds.registry import find_head_kind
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.kinds.support.findings import Finding
@@ -45,6 +47,7 @@ class Diagnosis:
         dtype: of the weights in use; empty where none were loaded.
         measured, replay: None where the files alone decide.
         server: what a running server did with the same prompts.
+        failure: what ended the comparison with the server; everything else was measured.
     """
 
     causes: tuple[Cause, ...]
@@ -53,6 +56,7 @@ class Diagnosis:
     measured: Measured | None = None
     replay: Replay | None = None
     server: Comparison | None = None
+    failure: UserError | KeyboardInterrupt | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -72,12 +76,12 @@ def diagnose(
 
     Args:
         draft: see :func:`~eagle_kit.checkpoints.draft.resolve_draft`.
-        server: is asked the same prompts.
+        server: is asked the same prompts, and whether it is there before anything is loaded.
         is_quiet: without progress bars.
 
     Raises:
-        UserError: a model that cannot be found, a draft that is no head, too short replies, or a server that
-            does not answer.
+        UserError: a model that cannot be found, a draft that is no head, too short replies, a server that
+            does not answer, or one beside a target without a chat template.
     """
     place = resolve_target(target)
     folder = resolve_draft(draft, read_target_config(place))
@@ -86,6 +90,8 @@ def diagnose(
     findings = tuple(validate_draft(folder, place))
     if errors := causes_in_files(findings):
         return Diagnosis(tuple(errors), findings)
+    if server is not None:
+        server.probe()
     models = load_models(files, (place, folder), config.engine)
     return diagnose_models(models, findings, config, server=server, is_quiet=is_quiet)
 
@@ -99,6 +105,11 @@ def diagnose_models(
     is_quiet: bool = False,
 ) -> Diagnosis:
     """See :func:`diagnose`, with models that are loaded and files that were checked."""
+    if server is not None and not getattr(models.llm.tokenizer, "chat_template", None):
+        raise UserError(
+            "The target has no chat template, and a server is asked with chats.",
+            "Leave --base-url out, or set the tokenizer's chat_template.",
+        )
     progress, dtype = Progress(not is_quiet), str(models.dtype).removeprefix("torch.")
     try:
         replies = decode_replies(models.llm, config, progress)
@@ -109,13 +120,20 @@ def diagnose_models(
         replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
         measured = measure(models, replies, basis, findings, config, progress)
         causes = [*_engine_fault(models, replay), *name_causes(measured)]
-        compared = None
-        if server is not None:
-            progress.start(len(replies.messages), "reply", "the server")
-            seen = server.replay(replies.messages, config.max_tokens, progress.step)
-            compared = _compare(models, replies, config, seen, basis, progress)
-            causes += [compared.cause] if compared.cause is not None else []
-        return Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay, compared)
+        compared: Comparison | None = None
+        failure: UserError | KeyboardInterrupt | None = None
+        try:
+            if server is not None:
+                progress.start(len(replies.messages), "reply", "the server")
+                seen = server.replay(replies.messages, config.max_tokens, progress.step)
+                compared = _compare(models, replies, config, seen, basis, replay, progress)
+        except (UserError, KeyboardInterrupt) as error:  # what was found without it took minutes
+            failure = error
+        if compared is not None and compared.cause is not None:
+            causes.append(compared.cause)
+        causes.sort(key=lambda cause: (not cause.is_found, -cause.cost))
+        found = Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay)
+        return replace(found, server=compared, failure=failure)
     finally:
         progress.close()
 
@@ -167,7 +185,13 @@ def measure(
     trials = try_all(models.head, source, tried, progress.step)
     trials += _in_float32(models, basis)
     progress.step()
-    context = _context(models, replies.texts, tried, config.context)
+    length = min(config.context, models.target.config.max_position_embeddings)
+    context, skipped = _context(models, replies.texts, tried, length), ""
+    if length and context is None:
+        skipped = (
+            f"Acceptance by position was left out: texts of {length} tokens have fewer than {FEWEST} tokens "
+            f"of replies behind {max(FAR, length // 2)}; give a larger --context."
+        )
     progress.step()
     formats = _formats(models, replies, findings)
     progress.step()
@@ -178,6 +202,7 @@ def measure(
         findings,
         context,
         formats,
+        skipped=skipped,
         is_other_template=_is_other_template(models),
         other_copies=models.other_copies,
         training=models.metadata,
@@ -195,20 +220,21 @@ def _in_float32(models: Models, basis: Basis) -> list[Trial]:
         return []
     target, head = again
     row = basis.source.row
-    exact = read_chain(head, Source(target, row, compute_states(target, row, head.capture)), STEPS)
+    source = Source(target, row, compute_states(target, row, head.capture))
+    exact = read_chain(head, source, STEPS)
     words = "target and head in float32"
     remedy = "Serve in the dtype of the draft's training, or keep target and head in bfloat16 or float32."
-    return [compare(Hypothesis(DTYPE, words, remedy), basis.reading, exact, row.texts)]
+    trial = compare(Hypothesis(DTYPE, words, remedy), basis.reading, exact, row.texts)
+    return [replace(trial, fit=measure_fit(head, source, exact))]
 
 
 def _context(
     models: Models, texts: Sequence[Text], tried: Sequence[Hypothesis], length: int
 ) -> ContextReading | None:
-    length = min(length, models.target.config.max_position_embeddings)
     if not length:
         return None
     ropes = [each for each in tried if each.subject == ROPE]
-    return read_context(models.head, models.target, long_enough(texts, length), length, ropes)
+    return read_context(models.head, models.target, texts, length, ropes)
 
 
 def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatReading]:
@@ -243,33 +269,32 @@ def _compare(
     config: DiagnoseConfig,
     seen: ServerReading,
     basis: Basis,
+    replay: Replay,
     progress: Progress,
 ) -> Comparison:
-    """Our engine in the server's shape, beside the server."""
-    given = config.engine.shape
-    shape = given.at(1) if given is not None else _chain(models, seen.num_steps or STEPS)
-    ours = decode_drafted(models.llm, replies, config, shape, progress)
-    compared = compare_server(seen, ours, replies.outputs)
-    if compared.cause is None or compared.cause.subject != OTHER_ENGINE:
-        return compared
-    if given is None and not seen.num_steps:
-        unknown = (
-            f"{seen.engine} emits {seen.accept_length:.2f} tokens per verify and does not say how it drafts: "
-            "give --shape to compare with the same."
-        )
-        return replace(compared, cause=None, verdict=unknown)
-    if shape.topk > 1:
-        return compared
-    likeness = likely_misreading(models, basis, seen, shape)
+    """Our engine in the server's shape, where one is given or said, beside the server."""
+    given, shape, ours = config.engine.shape, seen.shape, None
+    if given is not None:
+        shape = given.at(1)
+    elif shape is not None and shape.topk == 1:
+        shape = _chain(models, shape.steps)
+    if shape is not None:
+        is_done = shape == replay.shape
+        ours = replay if is_done else decode_drafted(models.llm, replies, config, shape, progress)
+    if shape is None or shape.topk > 1:  # readings are tried with chains
+        return compare_server(seen, ours, replies.outputs)
+    likeness = partial(likely_misreading, models, basis, seen, shape)
     return compare_server(seen, ours, replies.outputs, likeness)
 
 
 def likely_misreading(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
-    """The other reading of the head that accepts most nearly what the server does."""
+    """The other reading of the head that accepts most nearly what the server does; empty where none does, but
+    for chance."""
     assert seen.accept_length is not None
     found = []
     for hypothesis in basis.tried:
-        reading = read(models.head, basis.source, hypothesis, shape.steps)
-        length = decoded(reading, basis.source.row).accept_length
-        found.append((abs(length - seen.accept_length), f"{hypothesis.words} ({length:.2f})"))
+        stats = decoded(read(models.head, basis.source, hypothesis, shape.steps), basis.source.row)
+        if not gap(seen, stats, LIKELY):
+            length = stats.accept_length
+            found.append((abs(length - seen.accept_length), f"{hypothesis.words} ({length:.2f})"))
     return min(found)[1] if found else ""

@@ -15,6 +15,7 @@ import torch
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.diagnose.chain import Reading, Source, View, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
+from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit, measure_fit
 from eagle_kit.eval.diagnose.hypotheses import MAP, Hypothesis
 from eagle_kit.eval.diagnose.row import Row
 from eagle_kit.models.heads.draft_head import DraftHead
@@ -35,9 +36,6 @@ TAUGHT = 0.15
 """Probability of its first drafts that a head gives them once it has learned anything."""
 LEARNED_SHARE = 0.15
 """First drafts that a learned map must restore: frequent tokens alone make a twentieth."""
-LOW_SHARE = 0.2
-"""First drafts accepted, below which a head is taken for wrong or unlearned rather than modest: a chain then
-emits fewer than about 1.25 tokens per verify."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ class Trial:
         accepted: drafts of a chain that are accepted, per root, as it is and undone.
         confidence: probability of first drafts under the head, as it is and undone.
         lengths: tokens per verify of a chain, as it is and undone; None where the replies are not greedy.
+        fit: figures of the head with the hypothesis; None for far positions, and where it is not confirmed.
     """
 
     hypothesis: Hypothesis
@@ -61,6 +60,7 @@ class Trial:
     accepted: tuple[float, float]
     confidence: tuple[float, float]
     lengths: tuple[float, float] | None = None
+    fit: Fit | None = None
 
     @property
     def is_confirmed(self) -> bool:
@@ -138,7 +138,9 @@ def judge(
     """Compare a hypothesis with the head as it is, on ``texts`` as :func:`compare`."""
     undone, row = read(head, source, hypothesis, STEPS), source.row
     lengths = decoded(served, row).accept_length, decoded(undone, row).accept_length
-    return replace(compare(hypothesis, served, undone, texts), lengths=lengths)
+    trial = replace(compare(hypothesis, served, undone, texts), lengths=lengths)
+    fit = measure_fit(head, source, undone, hypothesis.view.token_map) if trial.is_confirmed else None
+    return replace(trial, fit=fit)
 
 
 def compare(hypothesis: Hypothesis, served: Reading, undone: Reading, texts: torch.Tensor) -> Trial:

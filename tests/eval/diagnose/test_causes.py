@@ -6,7 +6,7 @@ from eagle_kit.eval.diagnose.causes import Measured, causes_in_files, name_cause
 from eagle_kit.eval.diagnose.context import ContextReading
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.fit import Fit
-from eagle_kit.eval.diagnose.formats import FormatReading
+from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import Hypothesis
 from eagle_kit.eval.diagnose.trials import Trial
 from eagle_kit.kinds.support.findings import Finding
@@ -25,13 +25,13 @@ FIT = Fit(
     excess=sure(0.0),
     entropy=2.0,
     most_entropy=9.0,
-    norm_drift=0.2,
     is_finite=True,
 )
 LOW = replace(FIT, reach=(sure(0.05), sure(0.0)))
 
 
 def trial(subject: str, gain: float, score: float = 9.0, before: float = 0.2) -> Trial:
+    """A trial behind which the head fits."""
     error = gain / score
     return Trial(
         Hypothesis(subject, f"{subject} undone", f"Mend {subject}."),
@@ -42,6 +42,7 @@ def trial(subject: str, gain: float, score: float = 9.0, before: float = 0.2) ->
         (before, before + gain),
         (0.4, 0.4),
         (1.2, 1.2 + gain),
+        FIT,
     )
 
 
@@ -103,6 +104,16 @@ def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_t
     assert subjects(Measured(replace(LOW, excess=sure(0.3)), [trial("layer ids", 0.3)], [])) == ["layer ids"]
 
 
+def test_a_reading_that_leaves_a_head_too_sure_or_low_does_not_explain_it():
+    too_sure = replace(FIT, excess=sure(0.3))
+    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), likelier=Estimate(0.1, 0.02))
+    (cause,) = name_causes(Measured(too_sure, [replace(free, fit=too_sure)], []))
+    assert cause.subject == "another target" and cause.evidence.startswith("With layer ids undone, the head")
+    assert subjects(Measured(too_sure, [free], [])) == ["layer ids"]
+    still = replace(trial("layer ids", 0.1, before=0.05), undone=sure(0.15), fit=LOW)
+    assert subjects(Measured(LOW, [still], [])) == ["too little training", "layer ids"]
+
+
 def test_a_small_draft_vocabulary_is_named_by_what_it_costs():
     small = replace(FIT, coverage=sure(0.6), within=sure(0.45), reach=(sure(0.27),))
     (cause,) = name_causes(Measured(small, [], []))
@@ -126,6 +137,8 @@ def test_a_template_behind_which_the_target_is_followed_better_is_named():
     assert subjects(Measured(FIT, [], [], formats=[own, weak])) == []
     said = Measured(FIT, [], [], formats=[own, weak], is_other_template=True)
     assert subjects(said) == [] and subjects(said, found=False) == ["chat template"]
+    tools = other._replace(name=WITH_TOOL)
+    assert subjects(Measured(FIT, [], [], formats=[own, tools])) == ["tool format"]
 
 
 def test_nan_is_said_alone_and_errors_of_files_are_causes():

@@ -5,7 +5,7 @@ import torch
 from tiny import randomise, tiny_head, tiny_target
 from tiny_engine import decode
 from tiny_mtp import load_modules, save_target
-from tiny_trained import trained_models
+from tiny_rule import learned_head, learned_target
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.diagnose.chain import Source, View, read_chain
@@ -39,7 +39,7 @@ def models(tmp_path_factory):
     deepseek, llama = load_target(folder), tiny_target(11)
     modules = load_modules(folder, target=deepseek)
     return {
-        "trained": trained_models(),
+        "trained": (learned_target(), learned_head()),
         "eagle3": (llama, eagle3(llama)),
         "eagle1": (llama, eagle1(llama)),
         "eagle3-mla": (deepseek, latent(deepseek)),

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tiny_rule import learned_head, learned_target, texts
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.context import read_context
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed
 from eagle_kit.eval.diagnose.models import Models
@@ -20,11 +20,6 @@ from eagle_kit.eval.diagnose.run import Basis, likely_misreading
 from eagle_kit.eval.diagnose.server import ServerReading
 from eagle_kit.eval.diagnose.trials import STEPS, decoded, try_all
 from eagle_kit.models.blocks.layers import RMSNorm
-
-
-@cache
-def healthy():
-    return learned_head()
 
 
 def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
@@ -42,7 +37,7 @@ def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
 
 
 def copied(inject):
-    head = copy.deepcopy(healthy())
+    head = copy.deepcopy(learned_head())
     inject(head)
     return head
 
@@ -105,7 +100,7 @@ def test_the_fault_that_was_injected_is_named_first(inject):
 
 
 def test_a_head_that_fits_has_no_cause():
-    assert diagnosed(healthy()) == []
+    assert diagnosed(learned_head()) == []
 
 
 def test_a_modest_head_has_no_cause():
@@ -124,7 +119,7 @@ def test_a_head_of_another_target_is_surer_than_it_may_be():
     for name, weight in target.named_parameters():
         if name.startswith("layers.") and weight.ndim == 2:
             weight.data += 0.5 * weight.data.std() * torch.randn(weight.shape, generator=generator)
-    assert [cause.subject for cause in diagnosed(healthy(), target)] == ["another target"]
+    assert [cause.subject for cause in diagnosed(learned_head(), target)] == ["another target"]
 
 
 @pytest.mark.slow
@@ -137,14 +132,23 @@ def test_features_that_came_a_slot_early_in_training_are_named():
     assert diagnosed(learned_head(late_features=-1))[0].subject == "one-slot shift"
 
 
+def test_copies_of_a_chat_in_long_texts_are_no_new_observations():
+    one, two = (read_context(learned_head(), learned_target(), texts(n), 512, []) for n in (1, 2))
+    assert one.near.served.error == float("inf"), "one chat, however often it is read"
+    assert two.near.served.error < float("inf") and two.near.served.mean > 0.2
+
+
 def test_a_server_that_reads_the_head_otherwise_is_told_by_what_it_accepts():
-    head, target = healthy(), learned_target()
+    head, target = learned_head(), learned_target()
     tried, row = hypotheses(head, target.config), pack(texts())
     source = Source(target, row, compute_states(target, row, layers_needed(tried, head, target.config)))
     basis = Basis(tried, source, read_chain(head, source, STEPS))
     there = decoded(read_chain(copied(swapped_inputs), source, STEPS), row)
-    seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, STEPS)
+    shape = SpecShape(STEPS, 1, STEPS + 1)
+    seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, shape)
     models = Models(None, head)
     assert there.accept_length < decoded(basis.reading, row).accept_length - 0.2
-    likeness = likely_misreading(models, basis, seen, SpecShape(STEPS, 1, STEPS + 1))
+    likeness = likely_misreading(models, basis, seen, shape)
     assert likeness.startswith("feature before embedding") and f"({there.accept_length:.2f})" in likeness
+    unlike = seen._replace(accept_length=STEPS + 1.0)
+    assert likely_misreading(models, basis, unlike, shape) == "", "no reading accepts every draft"

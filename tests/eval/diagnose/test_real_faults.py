@@ -1,14 +1,17 @@
 """The table of faults on the shipped head and its target: what was injected is named first.
 
 Replies and the target's states are computed once; every fault is a copy of the head, of the states, or of the
-target.
+target. Behind the check of the files: what that sees of a map is tried with the command.
 """
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
@@ -18,7 +21,7 @@ from eagle_kit.eval.diagnose.hypotheses import hypotheses
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.replay import Progress, decode_replies
 from eagle_kit.eval.diagnose.row import compute_states, pack
-from eagle_kit.eval.diagnose.run import Basis, make_basis, measure
+from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
 from eagle_kit.eval.diagnose.trials import STEPS, decoded
 from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
@@ -170,6 +173,35 @@ def test_a_fault_of_the_head_is_named_first(world, fault):
     head = world.head()
     inject(head)
     assert world.causes(head, config=LONG if subject == "RoPE" else CONFIG)[0].subject == subject
+
+
+MAPS = {
+    "one entry off": lambda ids: ids.roll(1),
+    "left out": lambda ids: torch.arange(len(ids)),
+    "of another head": other_map,
+}
+KNOWN_MAPS = [*((fault, True) for fault in MAPS), ("one entry off", False), ("of another head", False)]
+
+
+@pytest.mark.parametrize(("fault", "is_known"), KNOWN_MAPS)
+def test_another_map_in_the_files_is_named_first_by_the_command(tmp_path, fault, is_known):
+    """The check of the files sees it by the fingerprint of our exports; without, it is undone."""
+    draft = tmp_path / "head"
+    shutil.copytree(HEAD, draft)
+    tensors = load_file(draft / "model.safetensors")
+    numbers = torch.arange(len(tensors["d2t"]))
+    other = MAPS[fault](tensors["d2t"] + numbers)
+    tensors |= {"d2t": other - numbers}
+    tensors.pop("t2d", None)
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    if not is_known:
+        config = json.loads((draft / "config.json").read_text())
+        del config["eagle_kit"]["vocab_map"]
+        (draft / "config.json").write_text(json.dumps(config))
+    found = diagnose(draft, TARGET, CONFIG, is_quiet=True)
+    print(*found.causes, sep="\n")
+    assert found.causes[0].subject == ("checkpoint" if is_known else "vocabulary map")
+    assert (found.measured is None) == is_known
 
 
 def test_the_shipped_head_is_healthy(world):
