@@ -52,13 +52,13 @@ class _Lane:
         return Decoded(self.requests, self._num_counted / max(self._seconds, 1e-9), cycle_ms)
 
     def turn(self, num_cycles: int) -> None:
-        before, num_graphs = self.num_tokens, self._engine.runner.graphs.num_graphs
+        before, num_warm_ups = self.num_tokens, self._engine.runner.graphs.num_warm_ups
         begun, num_done = time.perf_counter(), 0
         while self._engine.has_work and num_done < num_cycles:
             self._engine.step()
             num_done += 1
         seconds = time.perf_counter() - begun
-        if self._counts_recording or self._engine.runner.graphs.num_graphs == num_graphs:
+        if self._counts_recording or self._engine.runner.graphs.num_warm_ups == num_warm_ups:
             self._num_counted += self.num_tokens - before
             self._num_cycles += num_done
             self._seconds += seconds

@@ -218,8 +218,9 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def most_rows(self) -> int:
-        """Nodes of the largest window of a batch that memory is planned for."""
-        return self.max_batch_size * self.shape.tokens
+        """Nodes of the windows of a batch that memory is planned for: the largest window of one request, or
+        the given shape in the largest batch."""
+        return max(MAX_WINDOW, self.max_batch_size * self.shape.tokens)
 
     @property
     def num_pages(self) -> int:

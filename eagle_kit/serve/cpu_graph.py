@@ -319,13 +319,14 @@ class CpuGraphs:
 
     Args:
         record_after: runs of a kind before it is recorded.
+        is_bounded: its recordings are among the ``MAX_RECORDINGS`` of the process.
     """
 
     mode: GraphMode = "cycle"
     has_fixed_shapes = False
 
-    def __init__(self, record_after: int = RECORD_AFTER) -> None:
-        self._record_after, self.num_replays = record_after, 0
+    def __init__(self, record_after: int = RECORD_AFTER, *, is_bounded: bool = True) -> None:
+        self._record_after, self._is_bounded, self.num_warm_ups = record_after, is_bounded, 0
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
         self._conditions: dict[Hashable, list[Condition]] = {}
         self._recordings: dict[Hashable, Recording] = {}
@@ -338,7 +339,7 @@ class CpuGraphs:
 
     def anew(self) -> "CpuGraphs":
         """See :class:`~eagle_kit.serve.graph.CycleGraphs`."""
-        return CpuGraphs(record_after=1)
+        return CpuGraphs(record_after=1, is_bounded=False)
 
     def run(self, call: GraphCall) -> Any:
         """See :class:`~eagle_kit.serve.graph.CycleGraphs`; idle inputs are not needed."""
@@ -352,8 +353,8 @@ class CpuGraphs:
         recording = self._recordings.get((kind, choices))
         if recording is not None:
             self._note_use((kind, choices))
-            self.num_replays += 1
             return recording.replay(inputs)
+        self.num_warm_ups += 1
         self._runs[kind, choices] = self._runs.pop((kind, choices), 0) + 1
         if len(self._runs) > MAX_COUNTED:
             self._runs.popitem(last=False)
@@ -398,6 +399,8 @@ class CpuGraphs:
 
     def _note_use(self, key: Hashable) -> None:
         """Put a recording behind all others of the process in the order in which they are dropped."""
+        if not self._is_bounded:
+            return
         with _lock:
             _used[weakref.ref(self), key] = None
             _used.move_to_end((weakref.ref(self), key))

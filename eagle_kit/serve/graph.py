@@ -60,14 +60,14 @@ class CycleGraphs(Protocol):
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured so far."""
+        """Graphs at hand."""
 
     @property
-    def num_replays(self) -> int:
-        """Runs that were replays and nothing else."""
+    def num_warm_ups(self) -> int:
+        """Runs that a later one of their kind is faster than: before there is a graph, and making it."""
 
     def anew(self) -> "CycleGraphs":
-        """Return runs of the same kind without graphs, which are made at the first run."""
+        """Return runs of the same kind without graphs, which are made at the first run, and kept."""
 
     def run(self, call: GraphCall) -> Any:
         """Run a call -> its outputs, which are valid until the next run."""
@@ -169,7 +169,7 @@ class GraphRunner:
     """
 
     def __init__(self, mode: GraphMode, graph: Callable[..., Any] = Graph) -> None:
-        self.mode, self.num_replays = mode, 0
+        self.mode, self.num_warm_ups = mode, 0
         self._kind = graph
         self._pool: Any = None
         self._stream: Any = None
@@ -193,9 +193,7 @@ class GraphRunner:
         """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
             return call.body(call.inputs)
-        graph = self._graphs.get((call.name, call.key))
-        self.num_replays += graph is not None
-        graph = graph or self._capture(call)
+        graph = self._graphs.get((call.name, call.key)) or self._capture(call)
         write(graph.inputs, call.inputs)
         graph.replay()
         return graph.outputs
@@ -210,6 +208,7 @@ class GraphRunner:
             self._pool = None
             raise
         self._graphs[call.name, call.key] = graph
+        self.num_warm_ups += 1
         return graph
 
 

@@ -78,7 +78,7 @@ def plan_memory(target: LlamaModel, draft: DraftModel | None, config: ResolvedCo
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     per_token = model.cache.values_per_token * width + of_draft
     scratch = per_token * batch * MAX_WINDOW
-    logits = LOGITS_COPIES * batch * config.shape.tokens * model.vocab_size * 4
+    logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
     activations = values * weight.element_size()
     needed = scratch + logits + activations

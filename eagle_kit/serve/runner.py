@@ -243,7 +243,7 @@ class Runner:
         padding = [self.slots.dummy] * (self.padded(len(requests)) - len(requests))
         rows = self._tensor([request.slot for request in requests] + padding)
         (steps, topk, tokens), drafter = shape, self.models.drafter
-        is_usual, num_replays = True, self.graphs.num_replays
+        is_usual, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.can_wait:
             if any(each.num_missed and (steps or each.num_missed == MOST_MISSED) for each in requests):
                 self._catch_up(requests, longest)
@@ -260,7 +260,7 @@ class Runner:
             found = self._ngram_draft(requests, len(padding), ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
         emitted = self._run(requests, CycleInputs(rows, sampling), settings, tree)
-        is_usual = is_usual and (self.graphs.mode == "off" or self.graphs.num_replays > num_replays)
+        is_usual = is_usual and self.graphs.num_warm_ups == num_warm_ups
         epochs = [request.epoch for request in requests]
         return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
 

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.graph import GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
@@ -73,12 +75,14 @@ def time_cycles(
         done: visits that were made before.
         on_visit: called with the timings of each other visit.
     """
-    found = dict(done)
+    found, runner = dict(done), engine.runner
     with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
+        graphs = {point: runner.graphs.anew() for point in plan.points}
         for visit in plan.visits:
             if visit in found:
                 continue
             shapes = _worth_timing(engine, plan, visit.point, found)
+            runner.graphs = graphs[visit.point]
             found[visit] = _time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
             on_visit(visit, found[visit])
     points = [[found[Visit(number, point)] for number in range(plan.num_passes)] for point in plan.points]
@@ -123,7 +127,6 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictat
     dictated = _Dictated(shapes)
     engine.use_shape(dictated)
     engine.totals = type(totals)()
-    engine.runner.graphs = graphs.anew()
     try:
         yield dictated
     finally:
@@ -168,11 +171,26 @@ def _typical(seconds: np.ndarray) -> list[float]:
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:
-    """Add requests and run the engine until each has its first token."""
-    for request in requests:
-        engine.add_request(request)
-    while any(not request.token_ids for request in requests):
-        engine.step()
+    """Add requests and run the engine until each has its first token. Cycles of those that have it already
+    make no graphs: batches that small may not come again.
+
+    Raises:
+        UserError: the target's logits are not finite.
+    """
+    runner = engine.runner
+    graphs, runner.graphs = runner.graphs, GraphRunner("off")
+    try:
+        for request in requests:
+            engine.add_request(request)
+        while any(not request.token_ids and request.finish_reason is None for request in requests):
+            engine.step()
+    finally:
+        runner.graphs = graphs
+    if any(request.finish_reason == "error" for request in requests):
+        raise UserError(
+            "The target's logits are not finite, so its cycles cannot be timed.",
+            "Check its weights, and that its dtype holds its states.",
+        )
 
 
 class _Batch:
@@ -212,12 +230,12 @@ class _Batch:
         return time.perf_counter() - begun
 
     def turn(self, shape: SpecShape, num_cycles: int) -> Iterator[float]:
-        """Run ``num_cycles`` cycles besides those that make a recording -> seconds of each."""
+        """Run ``num_cycles`` cycles besides those that make a graph -> seconds of each."""
         graphs, num_done = self._engine.runner.graphs, 0
         while num_done < num_cycles:
-            before = graphs.num_graphs
+            before = graphs.num_warm_ups
             seconds = self.step(shape)
-            if graphs.num_graphs == before:
+            if graphs.num_warm_ups == before:
                 num_done += 1
                 yield seconds
 

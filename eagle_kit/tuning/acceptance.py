@@ -119,14 +119,13 @@ class Recording:
             if key not in ranks:
                 ranks[key] = self.ranks(*key)
             accepted = self._accepted(ranks[key], shape)
-            _, visited = self._walk(accepted, shape.steps)
-            whole = (self.truth[:, shape.steps - 1] >= 0).numpy()  # others end before the draft does
-            depths = accepted.numpy()[:, None] > np.arange(shape.steps)
-            if not whole.any():
-                whole[:] = True
-            average = depths[whole].mean(0)
-            mine = [depths[whole & (classes == c)] for c in range(len(EDGES) + 1)]
-            counts = np.bincount(classes[visited], minlength=len(EDGES) + 1)
+            begins = np.array(self._walk(accepted, shape.steps)[1])  # more often where text is hard
+            whole = begins[(self.truth[begins, shape.steps - 1] >= 0).numpy()]  # others end before the draft
+            counted = whole if len(whole) else begins
+            depths = accepted.numpy()[counted, None] > np.arange(shape.steps)
+            average = depths.mean(0)
+            mine = [depths[classes[counted] == c] for c in range(len(EDGES) + 1)]
+            counts = np.bincount(classes[begins], minlength=len(EDGES) + 1)
             shares[shape] = counts / counts.sum()
             reach[shape] = np.stack(
                 [(each.sum(0) + NUM_ASSUMED * average) / (len(each) + NUM_ASSUMED) for each in mine]
