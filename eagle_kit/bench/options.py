@@ -58,8 +58,9 @@ class Options:
         return self.out or (RESULTS if full else Path("results")) / name
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, grid: bool = False) -> None:
-    """Declare the options, without defaults; ``grid`` has those of benchmarks of full and tiny sizes too."""
+def add_arguments(parser: argparse.ArgumentParser, *, grid: bool = False, minutes: float = MINUTES) -> None:
+    """Declare the options, without defaults; ``grid`` has those of benchmarks of full and tiny sizes too, and
+    ``minutes`` is what is said of the time."""
     parser.add_argument(
         *("--out", "--output"), dest="out", type=Path, metavar="JSON",
         help=f"file of the figures; default a new one in results/, of full sizes on a GPU in {RESULTS}/",
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, grid: bool = False) -> Non
         "--minutes",
         type=float,
         metavar="M",
-        help=f"most time it may take ({MINUTES:g}); the rest is left out",
+        help=f"most time it may take ({minutes:g}); the rest is left out",
     )
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: the time)")

@@ -24,12 +24,11 @@ from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transf
 from eagle_kit.bench.runner import Benchmark, conduct
 from eagle_kit.bench.side_by_side import decode_side_by_side
 from eagle_kit.bench.verdict import Rows, Verdict, at_least, at_most
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.eval.tasks import KNOWN_TASKS, load_tasks
 from eagle_kit.report.plots import GREY, Bars, BarSeries, Curve, Curves, HeatMap, Panel, draw, hue
-from eagle_kit.serve import cpu_graph
-from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.tuning.policy import ShapePolicy
 
@@ -54,8 +53,9 @@ WARM_UP = 1
 FAR_BEHIND = 0.7
 """Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
 MAX_CONTEXT = 1280
-MAX_RECORDINGS = 256
-"""Of cycles on a CPU: as many settings as are compared here would take them from one another."""
+WORTH = {1: 1.25, 8: 1.2}
+"""Times plain decoding, by batch size, that the first draft is to reach on all tasks but those made here."""
+TIMES_VLLM, TIMES_TRANSFORMERS = {1: 1.35, 8: 1.35}, {1: 3.0, 8: 2.7}
 
 Engines = Mapping[str, LLM]
 """Engines by setting: a shape, ``none`` or ``auto``."""
@@ -66,8 +66,8 @@ class Sizes:
     """What is compared.
 
     Attributes:
-        tasks: names of tasks or files; ``noise`` (random strings), ``languages`` (other than English) and
-            ``mixed`` (code, prose and noise, one after another) are made here.
+        tasks: names of tasks or files, whose first turns are taken; ``noise`` (random strings), ``languages``
+            (other than English) and ``mixed`` (code, prose and noise, one after another) are made here.
         batches: batch sizes.
         shapes: fixed shapes.
         rounds: interleaved rounds, each with prompts of its own.
@@ -86,16 +86,17 @@ class Sizes:
 
 
 def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> int:
-    """Measure -> exit code, 1 when a case failed or a target was missed.
+    """Measure -> exit code, 1 when a case failed.
 
     Raises:
-        UserError: a task or a model that cannot be loaded.
+        UserError: a task or a model that cannot be loaded, or two drafts of one name.
     """
+    if len({Path(draft).name for draft in drafts}) < len(drafts):
+        raise UserError("Two drafts have one name.", "Give folders with different names.")
     most: dict[str, Any] = {"max_batch_size": max(sizes.batches), "max_context": MAX_CONTEXT}
     plain = LLM(target, shape=PLAIN, **most)
     llms = {Path(draft).name: _settings(plain, draft, sizes.shapes, most) for draft in drafts}
     prompts = {task: make_prompts(plain, task, options.seed) for task in sizes.tasks}
-    cpu_graph.MAX_RECORDINGS = MAX_RECORDINGS
     beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
@@ -115,19 +116,22 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
 
 
 def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any]) -> dict[str, LLM]:
-    """Make an engine for every setting; they share the weights. Those that record cycles do so at once, as
-    one that has been running has done."""
+    """Make an engine for every setting; they share the weights. Graphs are made at the first run and kept, as
+    by one that has been running."""
     auto = LLM(plain.target, draft, tokenizer=plain.tokenizer, **most)
     fixed = {
         shape: LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, shape=shape, **most)
         for shape in shapes
     }
     llms = {PLAIN: plain, **fixed, AUTO: auto}
+    _forget_graphs(llms)
+    return llms
+
+
+def _forget_graphs(llms: Engines) -> None:
     for llm in llms.values():
         runner = llm.engine().runner
-        if isinstance(runner.graphs, CpuGraphs):
-            runner.graphs = CpuGraphs(record_after=1)
-    return llms
+        runner.graphs = runner.graphs.anew()
 
 
 def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
@@ -159,9 +163,9 @@ def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], size
     """A case for every draft, batch size and task."""
     for name, llm in llms.items():
         for batch in sizes.batches:
-            for task, texts in prompts.items():
+            for number, (task, texts) in enumerate(prompts.items()):
                 values = {"draft": name, "batch": batch, "task": task}
-                measure = partial(compare, llm, texts, batch, sizes)
+                measure = partial(compare, llm, texts, batch, sizes, is_new=not number)
                 yield Case(f"{name}, batch {batch}", task, measure, values)
 
 
@@ -240,10 +244,22 @@ def peer_cases(
 
 
 def compare(
-    llms: Engines, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
+    llms: Engines,
+    prompts: Sequence[list[int]],
+    batch: int,
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    is_new: bool = False,
 ) -> dict[str, Any]:
     """Decode a batch of prompts a round in every setting, side by side. A fixed shape that is far behind
-    after a round has the figures of the rounds that it was in."""
+    after a round has the figures of the rounds that it was in.
+
+    Args:
+        is_new: there were no batches of this size before, and graphs of others are of no use.
+    """
+    if is_new:
+        _forget_graphs(llms)
     params = SamplingParams(max_tokens=sizes.max_tokens)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
@@ -389,7 +405,29 @@ def verdicts(sizes: Sizes, rows: Rows, counts: bool) -> list[Verdict]:
         at_least(f"auto at least {NEARLY_BEST} x the best fixed shape", NEARLY_BEST, best),
         at_least("auto above every fixed shape in the mean", BEST_IN_THE_MEAN, means),
         at_most(f"choosing at most {CHOOSING:.1%} of a cycle", CHOOSING, choosing),
+        *_reached(rows),
     ]
+
+
+def _reached(rows: Rows) -> Iterator[Verdict]:
+    """Judge what the first draft is worth, beside plain decoding and beside other engines."""
+    first = next((row["draft"] for row in rows if "draft" in row), None)
+    mine = [row for row in rows if row.get("draft") == first]
+    peers = [row for row in mine if row.get("peers")]
+
+    def found(rows: Rows, figure: str, batch: int) -> list[tuple[float, str]]:
+        chosen = [row for row in rows if row["batch"] == batch and figure in row.get("figures", {})]
+        return [(row["figures"][figure], f"{first}, batch {batch}, {row['task']}") for row in chosen]
+
+    cells = [row for row in mine if "ratios" in row and row["task"] not in OWN_TASKS]
+    for where, figure, name, wanted in (
+        (cells, "auto over plain", "plain decoding", WORTH),
+        (peers, "times vLLM at its best", "vLLM at its best", TIMES_VLLM),
+        (peers, "times transformers", "transformers", TIMES_TRANSFORMERS),
+    ):
+        for batch, least in wanted.items():
+            text = f"{first or 'auto'} at batch {batch} at least {least} x {name}"
+            yield at_least(text, least, found(where, figure, batch))
 
 
 def _mean(values: Iterator[float]) -> float:

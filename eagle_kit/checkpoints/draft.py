@@ -20,6 +20,7 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.source import ANOTHER_CACHE, cache_folder, resolve_model, target_revision
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.tuning.files import SHIPPED
 
 CARD = "README.md"
 CONVERSION_VERSION = 1
@@ -96,7 +97,7 @@ def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file.", "Choose a folder for the draft.")
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if others := sorted(found - {CONFIG, WEIGHTS, METADATA, CARD}):
+    if others := sorted(found - {CONFIG, WEIGHTS, METADATA, CARD, SHIPPED}):
         raise UserError(
             f"The folder {folder} holds other things than a draft ({', '.join(others[:4])}).",
             "Choose a new or empty folder.",

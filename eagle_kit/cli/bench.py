@@ -4,6 +4,7 @@ measurements; `bench soak`: hostile clients."""
 
 import argparse
 import os
+from dataclasses import replace
 from typing import Any
 
 from eagle_kit.bench.options import Options, add_arguments
@@ -13,6 +14,7 @@ from eagle_kit.report.environment import command_line
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import; its profiler chatters without
 
+TUNE_MINUTES = 600
 MODEL = "random weights of llama-3.1-8b, qwen3-30b-a3b, smollm2-135m or tiny"
 
 
@@ -57,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tune.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, to compare with")
     tune.add_argument("--no-plot", action="store_true", help="draw no picture beside the JSON file")
     _compare(tune)
-    add_arguments(tune)
+    add_arguments(tune, minutes=TUNE_MINUTES)
     soak = add(
         "soak", "A running server under hostile, slow, leaving and ordinary clients, and its judgement."
     )
@@ -140,6 +142,8 @@ def _tune(args: argparse.Namespace, target: str, options: Options) -> int:
         raise UserError("bench tune compares drafts, and none was given.", "Give --draft.")
     given = {name: getattr(args, name) for name in Sizes.__dataclass_fields__ if hasattr(args, name)}
     check_positive(args, *(name for name in ("rounds", "max_tokens") if name in args))
+    if getattr(args, "minutes", None) is None:
+        options = replace(options, minutes=TUNE_MINUTES)
     return tune(target, args.draft, Sizes(**given, compare=not getattr(args, "no_compare", False)), options)
 
 

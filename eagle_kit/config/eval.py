@@ -22,7 +22,8 @@ class EvalConfig(Options):
         limit: prompts of each task, drawn evenly over its categories; default all.
         seed: seed of the draw of prompts.
         plots: draw the plots; needs matplotlib.
-        engine: options of the engines; its shape and algorithm are not looked at.
+        engine: options of the engines; its algorithm is not looked at, and its shape only says what memory
+            is planned for.
     """
 
     tasks: tuple[str, ...] = ("human_eval", "ours")

@@ -23,7 +23,7 @@ class SpecShape(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.steps},{self.topk},{self.tokens}"
+        return f"{self.steps},{self.topk},{self.tokens}" if self.steps else "none"
 
     @property
     def label(self) -> str:

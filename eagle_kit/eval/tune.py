@@ -1,9 +1,11 @@
 """``tune``: record what a draft proposes on tasks, time the engine's cycles, and keep both for the policy."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -151,8 +153,12 @@ class _Work:
         path = self._place / f"recording-{number}.pt"
         if not path.is_file():
             return None
-        steps, topk, candidates, truth, lengths = torch.load(path, weights_only=True)
-        return Recording(steps, topk, Candidates(*candidates), truth, lengths)
+        try:
+            steps, topk, candidates, truth, lengths = torch.load(path, weights_only=True)
+            return Recording(steps, topk, Candidates(*candidates), truth, lengths)
+        except (EOFError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
+            warnings.warn(f"{path} is damaged and is recorded again: {error}.", stacklevel=2)
+            return None
 
     def keep_recording(self, number: int, part: Recording) -> None:
         """Write a part of the recording."""
@@ -165,13 +171,17 @@ class _Work:
         path = self._place / "timings.json"
         if not path.is_file():
             return {}
-        return {
-            Visit(each["pass"], Point(*each["point"])): [
-                Timing(batch, SpecShape.parse(shape), context, seconds)
-                for batch, shape, context, seconds in each["timings"]
-            ]
-            for each in read_object(path)["visits"]
-        }
+        try:
+            return {
+                Visit(each["pass"], Point(*each["point"])): [
+                    Timing(batch, SpecShape.parse(shape), context, seconds)
+                    for batch, shape, context, seconds in each["timings"]
+                ]
+                for each in read_object(path)["visits"]
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            warnings.warn(f"{path} is damaged and is measured again: {error}.", stacklevel=2)
+            return {}
 
     def keep_timings(self, timings: dict[Visit, list[Timing]]) -> None:
         """Write the timings by visit."""

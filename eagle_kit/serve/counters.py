@@ -25,7 +25,7 @@ ENGINES = {"eagle_kit:": "eagle-kit", "vllm:": "vLLM", "sglang:": "SGLang"}
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 """Name, labels and value of a sample in Prometheus' text format."""
 POSITION = re.compile(r'position="(\d+)"')
-SHAPE = re.compile(r'shape="([\d,]+)"')
+SHAPE = re.compile(r'shape="([^"]+)"')
 DRAFTS, DRAFTED, ACCEPTED = (
     f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
 )

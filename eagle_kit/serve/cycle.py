@@ -41,6 +41,7 @@ class CycleSettings(NamedTuple):
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
         num_candidates: tokens of depth 1 that the draft keeps for the next cycle, whatever its shape.
+        tells_confidence: emit the draft's confidence.
     """
 
     shape: SpecShape
@@ -48,6 +49,7 @@ class CycleSettings(NamedTuple):
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
     num_candidates: int | None = None
+    tells_confidence: bool = False
 
 
 class Logprobs(NamedTuple):
@@ -63,7 +65,7 @@ class Emitted(NamedTuple):
     """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
     ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
     path are not finite, so that the tokens mean nothing; ``confidence`` fp32 ``[B]``, the draft's probability
-    of the first token that it proposes next, where it has read the emitted ones."""
+    of the first token that it proposes next, where that is asked for and it has read the emitted ones."""
 
     tokens: torch.Tensor
     num_emitted: torch.Tensor
@@ -129,7 +131,7 @@ def finish_cycle(
         missed = Missed(features[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
     next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
-    if drafter is not None and next_state.draft is not None:
+    if settings.tells_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, missed)
 

@@ -138,7 +138,8 @@ class Engine:
         for shape in shapes.shapes:
             self._check_shape(shape)
         did_speculate = bool(self.runner.steps)
-        self.runner.use_shape(shapes.shapes)
+        reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
+        self.runner.use_shape(shapes.shapes, tells_confidence=reads_confidence)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.shapes = shapes
@@ -355,10 +356,10 @@ class Engine:
             if results.num_drafts is not None:
                 if isinstance(self.shapes, ShapePolicy) and request.ease is not None:
                     self.shapes.observe(request.ease, results.shape, counts[i] - 1)
-                    sure = None if confidence is None or self.config.lag else confidence[i]
-                    self.shapes.see(request.ease, sure)
-                for stats in (request.stats, self.totals.spec):
-                    stats.observe(kept, min(kept, counts[i] - 1))
+                    self.shapes.see(request.ease, None if confidence is None else confidence[i])
+                if results.shape.steps or isinstance(self.shapes, ShapeTable):
+                    for stats in (request.stats, self.totals.spec):
+                        stats.observe(kept, min(kept, counts[i] - 1))
                 request.shapes[results.shape] += 1
                 self.totals.num_drafts += results.num_drafts[i] > 0
                 self.totals.num_draft_tokens += results.num_drafts[i]

@@ -96,7 +96,7 @@ class LLM:
         if self._options.kv_dtype == "fp8_e4m3":
             check_fp8(self.target.embed_tokens.weight.device)
         self._engine: Engine | None = None
-        self._policy: ShapePolicy | None = None
+        self._policy: ShapePolicy | ShapeTable | None = None
         self._draft_folder: Path | None = None
         self._numbers = itertools.count()
         self.memory_plan: MemoryPlan | None = None
@@ -214,7 +214,11 @@ class LLM:
         if engine.draft is None or not can_tune(engine):
             return ShapeTable.parse(self._default_shape())
         if self._policy is None:
-            self._policy = tuned_policy(engine, self._draft_folder)
+            try:
+                self._policy = tuned_policy(engine, self._draft_folder)
+            except UserError as error:
+                warnings.warn(f"{error.cause} The default shape is used. {error.remedy}", stacklevel=4)
+                self._policy = ShapeTable.parse(self._default_shape())
         return self._policy
 
     def tokenize(self, prompt: Prompt) -> list[int]:

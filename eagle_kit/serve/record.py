@@ -54,7 +54,7 @@ def record_drafts(
         prefix_cache=False,
         lag=0,
         max_batch_size=batch_size,
-        batch_sizes=tuple({min(size, batch_size) for size in config.batch_sizes}),
+        batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
         kv_tokens=batch_size * (longest + config.room(steps) + config.page_size),
     )

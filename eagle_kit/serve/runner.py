@@ -130,10 +130,17 @@ class Runner:
         fits = isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
-    def use_shape(self, shapes: Sequence[SpecShape]) -> None:
-        """Speculate with any of ``shapes`` from now on; nothing may be running."""
+    def use_shape(self, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> None:
+        """Speculate with any of ``shapes`` from now on; nothing may be running.
+
+        Args:
+            tells_confidence: let cycles emit how sure the draft is of its next token.
+        """
         self.steps = max(shape.steps for shape in shapes)
+        self._tells_confidence = tells_confidence and self.steps > 0
         self.topk = max(shape.topk for shape in shapes)
+        if self._tells_confidence:
+            self.topk = max(2, self.topk)  # a single candidate is not weighed
         drafter = self.models.drafter
         kind = (drafter is not None, self.topk)
         if kind not in self._slots:  # graphs know the slots that they were captured with
@@ -299,7 +306,9 @@ class Runner:
         return self.graphs.num_graphs
 
     def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
-        return CycleSettings(shape, num_columns, num_logprobs, self.verifier(shape), self.topk)
+        return CycleSettings(
+            shape, num_columns, num_logprobs, self.verifier(shape), self.topk, self._tells_confidence
+        )
 
     def _columns(self, least: int) -> int:
         """Bound on the columns of a window, of few different values, so that shapes repeat. Kernels on a GPU

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.loading.source import ANOTHER_CACHE
 from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.timing import Plan, Point, time_cycles
@@ -84,7 +86,8 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
         try:
             save_costs(costs)
         except OSError as error:
-            _log.warning("What was measured cannot be kept, and is measured at each start: %s.", error)
+            text = "What was measured cannot be kept, and is measured at each start: %s. %s"
+            _log.warning(text, error, ANOTHER_CACHE)
     acceptance = find_acceptance(draft_key(engine.draft), draft_folder)
     tuned = Tuned(costs, acceptance or average_acceptance(), acceptance is None)
     return policy_of(engine, tuned)
@@ -119,7 +122,11 @@ def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:
 
 def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) -> Costs:
     """Time a plan of seconds and fit a table, to what was measured ``before`` as well."""
-    timed = (*(before.timings if before else ()), *time_cycles(engine, plan))
+    with tqdm(
+        total=len(plan.visits), desc="timing cycles", disable=None, leave=False, dynamic_ncols=True
+    ) as bar:
+        found = time_cycles(engine, plan, on_visit=lambda visit, timings: bar.update())
+    timed = (*(before.timings if before else ()), *found)
     is_quick = before is None or before.is_quick
     return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), is_quick)
 

@@ -233,6 +233,7 @@ class AcceptanceTable:
             count = len(edges) + 1
             if shares[shape].shape != (count,) or reach[shape].shape != (count, shape.steps):
                 raise ValueError(f"the acceptance of {shape} has another size than its table")
-            if not (reach[shape] >= 0).all() or not (reach[shape] <= 1).all():
+            both = np.append(reach[shape], shares[shape])
+            if not ((both >= 0) & (both <= 1)).all():
                 raise ValueError(f"the acceptance of {shape} is no share")
         return cls(edges, shares, reach)

@@ -135,7 +135,7 @@ def find_costs(key: Mapping[str, Any], draft_folder: Path | None) -> Costs | Non
     found = _load(costs_path(key), Costs.from_json)
     if found is not None and not found.is_quick:
         return found
-    for given in _shipped(draft_folder).get("costs") or ():
+    for given in _list(_shipped(draft_folder).get("costs"), draft_folder):
         shipped = _parse(given, Costs.from_json, _where(draft_folder))
         if shipped is not None and all(shipped.key.get(k) == v for k, v in key.items() if k != "versions"):
             return shipped
@@ -163,7 +163,8 @@ def average_acceptance() -> MeasuredAcceptance:
 def ship(draft_folder: Path, acceptance: MeasuredAcceptance | None, costs: Costs) -> Path:
     """Write ``tuning.json`` beside a draft's weights; costs of other machines in it are kept."""
     before = _shipped(draft_folder)
-    others = [each for each in before.get("costs") or () if each.get("key") != dict(costs.key)]
+    known = _list(before.get("costs"), draft_folder)
+    others = [each for each in known if isinstance(each, dict) and each.get("key") != dict(costs.key)]
     mine = before.get("acceptance") if acceptance is None else acceptance.to_json()
     data = {"format": FORMAT, "acceptance": mine, "costs": [*others, costs.to_json()]}
     return _save(draft_folder / SHIPPED, data)
@@ -185,6 +186,14 @@ def _shipped(draft_folder: Path | None) -> Mapping[str, Any]:
         return {}
     found: Mapping[str, Any] | None = _load(draft_folder / SHIPPED, dict)
     return found or {}
+
+
+def _list(given: Any, draft_folder: Path | None) -> list[Any]:
+    """The list that a shipped file has of costs; empty where it has none."""
+    if given is not None and not isinstance(given, list):
+        warnings.warn(f"{_where(draft_folder)} has no list of costs. {AGAIN}", stacklevel=3)
+        return []
+    return given or []
 
 
 def _load(path: Path, make: Callable[[Mapping[str, Any]], T]) -> T | None:

@@ -88,7 +88,7 @@ class Choice:
     @property
     def label(self) -> str:
         """Batch size and shape, such as ``batch 8: 1,1,2``."""
-        return f"batch {self.batch_size}: {self.shape if self.shape.steps else 'none'}"
+        return f"batch {self.batch_size}: {self.shape}"
 
     def __str__(self) -> str:
         text = f"{self.label}, {self.milliseconds:.3g} ms a cycle"
@@ -158,7 +158,8 @@ class ShapePolicy:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
         average."""
         self._left -= 1
-        if self._left <= 0 or len(eases) != self._batch_size:
+        may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
+        if self._left <= 0 or (len(eases) != self._batch_size and not may_stay):
             self._look(eases, context)
         if not self.shape.steps:
             self._num_plain += 1

@@ -65,12 +65,16 @@ def test_verdicts_name_the_worst_cell():
         {"draft": "d", "batch": 1, "figures": {"share of a cycle": 0.001}},
     ]
     rows.append({"draft": "d", "batch": 1, "figures": {"auto over plain": 0.9}, "course": [1.0, 0.9]})
-    plain, cold, best, means, choosing = verdicts(sizes, rows, True)
+    peer = {"draft": "d", "batch": 8, "task": "t", "peers": True}
+    rows.append({**peer, "figures": {"times transformers": 2.5}})
+    plain, cold, best, means, choosing, *reached = verdicts(sizes, rows, True)
     assert not cold.met and cold.measured == pytest.approx(0.9)
     assert not plain.met and "noise" in plain.at and plain.measured == pytest.approx(0.97)
     assert best.met and best.measured == pytest.approx(0.97)
     assert means.met and means.at == "4,1,5"
     assert choosing.met and choosing.measured == pytest.approx(0.001)
+    assert [each.met for each in reached] == [True, None, None, None, None, False]
+    assert "noise" not in reached[0].at, "the worth is judged on texts that nobody made up"
 
 
 def test_a_python_without_vllm_is_a_user_error():

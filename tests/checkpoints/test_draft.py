@@ -370,6 +370,7 @@ def test_metadata_that_is_no_json_leaves_nothing(head, tmp_path):
 def test_an_older_draft_is_replaced_whole(target, head, folder):
     other = tiny_head(target, seed=9)
     save_draft(head, folder, metadata={}, card="# old")
+    (folder / "tuning.json").write_text("of the old weights")
     save_draft(other, folder, metadata={"step": 3})
     assert same(load_draft(folder), other)
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, "eagle_kit.json", WEIGHTS]

@@ -76,7 +76,7 @@ def test_flags_that_are_not_given_leave_the_defaults_and_errors_name_the_flag():
     assert options_of(parser.parse_args([]), EngineConfig, flags) == EngineConfig(max_batch_size=3)
     given = parser.parse_args(["--no-prefix-cache", "--kv-memory", "1k", "--shape", "none"])
     config = options_of(given, EngineConfig, flags)
-    assert (config.prefix_cache, config.kv_memory, str(config.shape)) == (False, 1000, "0,1,1")
+    assert (config.prefix_cache, config.kv_memory, str(config.shape)) == (False, 1000, "none")
     with pytest.raises(UserError, match="--batch-size is 0"):
         options_of(parser.parse_args(["--batch-size", "0"]), EngineConfig, flags)
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from restless import Restless
 from tiny import tiny_target
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -12,6 +13,7 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write
 from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
+from eagle_kit.tuning.policy import ShapePolicy
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 
@@ -119,6 +121,20 @@ def test_shapes_change_with_the_batch(mode, table, sampling):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_shapes_change_between_cycles(mode):
+    """Plain cycles come between, behind which the draft catches up; all graphs are captured before."""
+    models, shapes = trained(), [*map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6"))]
+    expected = replies(make(models), "none")
+    llm = make(models, mode)
+    engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=12)
+    engine.use_shape(policy)
+    known = engine.warm_up()
+    llm.engine = lambda shape: engine
+    assert replies(llm) == expected and policy.used == set(policy.shapes)
+    assert engine.num_graphs == known and accept_length(llm) > 1.1
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_shapes_change_between_requests(mode):
     """Graphs and tables of an earlier shape are gone, its pool of memory too; the prefix cache may stay."""
     models, shapes = trained(), ("4,1,5", "5,4,16", "none", "2,3,6", "5,4,16", "4,1,5")
@@ -188,10 +204,13 @@ def test_the_kernels_say_what_the_reference_says(shape):
         assert replies(make(models), shape, tokens=tokens) == expected
 
 
-def busy(dtype: torch.dtype, mode: str = "cycle"):
+def busy(dtype: torch.dtype, policy: ShapePolicy | None = None):
     """An engine in the midst of three endless replies, its graphs captured: the engine and its requests."""
-    llm = make(random_models(dtype), mode, shape="5,4,16", batch_sizes=(4,))
+    llm = make(random_models(dtype), "cycle", shape="5,4,16", batch_sizes=(4,))
     engine = llm.engine()
+    if policy is not None:
+        engine.use_shape(policy)
+        engine.warm_up()
     params = SamplingParams(max_tokens=pick(2000, 90), ignore_eos=True)
     requests = [llm.make_request(prompt, params) for prompt in PROMPTS[:3]]
     for request in requests:
@@ -234,6 +253,18 @@ def test_a_step_neither_waits_nor_takes_memory_from_the_device():
     assert [memory(name) for name in names] == before
     assert sum(len(r.token_ids) for r in requests) > said
     assert engine.runner.graphs.num_graphs == 1
+
+
+def test_a_change_of_shape_waits_for_nothing_either():
+    """Nor does the draft's catching up behind plain cycles."""
+    shapes = [*map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6"))]
+    policy = Restless(0, shapes, most_plain=pick(12, 3))
+    engine, _ = busy(torch.bfloat16, policy)
+    known = engine.num_graphs
+    with no_waiting():
+        for _ in range(pick(100, 12)):
+            engine.step()
+    assert engine.num_graphs == known and policy.used == set(policy.shapes)
 
 
 def test_the_host_is_done_before_the_device(record_property, capsys):

@@ -8,7 +8,7 @@ from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
-from eagle_kit.serve import tune
+from eagle_kit.serve import cpu_graph, timing, tune
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.timing import Plan, Point, time_cycles
@@ -49,7 +49,8 @@ def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params, 
     assert NO_SPECULATION in used and len(used) > 1
     assert texts(outputs) == texts(llm.generate(PROMPTS, params, shape="none"))
     for output in outputs:
-        assert sum(output.shapes.values()) == output.stats.num_verifies
+        drafting = [count for shape, count in output.shapes.items() if shape.steps]
+        assert sum(drafting) == output.stats.num_verifies, "plain cycles verify nothing"
     lines = llm.engine().reasons()
     assert lines[0].startswith("batch 1: ") and "an average head" in lines[-1]
     llm.engine().check()
@@ -68,6 +69,28 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, caplog):
     monkeypatch.setattr(tune, "save_costs", fail)
     assert make().generate(PROMPTS, SamplingParams(max_tokens=4))
     assert "cannot be kept" in caplog.text
+
+
+def test_a_target_of_nan_is_not_timed_for_ever():
+    target = tiny_target(vocab_size=31)
+    target.norm.weight.data.fill_(float("nan"))
+    llm = LLM(target, tiny_head(target, draft_vocab_size=20), max_context=128, graph_mode="off")
+    with pytest.warns(UserWarning, match="not finite.*default shape"):
+        engine = llm.engine()
+    assert engine.shapes == ShapeTable.parse(llm.default_shape)
+    assert [each.finish_reason for each in llm.generate(PROMPTS[:1])] == ["error"]
+
+
+def test_large_windows_are_timed_where_one_request_may_have_them():
+    shapes = {each.shape for each in find_timings(make(max_batch_size=1))}
+    assert shapes == {NO_SPECULATION, *tune.QUICK_SHAPES}
+    shapes = {each.shape for each in find_timings(make(max_batch_size=1, shape="none"), "auto")}
+    assert shapes == {NO_SPECULATION, *tune.QUICK_SHAPES}
+
+
+def find_timings(llm, shape=None):
+    engine = llm.engine(shape)
+    return files.find_costs(tune.engine_key(engine), None).timings
 
 
 @pytest.mark.parametrize("graph_mode", ["off", "cycle"])
@@ -97,7 +120,7 @@ def test_an_engine_is_measured_once_and_another_one_again(monkeypatch):
     make().engine()
     timed = []
     monkeypatch.setattr(
-        tune, "time_cycles", lambda engine, plan: timed.append(plan) or time_cycles(engine, plan)
+        tune, "time_cycles", lambda engine, plan, **options: timed.append(plan) or time_cycles(engine, plan)
     )
     make().engine()
     assert not timed
@@ -130,7 +153,8 @@ def test_sampled_drafts_choose_among_chains():
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_timing_leaves_an_engine_as_it_was(lag):
+def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
+    monkeypatch.setattr(timing, "_is_too_slow", lambda *_: False)  # as drafts of tiny models may be
     llm = make(lag=lag, shape="3,2,6")
     engine = llm.engine()
     before = texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20)))
@@ -139,7 +163,7 @@ def test_timing_leaves_an_engine_as_it_was(lag):
     assert [(t.batch_size, t.shape) for t in timings] == [
         (size, shape) for size in (1, 3) for shape in (NO_SPECULATION, *SHAPES)
     ]
-    assert all(timing.seconds > 0 for timing in timings)
+    assert all(each.seconds > 0 for each in timings)
     contexts = [[t.context for t in timings if t.batch_size == size] for size in (1, 3)]
     assert all(max(mine) - min(mine) <= 8 for mine in contexts), "every shape begins at the same tokens"
     assert engine.totals is totals and engine.shapes == shapes and not engine.has_work
@@ -157,13 +181,14 @@ def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     made = []
 
     def anew(graphs):
-        made.append(CpuGraphs(record_after=1))
+        made.append(CpuGraphs(record_after=1, is_bounded=False))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuGraphs, "anew", anew)
-        time_cycles(engine, Plan([Point(1, 20)], SHAPES, 2, 3))
-    assert len(made) == 1 and made[0].num_graphs >= 1 + len(SHAPES)
+        patch.setattr(cpu_graph, "MAX_RECORDINGS", 2)
+        time_cycles(engine, Plan([Point(1, 20), Point(1, 60)], SHAPES, 2, 3, num_passes=2))
+    assert [each.num_graphs >= 1 + len(SHAPES) for each in made] == [True, True], "of each point, and kept"
     assert engine.runner.graphs is graphs and engine.num_graphs == count
 
 

@@ -1,6 +1,7 @@
 """The whole decode cycle runs on fake tensors, where any host read or data-dependent shape raises."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
             allowed,
         )
     assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_catching_up_needs_no_host(backend):
+    """What plain cycles kept for the draft is read in one forward, whose length the host knows."""
+    _, engine, _, _ = _engine("3,2,6")
+    requests = [SimpleNamespace(slot=slot, num_missed=missed) for slot, missed in ((0, 3), (2, 5))]
+    with _traced(backend):
+        engine.runner._catch_up(requests, 20)
+    assert [request.num_missed for request in requests] == [0, 0]
 
 
 def _trace(backend: str, sampling: str, shape: str, **options) -> None:

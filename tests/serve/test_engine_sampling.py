@@ -3,6 +3,7 @@ target's."""
 
 import pytest
 import torch
+from restless import Restless
 from tiny_engine import PROMPTS, decode, make_engine, serve
 from tiny_trained import trained_models
 
@@ -22,6 +23,8 @@ SAMPLING_PARAMS = {
     },
     "greedy and penalised": {"presence_penalty": 1.0, "frequency_penalty": 0.5},
 }  # fmt: skip
+
+CHAINS, TREES = (tuple(map(SpecShape.parse, names)) for names in (("1,1,2", "3,1,4"), ("2,2,4", "3,3,8")))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
@@ -116,15 +119,18 @@ def test_first_tokens_follow_the_distribution_of_the_prompt(models):
 def _pair_counts(models, count, **engine_options) -> torch.Tensor:
     """How often each pair of first tokens is sampled, ``[11, 11]``."""
     shape = engine_options.pop("shape")
+    shape = shape if isinstance(shape, Restless) else SpecShape.parse(shape)
     options = {
         "max_context": 24, "kv_tokens": 40_000, "page_size": 4, "mixed_prefill_tokens": 512, **engine_options
     }  # fmt: skip
     engine = make_engine(models, batch=1000, **options)
-    engine.use_shape(SpecShape.parse(shape))
+    engine.use_shape(shape)
     params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)
     requests = [Request(i, [1, 2, 3], params) for i in range(count)]
     serve(engine, requests)
-    if engine.shapes.steps:
+    if isinstance(shape, Restless):
+        assert shape.used == set(shape.shapes)
+    elif shape.steps:
         assert engine.totals.spec.accept_length > 1.3
     pairs = torch.tensor([r.token_ids[1] * 11 + r.token_ids[3] for r in requests])
     return torch.bincount(pairs, minlength=121).double()
@@ -156,6 +162,8 @@ def plain_counts(trained, request):
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
         {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
         {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
+        {"shape": Restless(6, CHAINS, most_plain=2), "seed": 6, "sampled_drafts": True},
+        {"shape": Restless(7, TREES, most_plain=2), "seed": 7},
     ],
 )
 def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):

@@ -32,7 +32,7 @@ class RandomRunner:
         self.models = SimpleNamespace(drafter=self.drafter)
         self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
 
-    def use_shape(self, shapes):
+    def use_shape(self, shapes, *, tells_confidence=False):
         self.steps = max(shape.steps for shape in shapes)
 
     def _token(self):

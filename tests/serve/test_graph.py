@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from restless import Restless
 from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
@@ -129,6 +130,21 @@ def test_warm_up_captures_the_largest_batches_first_and_changes_nothing():
     assert [key[1][0] for key in runner.graphs._graphs][::3] == [4, 2, 1]
     assert replies(llm, llm.default_shape) == expected
     assert runner.graphs.num_graphs == 9, "what was warmed up is what runs"
+
+
+def test_nothing_is_captured_behind_the_warm_up_while_shapes_change():
+    target = tiny_target(vocab_size=64)
+    head, shapes = tiny_head(target, 50), [*map(SpecShape.parse, ("1,1,2", "3,2,6", "4,1,5"))]
+    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": 1}
+    expected = replies(LLM(target, head, **options), "none")
+    llm = with_graphs(LLM(target, head, **options), "cycle")
+    engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=5)
+    engine.use_shape(policy)
+    assert engine.warm_up() == 3 * len(policy.shapes) * 3
+    before = engine.runner.graphs.num_warm_ups
+    llm.engine = lambda shape: engine
+    assert replies(llm, None) == expected and policy.used == set(policy.shapes)
+    assert engine.runner.graphs.num_warm_ups == before
 
 
 def test_inputs_are_written_and_outputs_overwritten():

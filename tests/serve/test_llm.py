@@ -62,10 +62,10 @@ def test_what_is_refused_is_refused_before_any_work():
 
 def test_a_pool_that_is_smaller_than_the_context_shortens_it():
     llm = make(shape="3,1,4", kv_tokens=40, page_size=8)
-    with pytest.warns(UserWarning, match="holds 40 tokens, so the context is 34 instead of 64"):
+    with pytest.warns(UserWarning, match="holds 40 tokens, so the context is 30 instead of 64"):
         llm.engine()
-    assert llm.max_context == 34
-    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=31, ignore_eos=True))[0].token_ids) == 31
+    assert llm.max_context == 30
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=27, ignore_eos=True))[0].token_ids) == 27
     with pytest.raises(UserError, match="too few for any request"):
         make(kv_tokens=3, page_size=1).engine()
 

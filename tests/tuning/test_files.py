@@ -1,6 +1,7 @@
 """Measurements on disk: what is written comes back, what is damaged is told and made anew."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,17 @@ def test_costs_of_several_machines_are_shipped_together(place):
     assert files.find_acceptance("abc", place) is not None
 
 
+def test_shipped_costs_that_are_no_list_are_told_and_replaced(place):
+    (place / files.SHIPPED).write_text(json.dumps({"format": 1, "costs": 5}), encoding="utf-8")
+    with pytest.warns(UserWarning, match="no list of costs"):
+        assert files.find_costs(KEY, place) is None
+    (place / files.SHIPPED).write_text(json.dumps({"format": 1, "costs": [7]}), encoding="utf-8")
+    with pytest.warns(UserWarning, match="no measurement"):
+        assert files.find_costs(KEY, place) is None
+    files.ship(place, None, make_costs())
+    assert files.find_costs(KEY, place) is not None
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -97,6 +109,7 @@ def test_costs_of_several_machines_are_shipped_together(place):
         lambda text: text.replace('"4,1,5"', '"4,1,9"'),
         lambda text: text.replace('"format": 1', '"format": 99'),
         lambda text: "[]",
+        lambda text: re.sub(r'("shares": \[\s*)[\d.]+', r"\1NaN", text),
         lambda text: json.dumps({"format": 1, "draft": "abc", "about": [], "edges": 3, "shapes": {}}),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.tuning.policy import PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -178,6 +178,17 @@ def test_coming_back_must_pay_for_what_the_draft_has_missed():
     assert cycles_until_drafting(0.0) is not None and cycles_until_drafting(0.0) <= 8
     later = cycles_until_drafting(1.0)
     assert later is None or later > 8  # a probe, if anything
+
+
+def test_a_probe_ends_though_the_batch_changes():
+    policy = make_policy()
+    eases = [policy.new_request() for _ in range(3)]
+    for ease in eases:
+        ease.value = -6.0
+    used = [policy.choose(eases[: 1 + i % 3], 100) for i in range(200)]
+    first = next(i for i, shape in enumerate(used) if shape.steps)
+    assert all(shape.steps for shape in used[first : first + PROBE])
+    assert not any(shape.steps for shape in used[first + PROBE : first + PROBE + 40])
 
 
 def test_choosing_takes_microseconds():

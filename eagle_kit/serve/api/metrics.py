@@ -83,7 +83,7 @@ class _EngineCollector:
             return made
 
         engine, totals = self._engine, self._engine.totals
-        _spec, accepted = totals.spec, list(totals.spec.num_accepted_at)
+        accepted = list(totals.spec.num_accepted_at)
         gauges = (
             ("num_requests_running", "Requests in the batch.", engine.num_running),
             ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
@@ -117,7 +117,7 @@ class _EngineCollector:
         text = "Requests by finish reason."
         yield family(CounterMetricFamily, "request_success", text, finished, "finished_reason")
         shapes = [(str(shape), count) for shape, count in sorted(dict(totals.shapes).items())]
-        name, text = "spec_decode_num_cycles", "Cycles by shape: steps, topk, tokens."
+        name, text = "spec_decode_num_cycles", "Cycles by shape: steps,topk,tokens, or none."
         yield family(CounterMetricFamily, name, text, shapes, "shape")
         gains = [(choice.batch_size, choice.gain) for choice in engine.choices()]
         name, text = "spec_decode_expected_speedup", "Of the chosen shape over plain decoding, by batch size."

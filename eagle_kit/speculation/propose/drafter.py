@@ -96,9 +96,10 @@ class Drafter:
         )
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``; None where it is
-        not computed."""
-        return state.scores[:, 0].exp() if isinstance(state, DraftState) else None
+        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``; None where one
+        candidate is kept, which is not weighed."""
+        assert isinstance(state, DraftState)
+        return state.scores[:, 0].exp() if state.scores.shape[1] > 1 else None
 
     def propose(
         self,
@@ -237,27 +238,23 @@ class Drafter:
         return self._state(states[_row_of(mine, segments, last)], topk)
 
     def _state(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, ...]:
-        tokens, scores = self._candidates(out, topk, normalized=True)
+        tokens, scores = self._candidates(out, topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
     def _fed_back(self, out: torch.Tensor) -> torch.Tensor:
         """Features of the next step, from the states of this one; a whole model has none."""
         return out[:, : self.model.feature_size]
 
-    def _candidates(
-        self, out: torch.Tensor, topk: int, *, normalized: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _candidates(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Best tokens of states ``[T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
 
-        A chain ranks nothing, so with K = 1 the log-probabilities are left at 0 unless they are to be
-        ``normalized``.
+        A chain ranks nothing, so with K = 1 the log-probabilities are left at 0.
         """
-        normalized = normalized or topk > 1
         if uses_triton(out) and topk <= MAX_TOPK:
             states, weight, token_map = self.model.readout(out)
-            return draft_topk(states, weight, topk, normalized=normalized, token_map=token_map)
+            return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
         logits = self.model.logits(out)
-        if not normalized:
+        if topk == 1:
             ids = logits.argmax(-1, keepdim=True)
             return self.model.to_target(ids), torch.zeros_like(ids, dtype=torch.float32)
         logits = logits.float()
