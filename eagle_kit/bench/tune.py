@@ -48,6 +48,7 @@ SENTENCES = (
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
 NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN, CHOOSING = 0.98, 0.97, 1.0, 0.002
 PEER_BATCHES = 1, 8
+TOKENS_OF_A_ROUND = 1024
 WARM_UP = 1
 """Rounds before those that count."""
 FAR_BEHIND = 0.7
@@ -71,7 +72,7 @@ class Sizes:
         batches: batch sizes.
         shapes: fixed shapes.
         rounds: interleaved rounds, each with prompts of its own.
-        max_tokens: of a reply.
+        max_tokens: of a reply; less in large batches, whose rounds have :data:`TOKENS_OF_A_ROUND`.
         compare: also decode with transformers, plainly and with prompt look-up, at batch sizes 1 and 8.
         vllm: python of an environment with vLLM, to decode with it as well.
     """
@@ -260,7 +261,7 @@ def compare(
     """
     if is_new:
         _forget_graphs(llms)
-    params = SamplingParams(max_tokens=sizes.max_tokens)
+    params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch))
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
     ratios: dict[str, list[float]] = {}
