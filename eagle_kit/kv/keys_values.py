@@ -12,21 +12,35 @@ from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
-from eagle_kit.kernels.window_attention import WindowPlan, window_attention
+from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
 
 
 class PagedKV(PagedStore):
-    """Keys and values ``[L, Hkv, R, D]``; rows and ``options`` are those of :class:`PagedStore`."""
+    """Keys and values ``[L, Hkv, R, D]``; rows and ``options`` are those of :class:`PagedStore`.
+
+    Args:
+        gathers: keep those of running requests together for recorded cycles, where the store is on a CPU and
+            of the dtype of the queries. For targets: what a window commits must never change afterwards.
+    """
 
     def __init__(
-        self, num_layers: int, num_heads: int, head_dim: int, layout: PoolLayout, **options: Any
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        layout: PoolLayout,
+        *,
+        gathers: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(layout, **options)
         shape = (num_layers, num_heads, self.num_rows, head_dim)
         self.k, self.v = self._empty(*shape), self._empty(*shape)
         self.scale = head_dim**-0.5
+        if gathers and self.k.device.type == "cpu" and self.k.dtype == self.dtype:
+            self.gathered = GatheredRows(num_layers, num_heads, head_dim, layout.num_pages + 1, self.dtype)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.window_attention import WindowPlan
+from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan
 from eagle_kit.models.blocks.layers import Attend
 
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
@@ -63,6 +63,9 @@ class PagedStore(ABC):
         first_slot: slots at the front of a request that hold nothing and are not attended to.
         dtype: of queries, keys and values.
     """
+
+    gathered: GatheredRows | None = None
+    """What recorded cycles keep together of running requests, on a CPU."""
 
     def __init__(
         self,
@@ -177,6 +180,7 @@ class PagedStore(ABC):
             num_columns=num_columns,
             dummy_row=self.dummy_row,
             dtype=self.dtype,
+            gathered=0 if self.gathered is None else self.gathered.number,
         )
         return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
 
@@ -191,4 +195,7 @@ class PagedStore(ABC):
             keep = positions[start - self.first_slot :] >= write_from
             written.append(torch.where(keep, own, self.trash_row))
             cached.append(rows[: start - self.first_slot])
-        return torch.cat(written), cached
+        target_rows = torch.cat(written)
+        if self.gathered is not None:
+            self.gathered.note_prompt(target_rows, self.page_size)
+        return target_rows, cached

@@ -13,6 +13,7 @@ from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import packed_parts
+from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
@@ -81,6 +82,9 @@ def plan_memory(target: LlamaModel, draft: DraftModel | None, config: ResolvedCo
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
     activations = values * weight.element_size()
+    if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
+        gathered = batch * config.max_context * model.cache.values_per_token * width
+        activations += min(gathered, MAX_BYTES)
     needed = scratch + logits + activations
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)

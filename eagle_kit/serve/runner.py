@@ -103,7 +103,8 @@ class Runner:
         self.device, self.vocab_size = weight.device, target.config.vocab_size
         kv_dtype = KV_DTYPES[config.kv_dtype]
         layout = PoolLayout(config.num_pages, config.page_size, config.max_batch_size, dtype=kv_dtype)
-        self.kv = open_store(target.config.cache, layout, dtype=weight.dtype, device=weight.device)
+        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        self.kv = open_store(target.config.cache, layout, gathers=config.graph_mode == "cycle", **place)
         self.linear_forms = LinearForms(weight.device)
         self.drafter: Drafter | None = None
         if draft is not None:

@@ -10,9 +10,10 @@ import torch
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.window_attention import recorded as recorded  # registers operations
 from eagle_kit.kernels.window_attention import reference
+from eagle_kit.kernels.window_attention.gathered import GatheredRows
 from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 
-__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
+__all__ = ["GatheredRows", "WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
 
 
 def window_attention(

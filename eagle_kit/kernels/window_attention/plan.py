@@ -4,7 +4,7 @@ Legend: B requests, N query nodes, M window keys, C columns, P pages of a reques
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class WindowPlan:
         num_columns: C, an upper bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
         dtype: dtype of the queries.
+        gathered: number of the store's :class:`~.gathered.GatheredRows`, 0 where it has none.
     """
 
     page_table: torch.Tensor
@@ -55,6 +56,7 @@ class WindowPlan:
     num_columns: int
     dummy_row: int
     dtype: torch.dtype
+    gathered: int = field(default=0, kw_only=True)
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +85,7 @@ class WindowPlan:
         sizes = self.page_size, self.first_slot, self.scratch_start, self.scratch_stride, self.num_keys
         kind = VIEWED_TYPES.index(self.dtype)
         number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
-            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind]
+            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind, self.gathered]
         )
         return number
 

@@ -12,6 +12,8 @@ from collections import OrderedDict
 import torch
 
 from eagle_kit.kernels.recording import VIEWED_TYPES, library
+from eagle_kit.kernels.window_attention import gathered
+from eagle_kit.kernels.window_attention.gathered import GatheredRows, Update
 from eagle_kit.kernels.window_attention.plan import Columns, WindowPlan, column_counts
 from eagle_kit.kernels.window_attention.reference import window_attention
 
@@ -21,22 +23,24 @@ _numbers = itertools.count()
 _local = threading.local()
 
 
-def _kept() -> OrderedDict[int, list[Columns]]:
+def _kept() -> OrderedDict[int, list[Columns] | Update]:
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
-    columns: OrderedDict[int, list[Columns]] = _local.columns
+    columns: OrderedDict[int, list[Columns] | Update] = _local.columns
     return columns
 
 
 def columns_of(number: torch.Tensor) -> list[Columns]:
-    """Return the columns of :attr:`WindowPlan.number`."""
-    return _kept()[int(number)]
+    """Return the columns of :attr:`WindowPlan.number` of a store that gathers nothing."""
+    columns = _kept()[int(number)]
+    assert isinstance(columns, list)
+    return columns
 
 
 def _window_columns(
     page_table: torch.Tensor, prefix_lens: torch.Tensor, ancestors: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    page_size, first_slot, scratch_start, scratch_stride, num_keys, dummy_row, kind = sizes
+    page_size, first_slot, scratch_start, scratch_stride, num_keys, dummy_row, kind, store = sizes
     plan = WindowPlan(
         page_table=page_table,
         page_size=page_size,
@@ -51,7 +55,8 @@ def _window_columns(
         dtype=VIEWED_TYPES[kind],
     )
     kept, number = _kept(), next(_numbers)
-    kept[number] = plan.in_groups(column_counts(num_keys, prefix_lens.tolist()))
+    update = GatheredRows.of(store).update(plan) if store else None
+    kept[number] = update or plan.in_groups(column_counts(num_keys, prefix_lens.tolist()))
     if len(kept) > NUM_KEPT:
         kept.popitem(last=False)
     return torch.tensor(number)
@@ -66,7 +71,10 @@ def _window_attention(
     k_scale: float,
     v_scale: float,
 ) -> torch.Tensor:
-    return window_attention(q, k_rows, v_rows, columns_of(number), scale, k_scale, v_scale)
+    columns = _kept()[int(number)]
+    if isinstance(columns, Update):
+        return gathered.attend(q, k_rows, v_rows, columns, scale)
+    return window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)
 
 
 library.define(

@@ -1,0 +1,172 @@
+"""Keys and values of running requests side by side, kept from cycle to cycle.
+
+A CPU's matmuls read matrices, and the keys of a request lie in pages: copying them together in every cycle
+takes as long as the attention itself. Here they stay together in the order of attention, one space a request
+of the batch, and a cycle copies only what is new since the one before: the tokens that were committed, and
+the window.
+
+What is kept of a request holds for the pages that it was read from, as long as no prompt has been written
+into them since; tokens behind those that were known are always read again, and columns that an earlier window
+had filled are emptied.
+
+Legend: B requests, N query nodes, C columns, Hq / Hkv heads, D head size, R rows of the store, P pages.
+"""
+
+import itertools
+import math
+import weakref
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from eagle_kit.kernels.summation import least_nodes
+from eagle_kit.kernels.window_attention.plan import WindowPlan, column_counts
+
+MAX_BYTES = 1 << 30
+"""Most memory of a store's gathered keys and values; larger batches and contexts are read from the pages."""
+GROWTH = 256
+"""Columns are allocated in multiples of this."""
+
+_stores: "weakref.WeakValueDictionary[int, GatheredRows]" = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Run(NamedTuple):
+    """Requests ``first`` to ``stop`` with the same number of columns, and their ``mask [b, 1, N, 1, C]``."""
+
+    first: int
+    stop: int
+    mask: torch.Tensor
+
+
+class Update(NamedTuple):
+    """Columns to attend to, and what must be read before: rows ``source`` int64 ``[n]`` of the store, to go
+    to ``target`` int64 ``[Hkv * n]`` of a layer's space."""
+
+    rows: "GatheredRows"
+    runs: list[Run]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class GatheredRows:
+    """Gathered keys and values of a store.
+
+    Args:
+        num_pages: the dummy page included.
+
+    Attributes:
+        number: by which recorded operations find it.
+    """
+
+    def __init__(
+        self, num_layers: int, num_heads: int, head_dim: int, num_pages: int, dtype: torch.dtype
+    ) -> None:
+        self.num_heads, self._dtype, self.number = num_heads, dtype, next(_numbers)
+        self._num_layers, self._head_dim = num_layers, head_dim
+        self._stamps = torch.zeros(num_pages, dtype=torch.int64)
+        self._spaces = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
+        self._tables = self._read_stamps = torch.zeros(0, 0, dtype=torch.int64)
+        self._known: list[int] = []
+        self._filled: list[int] = []
+        _stores[self.number] = self
+
+    @staticmethod
+    def of(number: int) -> "GatheredRows":
+        """Return the rows of a store that is in use."""
+        return _stores[number]
+
+    def note_prompt(self, rows: torch.Tensor, page_size: int) -> None:
+        """Forget what was read from the pages of ``rows``, into which a prompt is written."""
+        self._stamps[(rows // page_size).clamp(max=len(self._stamps) - 1)] += 1
+
+    def update(self, plan: WindowPlan) -> Update | None:
+        """Compare a plan with what is known -> what must be read; None where there is no room."""
+        lengths: list[int] = plan.prefix_lens.tolist()
+        sizes = column_counts(plan.num_keys, lengths)
+        count = len(lengths)
+        if not self._make_room(count, max(sizes), plan.page_table.shape[1]):
+            return None
+        begins = self._begins(plan, lengths)
+        ends = [length + plan.num_keys for length in lengths]
+        stops = [max(pair) for pair in zip(ends, self._filled[:count], strict=True)]
+        self._filled[:count] = ends
+        rows, mask = replace(plan, num_columns=max(*sizes, *stops)).layout
+        bounds = [0, *(b for b in range(1, count) if sizes[b] != sizes[b - 1]), count]
+        runs = [
+            Run(first, stop, mask[first:stop, None, :, None, : sizes[first]])
+            for first, stop in itertools.pairwise(bounds)
+        ]
+        reads = list(enumerate(zip(begins, stops, strict=True)))
+        source = torch.cat([rows[b, begin:stop] for b, (begin, stop) in reads])
+        per_request, per_head = self._spaces.stride(2) // self._head_dim, self._spaces.shape[4]
+        places = torch.cat([torch.arange(begin, stop) + b * per_request for b, (begin, stop) in reads])
+        target = torch.arange(self.num_heads)[:, None] * per_head + places
+        return Update(self, runs, source, target.reshape(-1))
+
+    def _make_room(self, batch_size: int, num_columns: int, num_table_pages: int) -> bool:
+        """Have spaces of at least these sizes; False where they would be larger than ``MAX_BYTES``."""
+        count, columns = self._spaces.shape[2], self._spaces.shape[4]
+        if count >= batch_size and columns >= num_columns:
+            return True
+        num_columns = -(-num_columns // GROWTH) * GROWTH
+        for size in ((max(count, batch_size), max(columns, num_columns)), (batch_size, num_columns)):
+            shape = self._num_layers, 2, size[0], self.num_heads, size[1], self._head_dim
+            if math.prod(shape) * self._dtype.itemsize <= MAX_BYTES:
+                self._spaces = torch.zeros(shape, dtype=self._dtype)
+                self._tables = torch.full((size[0], num_table_pages), -1)
+                self._read_stamps = torch.zeros_like(self._tables)
+                self._known, self._filled = [0] * size[0], [0] * size[0]
+                return True
+        return False
+
+    def _begins(self, plan: WindowPlan, lengths: list[int]) -> list[int]:
+        """First column of each request that must be read; all before its window is known from now on."""
+        count = len(lengths)
+        tables, stamps = plan.page_table, self._stamps[plan.page_table]
+        differs = (tables != self._tables[:count]) | (stamps != self._read_stamps[:count])
+        firsts = torch.where(differs.any(1), differs.int().argmax(1), tables.shape[1]).tolist()
+        numbers = zip(self._known[:count], lengths, firsts, strict=True)
+        begins = [min(known, length, first * plan.page_size) for known, length, first in numbers]
+        self._known[:count] = lengths
+        self._tables[:count], self._read_stamps[:count] = tables, stamps
+        return begins
+
+    def layer(
+        self, k_rows: torch.Tensor, v_rows: torch.Tensor, update: Update
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read what is new of a layer -> keys and values ``[B * Hkv, C, D]`` of all spaces."""
+        spaces = self._spaces[k_rows.storage_offset() // k_rows.numel()]
+        flat = spaces.view(2, -1, self._head_dim)
+        for store, space in ((k_rows, flat[0]), (v_rows, flat[1])):
+            new = store.index_select(1, update.source)
+            space.index_copy_(0, update.target, new.view(-1, self._head_dim))
+        keys, values = spaces.flatten(1, 2)
+        return keys, values
+
+
+def attend(
+    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, update: Update, scale: float
+) -> torch.Tensor:
+    """:func:`~.reference.window_attention` over gathered rows, with the same bits."""
+    b, n, hq, d = q.shape
+    hkv = update.rows.num_heads
+    g = hq // hkv
+    k, v = update.rows.layer(k_rows, v_rows, update)
+    if (missing := least_nodes(g) - n) > 0:
+        q = F.pad(q, (0, 0, 0, 0, 0, missing))
+        if update.runs[0].mask.shape[2] == n:  # in the first layer
+            update.runs[:] = [
+                run._replace(mask=F.pad(run.mask, (0, 0, 0, 0, 0, missing))) for run in update.runs
+            ]
+    m = q.shape[1]
+    queries = (q.float() * scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
+    out = torch.empty(b * hkv, m * g, d, dtype=v.dtype)
+    for first, stop, mask in update.runs:
+        mine, c = slice(first * hkv, stop * hkv), mask.shape[-1]
+        scores = torch.bmm(queries[mine], k[mine, :c].float().transpose(1, 2))
+        scores.view(stop - first, hkv, m, g, c).add_(mask)
+        torch.bmm(scores.softmax(-1).to(v.dtype), v[mine, :c], out=out[mine])
+    return out.view(b, hkv, m, g, d).permute(0, 2, 1, 3, 4).reshape(b, m, hq, d)[:, :n]
