@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.config.eval import EvalConfig
+from eagle_kit.config.eval import AUTO, EvalConfig
 from eagle_kit.core.errors import UserError
 
 CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
 TASKS = ("human_eval", "ours")
-SHAPES = ("4,1,5", "5,4,16", "auto")
+SHAPES = ("4,1,5", "5,4,16", AUTO)
 CONVERSATIONS, PROMPTS, MAX_TOKENS = 1200, 6, 64
 """Conversations to learn from; prompts per task, and tokens per reply, to measure on."""
 MARKER = ".demo"
@@ -112,10 +112,11 @@ def num_steps(minutes: float) -> int:
 
 
 def last_line(summary: dict[str, Any], draft: str) -> str:
-    """The line for machines: ``draft`` on HumanEval with the tree, and the paths of plot and summary."""
+    """The line for machines: ``draft`` on HumanEval in the shapes that it is served with, and where plot and
+    summary are."""
     from eagle_kit.eval.summary import find_row
 
-    row = find_row(summary, draft, "5,4,16", TASKS[0])
+    row = find_row(summary, draft, AUTO, TASKS[0])
     paths = summary["paths"]
     return (
         f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "

@@ -12,6 +12,7 @@ from eagle_kit.eval.tasks import Task
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.serve.tune import Tuned, runnable
+from eagle_kit.tuning.acceptance import AcceptanceTable
 
 SHAPES = tuple(map(SpecShape.parse, ("1,3,4", "3,1,4", "6,1,7", "2,3,6", "4,2,8", "6,4,20")))
 BATCH_SIZES = 1, 3, 6
@@ -59,7 +60,8 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
         total = SpecStats()
         for output in outputs:
             total.add(output.stats)
-        yield Compared(f"{shape}", "tokens a cycle", acceptance.length(shape), total.accept_length)
+        predicted = tokens_a_cycle(acceptance, shape, [output.stats.num_emitted_tokens for output in outputs])
+        yield Compared(f"{shape}", "tokens a cycle", predicted, total.accept_length)
     sizes = [size for size in BATCH_SIZES if size <= engine.config.max_batch_size]
     context = min(CONTEXT, engine.config.max_context // 3)
     plan = Plan([Point(size, context) for size in sizes], shapes, NUM_ROUNDS, NUM_CYCLES, NUM_PASSES)
@@ -73,6 +75,15 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
             yield Compared(what, "plain cycles", predicted / beside[0], timing.seconds / beside[1])
         else:
             plain[timing.batch_size] = predicted, timing.seconds
+
+
+def tokens_a_cycle(acceptance: AcceptanceTable, shape: SpecShape, lengths: Sequence[int]) -> float:
+    """Predict the accept length of replies of ``lengths`` tokens. The last cycle of a reply is cut: by renewal
+    theory it would have emitted ``E[n (n - 1)] / (2 E[n])`` tokens more, for cycles of n tokens."""
+    reach = acceptance.shares[shape] @ acceptance.reach[shape]
+    mean = 1.0 + reach.sum()
+    cut = sum(depth * share for depth, share in enumerate(reach, 1)) / mean
+    return float(sum(lengths) * mean / sum(length + cut for length in lengths))
 
 
 def held_out(task: Task, recorded: Task, limit: int | None, seed: int) -> Task | None:

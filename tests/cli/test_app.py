@@ -201,7 +201,7 @@ def test_the_demo_goes_on_when_its_time_is_over_and_stops_when_it_is_told_to(tmp
 
 
 def test_the_demo_ends_with_a_line_for_machines():
-    row = {"draft": "shipped", "shape": "5,4,16", "task": "human_eval", "category": "all"}
+    row = {"draft": "shipped", "shape": "auto", "task": "human_eval", "category": "all"}
     summary = {
         "greedy_identical": True,
         "rows": [{**row, "draft": "mine"}, {**row, "accept_length": 2.345, "speedup": 0.987}],

@@ -1,6 +1,7 @@
 """`tune` as its user runs it: measured, resumed, shipped, and then used."""
 
 import json
+import random
 
 import pytest
 from tiny import tiny_head
@@ -12,10 +13,25 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval import tune as measuring
 from eagle_kit.eval.tasks import load_tasks
-from eagle_kit.eval.tune_check import SHAPES
+from eagle_kit.eval.tune_check import SHAPES, tokens_a_cycle
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.tuning import files
+from eagle_kit.tuning.acceptance import Acceptance, AcceptanceTable
+
+
+def test_replies_that_end_cut_their_last_cycle():
+    shape, reach = SpecShape(3, 1, 4), (0.6, 0.4, 0.25)
+    rng, table, num_cycles = random.Random(0), AcceptanceTable.of({shape: Acceptance(2.25, reach)}), 0
+    for _ in range(20_000):
+        left = 30
+        while left > 0:
+            drawn = rng.random()
+            left -= 1 + sum(drawn < share for share in reach)
+            num_cycles += 1
+    expected = 20_000 * 30 / num_cycles
+    assert tokens_a_cycle(table, shape, [30] * 10) == pytest.approx(expected, rel=0.003)
+    assert expected < 2.2
 
 
 @pytest.fixture
