@@ -78,8 +78,8 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
 
 
 def tokens_a_cycle(acceptance: AcceptanceTable, shape: SpecShape, lengths: Sequence[int]) -> float:
-    """Predict the accept length of replies of ``lengths`` tokens. The last cycle of a reply is cut: by renewal
-    theory it would have emitted ``E[n (n - 1)] / (2 E[n])`` tokens more, for cycles of n tokens."""
+    """Predict the accept length of replies of ``lengths`` tokens. The last cycle of a reply is cut: by
+    renewal theory it would have emitted ``E[n (n - 1)] / (2 E[n])`` tokens more, for cycles of n tokens."""
     reach = acceptance.shares[shape] @ acceptance.reach[shape]
     mean = 1.0 + reach.sum()
     cut = sum(depth * share for depth, share in enumerate(reach, 1)) / mean

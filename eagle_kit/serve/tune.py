@@ -34,7 +34,7 @@ from eagle_kit.tuning.shapes import MOST_STEPS, choose_menu
 
 QUICK_SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
 QUICK_CONTEXT = 64
-QUICK_CYCLES = 3
+QUICK_ROUNDS, QUICK_CYCLES = 2, 2
 SHAPES = tuple(
     map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,2,6", "3,4,8", "5,4,16", "5,8,32"))
 )
@@ -137,7 +137,7 @@ def quick_plan(engine: Engine) -> Plan:
     sizes = sorted({1, min(4, most), most})
     context = min(QUICK_CONTEXT, engine.config.max_context // 4)
     points = [Point(size, context) for size in sizes if _fits(engine, size, context)]
-    return Plan(points, runnable(engine, QUICK_SHAPES), 1, QUICK_CYCLES)
+    return Plan(points, runnable(engine, QUICK_SHAPES), QUICK_ROUNDS, QUICK_CYCLES)
 
 
 def whole_plan(engine: Engine) -> Plan:

@@ -24,7 +24,7 @@ SPACING = 1.4
 """Least ratio of two numbers of rows between which the time of a forward bends."""
 NUM_SWEEPS = 2000
 RIDGE = 1e-5
-"""Penalty on coefficients, which spreads what the measured cycles cannot tell apart."""
+"""Penalty on coefficients, so that those which the measured cycles cannot tell apart stay small."""
 NEAR = 0.01
 """Squared distance within which a measured point counts as there."""
 
