@@ -92,12 +92,12 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
     Raises:
         UserError: a task or a model that cannot be loaded, or two drafts of one name.
     """
-    if len({Path(draft).name for draft in drafts}) < len(drafts):
+    if len({name_of(draft) for draft in drafts}) < len(drafts):
         raise UserError("Two drafts have one name.", "Give folders with different names.")
     most: dict[str, Any] = {"max_batch_size": max(sizes.batches), "max_context": MAX_CONTEXT}
     plain = LLM(target, shape=PLAIN, **most)
-    llms = {Path(draft).name: _settings(plain, draft, sizes.shapes, most) for draft in drafts}
-    prompts = {task: make_prompts(plain, task, options.seed) for task in sizes.tasks}
+    llms = {name_of(draft): _settings(plain, draft, sizes.shapes, most) for draft in drafts}
+    prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
     beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
@@ -114,6 +114,12 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         plot,
     )
     return conduct(benchmark, Machine.here(options.seed), options)
+
+
+def name_of(draft: str) -> str:
+    """Name of a draft, that of its run where it lies in one."""
+    path = Path(draft)
+    return path.parent.name if path.name == "draft" else path.name
 
 
 def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any]) -> dict[str, LLM]:

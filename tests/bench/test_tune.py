@@ -34,7 +34,7 @@ def test_every_cell_is_measured_and_drawn(folders, capsys):
     rows = list(record["cases"].values())
     assert [row["status"] for row in rows] == ["ok"] * len(rows), capsys.readouterr().out
     cells = {(row["task"], row["batch"]): row for row in rows if "ratios" in row}
-    names = str(folders / "chat.jsonl"), "noise"
+    names = "chat", "noise"
     assert set(cells) == {(task, batch) for task in names for batch in (1, 2)}
     for row in cells.values():
         rounds = row["rounds"]
