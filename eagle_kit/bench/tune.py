@@ -3,6 +3,7 @@ shape, in interleaved rounds, over tasks and batch sizes; and beside transformer
 """
 
 import copy
+import gc
 import random
 import statistics
 import string
@@ -53,13 +54,44 @@ WARM_UP = 1
 """Rounds before those that count."""
 FAR_BEHIND = 0.7
 """Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
-MAX_CONTEXT = 1280
+MAX_CONTEXT = 1024
 WORTH = {1: 1.25, 8: 1.2}
 """Times plain decoding, by batch size, that the first draft is to reach on all tasks but those made here."""
 TIMES_VLLM, TIMES_TRANSFORMERS = {1: 1.35, 8: 1.35}, {1: 3.0, 8: 2.7}
 
 Engines = Mapping[str, LLM]
 """Engines by setting: a shape, ``none`` or ``auto``."""
+
+
+class DraftEngines(Mapping[str, LLM]):
+    """Engines of one draft, made when they are first asked for. Those of the draft before go then: the pools
+    of two may not fit.
+
+    Args:
+        make: makes the engines.
+        current: holds the draft whose engines there are; shared by all drafts.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, LLM]], current: "list[DraftEngines]") -> None:
+        self._make, self._current = make, current
+        self._made: dict[str, LLM] = {}
+
+    def __getitem__(self, setting: str) -> LLM:
+        if not self._made:
+            for other in self._current:
+                other._made = {}
+            self._current[:] = [self]
+            gc.collect()
+            self._made = self._make()
+        return self._made[setting]
+
+    def __iter__(self) -> Iterator[str]:
+        self[PLAIN]
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        self[PLAIN]
+        return len(self._made)
 
 
 @dataclass(frozen=True)
@@ -96,7 +128,11 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         raise UserError("Two drafts have one name.", "Give folders with different names.")
     most: dict[str, Any] = {"max_batch_size": max(sizes.batches), "max_context": MAX_CONTEXT}
     plain = LLM(target, shape=PLAIN, **most)
-    llms = {name_of(draft): _settings(plain, draft, sizes.shapes, most) for draft in drafts}
+    current: list[DraftEngines] = []
+    llms = {
+        name_of(draft): DraftEngines(partial(_settings, plain, draft, sizes.shapes, most), current)
+        for draft in drafts
+    }
     prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
     beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
@@ -183,22 +219,23 @@ def cold_cases(
     task = next(iter(prompts))
     for name, llm in llms.items():
         values = {"draft": name, "batch": 1, "task": task}
-        measure = partial(compare_cold, llm[AUTO], prompts[task], sizes, most)
+        measure = partial(compare_cold, llm, prompts[task], sizes, most)
         yield Case(f"{name}, cold", task, measure, values)
 
 
 def compare_cold(
-    llm: LLM, prompts: Sequence[list[int]], sizes: Sizes, most: dict[str, Any], machine: Machine
+    llms: Engines, prompts: Sequence[list[int]], sizes: Sizes, most: dict[str, Any], machine: Machine
 ) -> dict[str, Any]:
     """Decode the first replies of new engines one after another, the making of recordings included."""
     params = SamplingParams(max_tokens=sizes.max_tokens, ignore_eos=True)
-    drafts = {PLAIN: None, AUTO: llm.draft}
-    llms = {s: LLM(llm.target, draft, tokenizer=llm.tokenizer, **most) for s, draft in drafts.items()}
-    seconds, tokens = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, 0)
+    like = llms[AUTO]
+    drafts = {PLAIN: None, AUTO: like.draft}
+    new = {s: LLM(like.target, draft, tokenizer=like.tokenizer, **most) for s, draft in drafts.items()}
+    seconds, tokens = dict.fromkeys(new, 0.0), dict.fromkeys(new, 0)
     course = []
     for number in range(sizes.rounds):
         part = _part(prompts, number, 1)
-        for name, each in decode_side_by_side(llms, part, params, counts_recording=True).items():
+        for name, each in decode_side_by_side(new, part, params, counts_recording=True).items():
             seconds[name] += (len(each.requests[0].token_ids) - 1) / each.rate
             tokens[name] += len(each.requests[0].token_ids) - 1
         course.append(seconds[PLAIN] / seconds[AUTO])
@@ -212,13 +249,13 @@ def choosing_cases(llms: Mapping[str, Engines], batches: Sequence[int]) -> Itera
     for name, llm in llms.items():
         for batch in batches:
             values = {"draft": name, "batch": batch}
-            measure = partial(time_choosing, llm[AUTO], batch)
+            measure = partial(time_choosing, llm, batch)
             yield Case(f"{name}, choosing", f"batch {batch}", measure, values)
 
 
-def time_choosing(llm: LLM, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
+def time_choosing(llms: Engines, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
     """Time what the policy of a draft does in a cycle whose requests differ."""
-    policy, rng = copy.deepcopy(llm.engine().shapes), random.Random(0)
+    policy, rng = copy.deepcopy(llms[AUTO].engine().shapes), random.Random(0)
     assert isinstance(policy, ShapePolicy)
     seconds = 1e-3 * policy.plan([batch])[0].milliseconds
     eases = [policy.new_request() for _ in range(batch)]
@@ -245,8 +282,8 @@ def peer_cases(
     for (name, llm), draft in zip(llms.items(), drafts, strict=True):
         for batch in (size for size in PEER_BATCHES if size <= max(sizes.batches)):
             values = {"draft": name, "batch": batch, "task": task, "peers": True}
-            started = partial(start_peers, target, draft, llm[AUTO], sizes)
-            measure = partial(compare_peers, llm[AUTO], started, prompts[task], batch, sizes)
+            started = partial(start_peers, target, draft, llm, sizes)
+            measure = partial(compare_peers, llm, started, prompts[task], batch, sizes)
             yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
 
 
@@ -331,7 +368,7 @@ def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float
 
 
 def compare_peers(
-    llm: LLM,
+    llms: Engines,
     started: Callable[[int], AbstractContextManager[dict[str, Seconds]]],
     prompts: Sequence[list[int]],
     batch: int,
@@ -343,7 +380,7 @@ def compare_peers(
     params = SamplingParams(max_tokens=count, ignore_eos=True)
 
     def ours(part: list[list[int]]) -> float:
-        return decode_side_by_side({AUTO: llm}, part, params)[AUTO].rate
+        return decode_side_by_side({AUTO: llms[AUTO]}, part, params)[AUTO].rate
 
     with started(batch) as peers:
         runs: dict[str, Callable[[list[list[int]]], float]] = {AUTO: ours}
@@ -367,9 +404,11 @@ def compare_peers(
 
 
 @contextmanager
-def start_peers(target: str, draft: str, llm: LLM, sizes: Sizes, batch: int) -> Iterator[dict[str, Seconds]]:
+def start_peers(
+    target: str, draft: str, llms: Engines, sizes: Sizes, batch: int
+) -> Iterator[dict[str, Seconds]]:
     """Load transformers, whose prompt look-up takes one prompt at a time, and start vLLM if it is there."""
-    model = transformers_model(target, llm.target.embed_tokens.weight)
+    model = transformers_model(target, llms[AUTO].target.embed_tokens.weight)
     peers: dict[str, Seconds] = {"transformers": partial(transformers_seconds, model)}
     if batch == 1:
         peers["transformers, prompt look-up"] = partial(
