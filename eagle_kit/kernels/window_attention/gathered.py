@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from eagle_kit.kernels.summation import least_nodes
 from eagle_kit.kernels.window_attention.plan import WindowPlan, column_counts
+from eagle_kit.kernels.window_attention.reference import attend_matrices
 
 MAX_BYTES = 1 << 30
 """Most memory of a store's gathered keys and values; larger batches and contexts are read from the pages."""
@@ -163,10 +164,10 @@ def attend(
             ]
     m = q.shape[1]
     queries = (q.float() * scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
-    out = torch.empty(b * hkv, m * g, d, dtype=v.dtype)
+    parts = []
     for first, stop, mask in update.runs:
         mine, c = slice(first * hkv, stop * hkv), mask.shape[-1]
-        scores = torch.bmm(queries[mine], k[mine, :c].float().transpose(1, 2))
-        scores.view(stop - first, hkv, m, g, c).add_(mask)
-        torch.bmm(scores.softmax(-1).to(v.dtype), v[mine, :c], out=out[mine])
+        shape = stop - first, hkv, m, g, c
+        parts.append(attend_matrices(queries[mine], k[mine, :c], v[mine, :c], mask, shape))
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out.view(b, hkv, m, g, d).permute(0, 2, 1, 3, 4).reshape(b, m, hq, d)[:, :n]

@@ -71,9 +71,17 @@ def attend_dense(
         q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
     queries = (q.float() * scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
-    scores = torch.bmm(queries, k.float().transpose(1, 2)).view(hkv, b, m, g, c) + mask[None, :, :, None]
-    out = torch.bmm(scores.view(hkv * b, m * g, c).softmax(-1).to(v.dtype), v)
+    out = attend_matrices(queries, k, v, mask[None, :, :, None], (hkv, b, m, g, c))
     return out.view(hkv, b, m, g, -1).permute(1, 2, 0, 3, 4).reshape(b, m, hq, -1)[:, :n]
+
+
+def attend_matrices(
+    queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Attention of scaled ``queries [M, n, D]`` to ``k [M, C, D]`` and ``v [M, C, E]`` -> ``[M, n, E]``; the
+    products of sizes that :mod:`eagle_kit.kernels.summation` knows. ``mask`` fits scores of ``shape``."""
+    scores = torch.bmm(queries, k.float().transpose(1, 2)).view(shape) + mask
+    return torch.bmm(scores.view(*queries.shape[:2], k.shape[1]).softmax(-1).to(v.dtype), v)
 
 
 def take_rows(store: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
