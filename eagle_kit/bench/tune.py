@@ -50,9 +50,11 @@ SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
 NOT_SLOWER, NEARLY_BEST, BEST_IN_THE_MEAN, CHOOSING = 0.98, 0.97, 1.0, 0.002
 PEER_BATCHES = 1, 8
 TOKENS_OF_A_ROUND = 1024
+NUM_PROMPTS = 64
+"""Of a task. Rounds of 32 meet them again after two, with their prefixes cached; smaller ones do not."""
 WARM_UP = 1
-"""Rounds before those that count."""
-FAR_BEHIND = 0.7
+"""Rounds before those that count, at the first task of a batch size."""
+FAR_BEHIND = 0.8
 """Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
 MAX_CONTEXT = 1024
 WORTH = {1: 1.25, 8: 1.2}
@@ -178,8 +180,8 @@ def _forget_graphs(llms: Engines) -> None:
 
 
 def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
-    """Tokenise the prompts of a task, but those longer than half the context, whose number is printed, in an
-    order drawn by ``seed``."""
+    """Tokenise :data:`NUM_PROMPTS` prompts of a task in an order drawn by ``seed``, without those longer than
+    half the context, whose number is printed."""
     rng = random.Random(f"{task}:{seed}")
     texts: list[Any]
     if task == NOISE:
@@ -189,7 +191,7 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
         texts = list(SENTENCES)
     elif task == MIXED:
         parts = [make_prompts(llm, each, seed) for each in (*KNOWN_TASKS, NOISE)]
-        return [prompt for group in zip(*parts, strict=False) for prompt in group]
+        return [prompt for group in zip(*parts, strict=False) for prompt in group][:NUM_PROMPTS]
     else:
         texts = [prompt.messages([]) for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
@@ -199,16 +201,17 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
         print(
             f"{task}: {len(ids) - len(kept)} of {len(ids)} prompts have more than {MAX_CONTEXT // 2} tokens"
         )
-    return kept
+    return kept[:NUM_PROMPTS]
 
 
 def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
     """A case for every draft, batch size and task."""
     for name, llm in llms.items():
+        warm: set[int] = set()
         for batch in sizes.batches:
-            for number, (task, texts) in enumerate(prompts.items()):
+            for task, texts in prompts.items():
                 values = {"draft": name, "batch": batch, "task": task}
-                measure = partial(compare, llm, texts, batch, sizes, is_new=not number)
+                measure = partial(compare, llm, texts, batch, sizes, warm)
                 yield Case(f"{name}, batch {batch}", task, measure, values)
 
 
@@ -292,17 +295,17 @@ def compare(
     prompts: Sequence[list[int]],
     batch: int,
     sizes: Sizes,
+    warm: set[int],
     machine: Machine,
-    *,
-    is_new: bool = False,
 ) -> dict[str, Any]:
     """Decode a batch of prompts a round in every setting, side by side. A fixed shape that is far behind
     after a round has the figures of the rounds that it was in.
 
     Args:
-        is_new: there were no batches of this size before, and graphs of others are of no use.
+        warm: the batch size that there are graphs for, if there are; becomes this one.
     """
-    if is_new:
+    num_warm_ups = 0 if batch in warm else WARM_UP
+    if num_warm_ups:
         _forget_graphs(llms)
     params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch))
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
@@ -310,7 +313,7 @@ def compare(
     ratios: dict[str, list[float]] = {}
     used: Counter[str] = Counter()
     running = dict(llms)
-    for number in range(-WARM_UP, sizes.rounds):
+    for number in range(-num_warm_ups, sizes.rounds):
         decoded = decode_side_by_side(running, _part(prompts, number, batch), params)
         texts = {name: [request.token_ids for request in each.requests] for name, each in decoded.items()}
         assert all(each == texts[PLAIN] for each in texts.values()), "a shape changed the text"
@@ -326,6 +329,8 @@ def compare(
             for s in (*sizes.shapes, AUTO)
         }
         running = {name: llms[name] for name in running if name in (PLAIN, AUTO) or _may_win(name, ratios)}
+    warm.clear()
+    warm.add(batch)
     best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
     best_ratio = max(statistics.median(ratios[best]), 1.0)
     mine = statistics.median(ratios[AUTO])

@@ -129,7 +129,7 @@ def test_tokens_that_came_a_slot_late_in_training_are_named():
 
 @pytest.mark.slow
 def test_features_that_came_a_slot_early_in_training_are_named():
-    assert diagnosed(learned_head(late_features=-1))[0].subject == "one-slot shift"
+    assert diagnosed(learned_head(60, late_features=-1))[0].subject == "one-slot shift"
 
 
 def test_copies_of_a_chat_in_long_texts_are_no_new_observations():

@@ -200,7 +200,7 @@ def test_another_map_in_the_files_is_named_first_by_the_command(tmp_path, fault,
         (draft / "config.json").write_text(json.dumps(config))
     found = diagnose(draft, TARGET, CONFIG, is_quiet=True)
     print(*found.causes, sep="\n")
-    assert found.causes[0].subject == ("checkpoint" if is_known else "vocabulary map")
+    assert found.causes[0].subject == ("weights" if is_known else "vocabulary map")
     assert (found.measured is None) == is_known
 
 
