@@ -135,8 +135,8 @@ def _models_here(args: argparse.Namespace, target: str, options: Options) -> int
 
 
 def _tune(args: argparse.Namespace, target: str, options: Options) -> int:
-    from eagle_kit.bench.tune import Sizes
-    from eagle_kit.bench.tune import main as tune
+    from eagle_kit.bench.tune.sizes import Sizes
+    from eagle_kit.bench.tune.suite import main as tune
 
     if not args.draft:
         raise UserError("bench tune compares drafts, and none was given.", "Give --draft.")

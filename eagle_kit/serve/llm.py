@@ -202,17 +202,25 @@ class LLM:
             self._engine = Engine(self.target, self.draft, self.config, grammars)
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.shape is None):
-            wanted = self._auto(self._engine)
+            wanted = self._auto(self._engine, is_asked=shape == "auto")
         else:
             wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if self._engine.shapes != wanted:
             self._engine.use_shape(wanted)
         return self._engine
 
-    def _auto(self, engine: Engine) -> ShapeTable | ShapePolicy:
-        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles."""
+    def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
+        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
+        a warning where it ``is_asked`` for."""
         if engine.draft is None or not can_tune(engine):
-            return ShapeTable.parse(self._default_shape())
+            default = self._default_shape()
+            if is_asked and engine.draft is not None:
+                warnings.warn(
+                    f"The shape of this draft cannot change between cycles, so {default} is used in place of "
+                    "auto. Give a shape to use another.",
+                    stacklevel=4,
+                )
+            return ShapeTable.parse(default)
         if self._policy is None:
             try:
                 self._policy = tuned_policy(engine, self._draft_folder)

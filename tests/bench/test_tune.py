@@ -8,7 +8,8 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from eagle_kit.bench.peers import _vllm
-from eagle_kit.bench.tune import AUTO, Sizes, verdicts
+from eagle_kit.bench.tune.judge import verdicts
+from eagle_kit.bench.tune.sizes import AUTO
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
@@ -58,7 +59,6 @@ def cell(auto, best, shapes):
 
 
 def test_verdicts_name_the_worst_cell():
-    sizes = Sizes(shapes=("1,1,2", "4,1,5"))
     rows = [
         cell(1.3, 1.25, {"1,1,2": 1.1, "4,1,5": 1.25}),
         {**cell(0.97, 1.0, {"1,1,2": 0.9, "4,1,5": 0.8}), "task": "noise"},
@@ -67,7 +67,7 @@ def test_verdicts_name_the_worst_cell():
     rows.append({"draft": "d", "batch": 1, "figures": {"auto over plain": 0.9}, "course": [1.0, 0.9]})
     peer = {"draft": "d", "batch": 8, "task": "t", "peers": True}
     rows.append({**peer, "figures": {"times transformers": 2.5}})
-    plain, cold, best, means, choosing, *reached = verdicts(sizes, rows, True)
+    plain, cold, best, means, choosing, *reached = verdicts(("1,1,2", "4,1,5"), rows, True)
     assert not cold.met and cold.measured == pytest.approx(0.9)
     assert not plain.met and "noise" in plain.at and plain.measured == pytest.approx(0.97)
     assert best.met and best.measured == pytest.approx(0.97)

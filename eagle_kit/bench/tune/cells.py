@@ -1,0 +1,205 @@
+"""Cells of a comparison: the settings of a draft on one task at one batch size, its first replies, what
+choosing costs, and other engines."""
+
+import copy
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from eagle_kit.bench.case import Machine
+from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
+from eagle_kit.bench.side_by_side import decode_side_by_side
+from eagle_kit.bench.tune.prompts import part_of
+from eagle_kit.bench.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, Sizes
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.serve.llm import LLM
+from eagle_kit.tuning.policy import ShapePolicy
+
+WARM_UP = 1
+"""Rounds before those that count, at the first task of a batch size."""
+FAR_BEHIND = 0.8
+"""Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
+
+Engines = Mapping[str, LLM]
+"""Engines by setting: a shape, ``none`` or ``auto``."""
+
+
+def compare(
+    llms: Engines,
+    prompts: Sequence[list[int]],
+    batch: int,
+    sizes: Sizes,
+    warm: set[int],
+    machine: Machine,
+) -> dict[str, Any]:
+    """Decode a batch of prompts a round in every setting, side by side. A fixed shape that is far behind
+    after a round has the figures of the rounds that it was in.
+
+    Args:
+        warm: the batch size that there are graphs for, if there are; becomes this one.
+    """
+    num_warm_ups = 0 if batch in warm else WARM_UP
+    if num_warm_ups:
+        forget_graphs(llms)
+    params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch))
+    rates: dict[str, list[float]] = {setting: [] for setting in llms}
+    cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
+    ratios: dict[str, list[float]] = {}
+    used: Counter[str] = Counter()
+    running = dict(llms)
+    for number in range(-num_warm_ups, sizes.rounds):
+        decoded = decode_side_by_side(running, part_of(prompts, number, batch), params)
+        texts = {name: [request.token_ids for request in each.requests] for name, each in decoded.items()}
+        assert all(each == texts[PLAIN] for each in texts.values()), "a shape changed the text"
+        if number < 0:
+            continue
+        for name, each in decoded.items():
+            rates[name].append(each.rate)
+            cycle_ms[name].append(each.cycle_ms)
+        for request in decoded[AUTO].requests:
+            used.update({str(shape): count for shape, count in request.shapes.items()})
+        ratios = {
+            s: [mine / plain for mine, plain in zip(rates[s], rates[PLAIN], strict=False)]
+            for s in (*sizes.shapes, AUTO)
+        }
+        running = {name: llms[name] for name in running if name in (PLAIN, AUTO) or _may_win(name, ratios)}
+    warm.clear()
+    warm.add(batch)
+    best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
+    best_ratio = max(statistics.median(ratios[best]), 1.0)
+    mine = statistics.median(ratios[AUTO])
+    over_best = [a / max(b, 1.0) for a, b in zip(ratios[AUTO], ratios[best], strict=False)]
+    return {
+        "figures": {
+            "plain tokens/s": statistics.median(rates[PLAIN]),
+            "auto over plain": mine,
+            "auto over best": mine / best_ratio,
+            f"best fixed ({best})": best_ratio,
+        },
+        "ratios": {setting: statistics.median(values) for setting, values in ratios.items()},
+        "intervals": {setting: interval(values) for setting, values in ratios.items()},
+        "rounds": rates,
+        "cycle_ms": {setting: statistics.median(values) for setting, values in cycle_ms.items()},
+        "over_best": over_best,
+        "course": ratios[AUTO],
+        "shapes": dict(used.most_common()),
+    }
+
+
+def _may_win(shape: str, ratios: Mapping[str, Sequence[float]]) -> bool:
+    """Return False for a fixed shape that is far behind: at batch 32 such shapes would take most of the
+    time."""
+    best = max(statistics.median(values) for values in ratios.values())
+    return max(ratios[shape]) >= FAR_BEHIND * max(best, 1.0)
+
+
+def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Bootstrap interval of the median."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(np.asarray(values), (2000, len(values))), axis=1)
+    low, high = np.quantile(medians, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)
+
+
+def compare_cold(
+    llms: Engines, prompts: Sequence[list[int]], sizes: Sizes, most: dict[str, Any], machine: Machine
+) -> dict[str, Any]:
+    """Decode the first replies of new engines one after another, the making of recordings included."""
+    params = SamplingParams(max_tokens=sizes.max_tokens, ignore_eos=True)
+    like = llms[AUTO]
+    drafts = {PLAIN: None, AUTO: like.draft}
+    new = {s: LLM(like.target, draft, tokenizer=like.tokenizer, **most) for s, draft in drafts.items()}
+    seconds, tokens = dict.fromkeys(new, 0.0), dict.fromkeys(new, 0)
+    course = []
+    for number in range(sizes.rounds):
+        part = part_of(prompts, number, 1)
+        for name, each in decode_side_by_side(new, part, params, counts_recording=True).items():
+            seconds[name] += (len(each.requests[0].token_ids) - 1) / each.rate
+            tokens[name] += len(each.requests[0].token_ids) - 1
+        course.append(seconds[PLAIN] / seconds[AUTO])
+    assert tokens[PLAIN] == tokens[AUTO], "a shape changed the text"
+    figures = {"plain tokens/s": tokens[PLAIN] / seconds[PLAIN], "auto over plain": course[-1]}
+    return {"figures": figures, "course": course}
+
+
+def time_choosing(llms: Engines, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
+    """Time what the policy of a draft does in a cycle whose requests differ."""
+    policy, rng = copy.deepcopy(llms[AUTO].engine().shapes), random.Random(0)
+    assert isinstance(policy, ShapePolicy)
+    seconds = 1e-3 * policy.plan([batch])[0].milliseconds
+    eases = [policy.new_request() for _ in range(batch)]
+    begun = time.perf_counter()
+    for number in range(num_cycles):
+        shape = policy.choose(eases, 200 + number)
+        for ease in eases:
+            policy.observe(ease, shape, rng.randint(0, shape.steps))
+            policy.see(ease, rng.random())
+        policy.observe_time(batch, shape, 200 + number, seconds)
+    spent = (time.perf_counter() - begun) / num_cycles
+    return {"figures": {"choosing us": 1e6 * spent, "share of a cycle": spent / seconds}}
+
+
+def compare_peers(
+    llms: Engines,
+    started: Callable[[int], AbstractContextManager[dict[str, Seconds]]],
+    prompts: Sequence[list[int]],
+    batch: int,
+    sizes: Sizes,
+    machine: Machine,
+) -> dict[str, Any]:
+    """Decode rounds with ours and with the peers, which ``started`` starts for a batch size."""
+    count = sizes.max_tokens
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+
+    def ours(part: list[list[int]]) -> float:
+        return decode_side_by_side({AUTO: llms[AUTO]}, part, params)[AUTO].rate
+
+    with started(batch) as peers:
+        runs: dict[str, Callable[[list[list[int]]], float]] = {AUTO: ours}
+        for name, seconds in peers.items():
+            runs[name] = partial(peer_rate, seconds, num_tokens=count)
+        rates: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            run(part_of(prompts, 0, batch))
+        names = list(runs)
+        for number in range(sizes.rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                rates[name].append(runs[name](part_of(prompts, number, batch)))
+    figures = {f"{name} tokens/s": statistics.median(values) for name, values in rates.items()}
+    for name in peers:
+        ratios = [mine / theirs for mine, theirs in zip(rates[AUTO], rates[name], strict=True)]
+        figures[f"times {name}"] = statistics.median(ratios)
+    if times := [figures[f"times {name}"] for name in peers if name.startswith("vLLM")]:
+        figures["times vLLM at its best"] = min(times)
+    return {"figures": figures, "rounds": rates}
+
+
+@contextmanager
+def start_peers(
+    target: str, draft: str, llms: Engines, sizes: Sizes, batch: int
+) -> Iterator[dict[str, Seconds]]:
+    """Load transformers, whose prompt look-up takes one prompt at a time, and start vLLM if it is there."""
+    model = transformers_model(target, llms[AUTO].target.embed_tokens.weight)
+    peers: dict[str, Seconds] = {"transformers": partial(transformers_seconds, model)}
+    if batch == 1:
+        peers["transformers, prompt look-up"] = partial(
+            transformers_seconds, model, prompt_lookup_num_tokens=10
+        )
+    with ExitStack() as stack:
+        if sizes.vllm:
+            peers |= stack.enter_context(vllm_engines(sizes.vllm, target, draft, batch))
+        yield peers
+
+
+def forget_graphs(llms: Engines) -> None:
+    for llm in llms.values():
+        runner = llm.engine().runner
+        runner.graphs = runner.graphs.anew()

@@ -1,0 +1,160 @@
+"""Engines and cases of ``eagle-kit bench tune``."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.bench.case import Case, Machine
+from eagle_kit.bench.options import Options
+from eagle_kit.bench.runner import Benchmark, conduct
+from eagle_kit.bench.tune.cells import (
+    Engines,
+    compare,
+    compare_cold,
+    compare_peers,
+    forget_graphs,
+    start_peers,
+    time_choosing,
+)
+from eagle_kit.bench.tune.judge import verdicts
+from eagle_kit.bench.tune.plot import plot
+from eagle_kit.bench.tune.prompts import MAX_CONTEXT, make_prompts
+from eagle_kit.bench.tune.sizes import AUTO, PLAIN, Sizes
+from eagle_kit.core.errors import UserError
+from eagle_kit.serve.llm import LLM
+
+PEER_BATCHES = 1, 8
+
+
+def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> int:
+    """Measure -> exit code, 1 when a case failed.
+
+    Raises:
+        UserError: a task or a model that cannot be loaded, or two drafts of one name.
+    """
+    if len({name_of(draft) for draft in drafts}) < len(drafts):
+        raise UserError("Two drafts have one name.", "Give folders with different names.")
+    most: dict[str, Any] = {"max_batch_size": max(sizes.batches), "max_context": MAX_CONTEXT}
+    plain = LLM(target, shape=PLAIN, **most)
+    current: list[DraftEngines] = []
+    llms = {
+        name_of(draft): DraftEngines(partial(_settings, plain, draft, sizes.shapes, most), current)
+        for draft in drafts
+    }
+    prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
+    beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
+    settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    benchmark = Benchmark(
+        "tune",
+        [
+            *cases(llms, prompts, sizes),
+            *cold_cases(llms, prompts, sizes, most),
+            *choosing_cases(llms, sizes.batches),
+            *beside,
+        ],
+        settings,
+        partial(verdicts, sizes.shapes),
+        plot,
+    )
+    return conduct(benchmark, Machine.here(options.seed), options)
+
+
+def name_of(draft: str) -> str:
+    """Name of a draft, that of its run where it lies in one."""
+    path = Path(draft)
+    return path.parent.name if path.name == "draft" else path.name
+
+
+class DraftEngines(Mapping[str, LLM]):
+    """Engines of one draft, made when they are first asked for. Those of the draft before go then: the pools
+    of two may not fit.
+
+    Args:
+        make: makes the engines.
+        current: holds the draft whose engines there are; shared by all drafts.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, LLM]], current: "list[DraftEngines]") -> None:
+        self._make, self._current = make, current
+        self._made: dict[str, LLM] = {}
+
+    def __getitem__(self, setting: str) -> LLM:
+        if not self._made:
+            for other in self._current:
+                other._made = {}
+            self._current[:] = [self]
+            gc.collect()
+            self._made = self._make()
+        return self._made[setting]
+
+    def __iter__(self) -> Iterator[str]:
+        self[PLAIN]
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        self[PLAIN]
+        return len(self._made)
+
+
+def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any]) -> dict[str, LLM]:
+    """Make an engine for every setting; they share the weights. Graphs are made at the first run and kept, as
+    by one that has been running."""
+    auto = LLM(plain.target, draft, tokenizer=plain.tokenizer, **most)
+    fixed = {
+        shape: LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, shape=shape, **most)
+        for shape in shapes
+    }
+    llms = {PLAIN: plain, **fixed, AUTO: auto}
+    forget_graphs(llms)
+    return llms
+
+
+def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
+    """A case for every draft, batch size and task."""
+    for name, llm in llms.items():
+        warm: set[int] = set()
+        for batch in sizes.batches:
+            for task, texts in prompts.items():
+                values = {"draft": name, "batch": batch, "task": task}
+                measure = partial(compare, llm, texts, batch, sizes, warm)
+                yield Case(f"{name}, batch {batch}", task, measure, values)
+
+
+def cold_cases(
+    llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes, most: dict[str, Any]
+) -> Iterator[Case]:
+    """A case for every draft: the first replies of a new engine, its recordings not made yet."""
+    task = next(iter(prompts))
+    for name, llm in llms.items():
+        values = {"draft": name, "batch": 1, "task": task}
+        measure = partial(compare_cold, llm, prompts[task], sizes, most)
+        yield Case(f"{name}, cold", task, measure, values)
+
+
+def choosing_cases(llms: Mapping[str, Engines], batches: Sequence[int]) -> Iterator[Case]:
+    """What choosing costs beside a cycle, for every draft and batch size."""
+    for name, llm in llms.items():
+        for batch in batches:
+            values = {"draft": name, "batch": batch}
+            measure = partial(time_choosing, llm, batch)
+            yield Case(f"{name}, choosing", f"batch {batch}", measure, values)
+
+
+def peer_cases(
+    llms: Mapping[str, Engines],
+    prompts: dict[str, list[list[int]]],
+    sizes: Sizes,
+    target: str,
+    drafts: Sequence[str],
+) -> Iterator[Case]:
+    """A case for every draft and two batch sizes, beside other engines."""
+    task = next(iter(prompts))
+    for (name, llm), draft in zip(llms.items(), drafts, strict=True):
+        for batch in (size for size in PEER_BATCHES if size <= max(sizes.batches)):
+            values = {"draft": name, "batch": batch, "task": task, "peers": True}
+            started = partial(start_peers, target, draft, llm, sizes)
+            measure = partial(compare_peers, llm, started, prompts[task], batch, sizes)
+            yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
