@@ -27,6 +27,9 @@ from eagle_kit.serve.llm import LLM
 
 PEER_BATCHES = 1, 8
 
+Prompts = Mapping[str, Sequence[list[int]]]
+"""Token ids of prompts by task."""
+
 
 def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> int:
     """Measure -> exit code, 1 when a case failed.
@@ -44,21 +47,14 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         for draft in drafts
     }
     prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
-    beside = peer_cases(llms, prompts, sizes, target, drafts) if sizes.compare else ()
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    benchmark = Benchmark(
-        "tune",
-        [
-            *cases(llms, prompts, sizes),
-            *cold_cases(llms, prompts, sizes, most),
-            *choosing_cases(llms, sizes.batches),
-            *beside,
-        ],
-        settings,
-        partial(verdicts, sizes.shapes),
-        plot,
-    )
+    made = [
+        case
+        for draft in drafts
+        for case in cases_of(target, draft, llms[name_of(draft)], prompts, sizes, most)
+    ]
+    benchmark = Benchmark("tune", made, settings, partial(verdicts, sizes.shapes), plot)
     return conduct(benchmark, Machine.here(options.seed), options)
 
 
@@ -112,49 +108,25 @@ def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any
     return llms
 
 
-def cases(llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes) -> Iterator[Case]:
-    """A case for every draft, batch size and task."""
-    for name, llm in llms.items():
-        warm: set[int] = set()
-        for batch in sizes.batches:
-            for task, texts in prompts.items():
-                values = {"draft": name, "batch": batch, "task": task}
-                measure = partial(compare, llm, texts, batch, sizes, warm)
-                yield Case(f"{name}, batch {batch}", task, measure, values)
-
-
-def cold_cases(
-    llms: Mapping[str, Engines], prompts: dict[str, list[list[int]]], sizes: Sizes, most: dict[str, Any]
+def cases_of(
+    target: str, draft: str, llms: Engines, prompts: Prompts, sizes: Sizes, most: dict[str, Any]
 ) -> Iterator[Case]:
-    """A case for every draft: the first replies of a new engine, its recordings not made yet."""
-    task = next(iter(prompts))
-    for name, llm in llms.items():
-        values = {"draft": name, "batch": 1, "task": task}
-        measure = partial(compare_cold, llm, prompts[task], sizes, most)
-        yield Case(f"{name}, cold", task, measure, values)
-
-
-def choosing_cases(llms: Mapping[str, Engines], batches: Sequence[int]) -> Iterator[Case]:
-    """What choosing costs beside a cycle, for every draft and batch size."""
-    for name, llm in llms.items():
-        for batch in batches:
-            values = {"draft": name, "batch": batch}
-            measure = partial(time_choosing, llm, batch)
-            yield Case(f"{name}, choosing", f"batch {batch}", measure, values)
-
-
-def peer_cases(
-    llms: Mapping[str, Engines],
-    prompts: dict[str, list[list[int]]],
-    sizes: Sizes,
-    target: str,
-    drafts: Sequence[str],
-) -> Iterator[Case]:
-    """A case for every draft and two batch sizes, beside other engines."""
-    task = next(iter(prompts))
-    for (name, llm), draft in zip(llms.items(), drafts, strict=True):
-        for batch in (size for size in PEER_BATCHES if size <= max(sizes.batches)):
-            values = {"draft": name, "batch": batch, "task": task, "peers": True}
-            started = partial(start_peers, target, draft, llm, sizes)
-            measure = partial(compare_peers, llm, started, prompts[task], batch, sizes)
-            yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
+    """Cases of a draft: every batch size and task; the first replies of a new engine, its recordings not made
+    yet; what choosing costs beside a cycle; and two batch sizes beside other engines."""
+    name, first = name_of(draft), next(iter(prompts))
+    warm: set[int] = set()
+    for batch in sizes.batches:
+        for task, texts in prompts.items():
+            values = {"draft": name, "batch": batch, "task": task}
+            measure = partial(compare, llms, texts, batch, sizes, warm)
+            yield Case(f"{name}, batch {batch}", task, measure, values)
+    values = {"draft": name, "batch": 1, "task": first}
+    yield Case(f"{name}, cold", first, partial(compare_cold, llms, prompts[first], sizes, most), values)
+    for batch in sizes.batches:
+        values = {"draft": name, "batch": batch}
+        yield Case(f"{name}, choosing", f"batch {batch}", partial(time_choosing, llms, batch), values)
+    for batch in (size for size in PEER_BATCHES if sizes.compare and size <= max(sizes.batches)):
+        values = {"draft": name, "batch": batch, "task": first, "peers": True}
+        started = partial(start_peers, target, draft, llms, sizes)
+        measure = partial(compare_peers, llms, started, prompts[first], batch, sizes)
+        yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
