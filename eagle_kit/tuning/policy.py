@@ -6,8 +6,11 @@ token is more likely to be accepted. Whatever shape is in use tells it, and it p
 
 Every few cycles the policy decides, from averages, whether to speculate at all and in which shape at most.
 While it speculates, the draft's confidence shortens or widens single cycles: a step that is worth less than
-the time that it takes is not drafted. A shape is chosen for a batch, not for a request: requests of a cycle
-share its forwards, so a window that is small for one of them would save nothing.
+the time that it takes is not drafted. How sure the draft is differs by text as well, and a request's *mix*
+says how often each class of confidence comes up in it. Cycles that are chosen one by one are worth more than
+any single shape, so what counts for speculation is the average of what was expected of them. A shape is for a
+batch, not for a request: requests of a cycle share its forwards, so a window that is small for one of them
+would save nothing.
 
 Legend: G values of ease, M shapes, C classes of confidence.
 """
@@ -28,7 +31,9 @@ EASES = np.linspace(-6.0, 6.0, 49)
 LEARNING_RATE = 0.25
 FORGETTING = 0.02
 """Part of a request's difference from the others that is forgotten with every cycle."""
-SHARED_RATE = 0.02
+MIX_RATE, SHARED_RATE = 0.1, 0.02
+WORTH_CYCLES, LEAST_CYCLES = 64, 8
+"""Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch."""
 GAIN = 1.03
 """Predicted speed over that of the shape in use for which it is changed."""
 HOLD = 8
@@ -38,7 +43,10 @@ PROBE = 4
 a while of speculation, to see what plain cycles cost."""
 PROBE_EVERY = 64, 512
 """Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
-PLAIN_PROBE_EVERY = 512
+PLAIN_PROBE_EVERY = 32, 512
+"""Least and most cycles of speculation before the next probe of plain decoding."""
+PROBE_LOSS = 0.004
+"""Part of the time that probes of plain decoding may take off."""
 MOST_MISSED, HORIZON = 32, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
@@ -55,10 +63,11 @@ Reading = Callable[[int, int, int], float]
 
 @dataclass
 class Ease:
-    """Outlook of one request: the ease of its text, learnt from its cycles, and the class of the draft's
-    ``confidence`` in its next token, None where it is not known."""
+    """Outlook of one request: the ease of its text, learnt from its cycles, the ``mix [C]`` of classes of the
+    draft's confidence in its next token, and this class, None where it is not known."""
 
     value: float
+    mix: np.ndarray
     confidence: int | None = None
 
 
@@ -127,7 +136,8 @@ class ShapePolicy:
         self._lengths = expected_lengths(odds, EASES)
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
-        self._means = (self._lengths * shares).sum(2)
+        self._usual_mix = shares[1:].mean(0) if used else shares[0]
+        self._tilts = shares / np.maximum(self._usual_mix, 1e-6)
         mean_chances = [_mean_odds(acceptance, shape) for shape in self.shapes]
         self._odds = [  # by shape, and class of confidence; last where it is not known
             [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
@@ -138,8 +148,9 @@ class ShapePolicy:
             size: np.array([shape in (NO_SPECULATION, *menu) for shape in self.shapes])
             for size, menu in menus.items()
         }
-        self.shared_ease = 0.0
+        self.shared_ease, self.shared_mix = 0.0, self._usual_mix
         self.shape = NO_SPECULATION
+        self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._probe_every = PROBE_EVERY[0]
@@ -147,8 +158,8 @@ class ShapePolicy:
         self._clocks: dict[int, _Clock] = {}
 
     def new_request(self) -> Ease:
-        """Return the ease that a request begins with, that of those before it."""
-        return Ease(self.shared_ease)
+        """Return the outlook that a request begins with, that of those before it."""
+        return Ease(self.shared_ease, self.shared_mix)
 
     def menu(self, batch_size: int) -> list[SpecShape]:
         """List the shapes for a batch size, plain decoding among them."""
@@ -163,35 +174,58 @@ class ShapePolicy:
             self._look(eases, context)
         if not self.shape.steps:
             self._num_plain += 1
+            if self._num_plain > PROBE:
+                self._tokens = self._spent = 0.0  # what was expected before
             return self.shape
         self._num_drafting += 1
         classes = [ease.confidence for ease in eases if ease.confidence is not None]
-        if self._is_probe or len(classes) < len(eases):
+        if len(classes) < len(eases):
+            self._tokens = self._spent = 0.0
             return self.shape
+        costs = self._cost(len(eases), context)
         expected = self._lengths[_rows(eases), :, np.array(classes)].sum(0)
-        worth = expected - self._rate * self._cost(len(eases), context)
+        worth = expected - self._rate * costs
         worth[~self._allowed(len(eases))] = worth[0] = -math.inf
-        return self.shapes[int(worth.argmax())]
+        best = int(worth.argmax())
+        rate = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
+        if not self._spent:
+            base = self._number[self.shape]
+            speeds = self.speeds(eases, context)
+            self._tokens, self._spent = float(speeds[base] * costs[base]), float(costs[base])
+        self._tokens += rate * (float(expected[best]) - self._tokens)
+        self._spent += rate * (float(costs[best]) - self._spent)
+        return self.shape if self._is_probe else self.shapes[best]
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
-        self._batch_size, self._left = len(eases), HOLD
         speeds = self.speeds(eases, context)
-        if not self.shape.steps:
-            speeds[1:] *= self._rest_of_reading(len(eases), context)[1:]
-        best, now = int(speeds.argmax()), self._number[self.shape]
+        now, may_draft = self._number[self.shape], bool(self._allowed(len(eases))[1:].any())
+        drafting = 1 + int(speeds[1:].argmax()) if may_draft else 0
+        if len(eases) != self._batch_size:
+            self._tokens = self._spent = 0.0
+        self._batch_size, self._left = len(eases), HOLD
+        worth = 0.0
+        if may_draft:
+            worth = max(float(speeds[drafting]), self._tokens / self._spent if self._spent else 0.0)
+            if not now:
+                worth *= self._rest_of_reading(len(eases), context)[drafting]
+        is_better = worth > speeds[0]
         if self._is_probe:
             if now:  # it drafted
                 longer = min(2 * self._probe_every, PROBE_EVERY[1])
-                self._probe_every = PROBE_EVERY[0] if best else longer
-            self._use(best)
-        elif speeds[best] > GAIN * speeds[now]:
-            self._use(best)
-        elif not now and self._num_plain >= self._probe_every and self._allowed(len(eases))[1:].any():
-            self._use(1 + int(speeds[1:].argmax()), is_probe=True)
-        elif now and self._num_drafting >= PLAIN_PROBE_EVERY:
+                self._probe_every = PROBE_EVERY[0] if is_better else longer
+            self._use(drafting if is_better else 0)
+        elif not now and worth > GAIN * speeds[0]:
+            self._use(drafting)
+        elif now and not worth * GAIN > speeds[0]:
+            self._use(0)
+        elif now and speeds[drafting] > GAIN * speeds[now]:
+            self._use(drafting)
+        elif not now and self._num_plain >= self._probe_every and may_draft:
+            self._use(drafting, is_probe=True)
+        elif now and self._num_drafting >= _probe_after(worth / speeds[0]):
             self._use(0, is_probe=True)
-        self._rate = float(speeds.max())
+        self._rate = max(worth, float(speeds[0]))
 
     def _rest_of_reading(self, batch_size: int, context: int) -> np.ndarray:
         """Part of the time of ``HORIZON`` cycles that is left when the draft has read what it has missed,
@@ -210,7 +244,9 @@ class ShapePolicy:
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
         """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
-        speeds = self._means[_rows(eases)].sum(0) / self._cost(len(eases), context)
+        weights = self._tilts * np.stack([ease.mix for ease in eases])[:, None]
+        lengths = (self._lengths[_rows(eases)] * weights).sum(2) / weights.sum(2)
+        speeds = lengths.sum(0) / self._cost(len(eases), context)
         return np.where(self._allowed(len(eases)), speeds, 0.0)
 
     def _allowed(self, batch_size: int) -> np.ndarray:
@@ -243,6 +279,11 @@ class ShapePolicy:
         """Take in the probability that the draft gives its next first token."""
         is_known = probability is not None and probability == probability and self._edges
         ease.confidence = bisect_right(self._edges, probability or 0.0) if is_known else None
+        if ease.confidence is not None:
+            seen = np.zeros(len(ease.mix))
+            seen[ease.confidence] = 1.0
+            ease.mix = ease.mix + MIX_RATE * (seen - ease.mix)
+            self.shared_mix = self.shared_mix + SHARED_RATE * (seen - self.shared_mix)
 
     def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
         """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
@@ -274,6 +315,12 @@ class ShapePolicy:
                 Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
             )
         return choices
+
+
+def _probe_after(gain: float) -> float:
+    """Cycles of speculation after which a probe of plain decoding costs what it may."""
+    least, most = PLAIN_PROBE_EVERY
+    return min(max(PROBE * (1 - 1 / gain) / PROBE_LOSS, least), most)
 
 
 def _rows(eases: Sequence[Ease]) -> np.ndarray:

@@ -96,11 +96,11 @@ def confident_table():
     return AcceptanceTable(CLASSES, dict.fromkeys(shapes, np.full(3, 1 / 3)), reach)
 
 
-def confident_speed(choose, see=lambda *_: None, num_tokens=20000):
+def confident_speed(choose, see=lambda *_: None, num_tokens=20000, chances=(0.1, 0.5, 0.9)):
     """Tokens per second of a request whose drafts are as sure as they are good."""
     rng, time, count = random.Random(1), 0.0, 0
     while count < num_tokens:
-        chance = rng.choice((0.1, 0.5, 0.9))
+        chance = rng.choice(chances)
         see(chance)
         shape = choose()
         time += seconds(1, shape, 300)
@@ -131,6 +131,34 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
     fixed = [confident_speed(lambda shape=shape: shape) for shape in SHAPES]
     assert ours > 1.04 * max(fixed)
     assert used[0.1].most_common(1)[0][0].steps <= 1 < used[0.9].most_common(1)[0][0].steps
+
+
+def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
+    """Its drafts are as good as the draft thinks, so its ease says nothing."""
+    policy = make_policy(confident_table())
+    ease, used = policy.new_request(), Counter()
+
+    def choose():
+        shape = policy.choose([ease], 300)
+        used[shape] += 1
+        return shape
+
+    plain = confident_speed(lambda: NO_SPECULATION, chances=(0.1,))
+    ours = confident_speed(choose, lambda chance: policy.see(ease, chance), chances=(0.1,))
+    assert confident_speed(lambda: SHAPES[1], chances=(0.1,)) < 0.98 * plain < ours
+    assert used[NO_SPECULATION] > 0.9 * sum(used.values())
+
+
+def test_text_of_which_the_draft_is_seldom_sure_is_drafted_where_it_is():
+    """No single shape is worth much there, and shapes that follow the confidence are."""
+    chances = (0.1, 0.1, 0.1, 0.9)
+    policy = make_policy(confident_table())
+    ease = policy.new_request()
+    ours = confident_speed(
+        lambda: policy.choose([ease], 300), lambda chance: policy.see(ease, chance), chances=chances
+    )
+    fixed = [confident_speed(lambda shape=shape: shape, chances=chances) for shape in SHAPES]
+    assert ours > 1.03 * max(fixed)
 
 
 def test_costs_that_the_table_has_wrong_are_learnt():
