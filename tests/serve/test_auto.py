@@ -42,9 +42,15 @@ def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params, 
     params = SamplingParams(max_tokens=60, **params)
     policy, looks = llm.engine().shapes, itertools.count()
     assert isinstance(policy, ShapePolicy)
-    # A target of microseconds is fastest alone; here every shape is the best in turn.
-    speeds = 1e12 * np.arange(1.0, 1 + len(policy.shapes))
-    policy.speeds = lambda eases, context: np.roll(speeds, next(looks))
+
+    def speeds(eases, context):
+        """A target of microseconds is fastest alone; here other shapes are best in turn, and ever faster."""
+        n, number = next(looks), len(policy.shapes)
+        found = np.roll(2.0 ** np.arange(number), n)
+        found[0] = 2.0 ** (number if n % 4 > 1 else -1)
+        return found * 2.0**n
+
+    policy.speeds = speeds
     outputs = llm.generate(PROMPTS, params)
     used = set().union(*(output.shapes for output in outputs))
     assert NO_SPECULATION in used and len(used) > 1
