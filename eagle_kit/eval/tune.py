@@ -19,8 +19,8 @@ from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.report.environment import now
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
-from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
-from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, runnable, whole_plan
+from eagle_kit.serve.timing import Plan, Point, Visit, join, time_cycles
+from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, menu_plan, runnable, whole_plan
 from eagle_kit.tuning import files
 from eagle_kit.tuning.acceptance import Recording
 from eagle_kit.tuning.costs import CostTable, Timing
@@ -79,19 +79,24 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
             "max_tokens": options.max_tokens,
             "date": now(),
         }
-        shapes = runnable(engine, candidate_shapes(RECORDED.steps, recording.topk))
-        tuned = Tuned(
-            Costs(key, CostTable.fit(timings), tuple(timings), now()),
-            MeasuredAcceptance(draft, recording.table(shapes), about),
-            is_average=False,
-        )
+        tuned = _tuned(llm, recording, timings, about)
         files.save_costs(tuned.costs)
         files.save_acceptance(tuned.acceptance)
         remove(place)
     return tuned
 
 
+def _tuned(llm: LLM, recording: Recording, timings: Sequence[Timing], about: dict[str, Any]) -> Tuned:
+    engine = llm.engine("none")
+    assert llm.draft is not None
+    shapes = runnable(engine, candidate_shapes(RECORDED.steps, recording.topk))
+    costs = Costs(engine_key(engine), CostTable.fit(timings), tuple(timings), now())
+    acceptance = MeasuredAcceptance(draft_key(llm.draft), recording.table(shapes), about)
+    return Tuned(costs, acceptance, is_average=False)
+
+
 def _measure(llm: LLM, options: TuneOptions, plan: Plan, work: "_Work") -> tuple[Recording, list[Timing]]:
+    """Record, time what the plan says, and then what would be chosen by that."""
     from tqdm import tqdm
 
     prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
@@ -101,6 +106,9 @@ def _measure(llm: LLM, options: TuneOptions, plan: Plan, work: "_Work") -> tuple
         recording = _record(llm, [prompt.messages([]) for _, prompt in prompts], options, work, bar)
         bar.set_description("timing cycles")
         timings = _time(llm, plan, work, bar)
+        more = menu_plan(llm.engine("none"), _tuned(llm, recording, timings, {}), plan)
+        bar.total += len(more.visits)
+        timings = join(timings, _time(llm, more, work, bar))
     except KeyboardInterrupt:
         bar.close()
         print("Stopped: what was measured is kept; the same command goes on from there.", file=sys.stderr)

@@ -4,6 +4,7 @@ Requests of random tokens run in the engine itself, so that everything of a step
 the host's work. Their text accepts next to nothing, which costs what accepting would: shapes are fixed.
 """
 
+import math
 import random
 import statistics
 import time
@@ -47,18 +48,25 @@ class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_passes`` over them of
     ``num_rounds`` turns (fewer where they take longer than ``SECONDS_OF_A_VISIT``) of ``num_cycles`` each. A
     machine that is slower for some minutes is so in one pass of several. Batch sizes of a context come in
-    rising order: a shape that cannot pay at one is left out at those above."""
+    rising order: a shape that cannot pay at one is left out at those above. Passes are counted from
+    ``first_pass``."""
 
     points: Sequence[Point]
     shapes: Sequence[SpecShape]
     num_rounds: int
     num_cycles: int
     num_passes: int = 1
+    first_pass: int = 0
+
+    @property
+    def passes(self) -> range:
+        """Numbers of the passes."""
+        return range(self.first_pass, self.first_pass + self.num_passes)
 
     @property
     def visits(self) -> list[Visit]:
         """What is timed one after another."""
-        return [Visit(number, point) for number in range(self.num_passes) for point in self.points]
+        return [Visit(number, point) for number in self.passes for point in self.points]
 
 
 def time_cycles(
@@ -85,15 +93,37 @@ def time_cycles(
             runner.graphs = graphs[visit.point]
             found[visit] = _time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
             on_visit(visit, found[visit])
-    points = [[found[Visit(number, point)] for number in range(plan.num_passes)] for point in plan.points]
+    points = [[found[Visit(number, point)] for number in plan.passes] for point in plan.points]
     return [timing for visits in points for timing in _joined(visits)]
+
+
+def join(before: Sequence[Timing], timings: Sequence[Timing]) -> list[Timing]:
+    """Put ``timings`` behind those from ``before``. At points that both have, what counts are times beside
+    plain decoding: the machine may be slower by now."""
+
+    def plain(part: Sequence[Timing]) -> dict[tuple[int, int], float]:
+        return {_place(each): each.seconds for each in part if not each.shape.steps}
+
+    then, now = plain(before), plain(timings)
+    joined = list(before)
+    for each in timings:
+        if (place := _place(each)) not in then:
+            joined.append(each)
+        elif each.shape.steps:
+            joined.append(each._replace(seconds=each.seconds * then[place] / now[place]))
+    return joined
+
+
+def _place(timing: Timing) -> tuple[int, int]:
+    """Batch size and context, about."""
+    return timing.batch_size, round(math.log2(timing.context + 1))
 
 
 def _worth_timing(
     engine: Engine, plan: Plan, point: Point, found: Mapping[Visit, list[Timing]]
 ) -> list[SpecShape]:
     """Shapes of a point: those of the first pass, where memory suffices for them and they may pay."""
-    if before := found.get(Visit(0, point)):
+    if before := found.get(Visit(plan.first_pass, point)):
         return [timing.shape for timing in before if timing.shape.steps]
     kept = [s for s in plan.shapes if point.batch_size * s.tokens <= engine.config.most_rows]
     return [shape for shape in kept if not _is_too_slow(shape, point, found)]

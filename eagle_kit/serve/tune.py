@@ -16,7 +16,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.source import ANOTHER_CACHE
 from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.timing import Plan, Point, join, time_cycles
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.sampled import SampledDrafter
@@ -76,21 +76,22 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
         draft_folder: of the draft, where there is one.
     """
     assert engine.draft is not None
-    key = engine_key(engine)
+    key, acceptance = engine_key(engine), find_acceptance(draft_key(engine.draft), draft_folder)
+    found, is_average = acceptance or average_acceptance(), acceptance is None
     costs, plan = find_costs(key, draft_folder), quick_plan(engine)
     measured = max((timing.batch_size for timing in costs.timings), default=0) if costs else 0
     missing = [point for point in plan.points if point.batch_size > measured]
     if costs is None or missing:
         _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
         costs = measure_costs(engine, plan._replace(points=missing), before=costs)
+        more = menu_plan(engine, Tuned(costs, found, is_average), plan._replace(points=missing))
+        costs = measure_costs(engine, more, before=costs)
         try:
             save_costs(costs)
         except OSError as error:
             text = "What was measured cannot be kept, and is measured at each start: %s. %s"
             _log.warning(text, error, ANOTHER_CACHE)
-    acceptance = find_acceptance(draft_key(engine.draft), draft_folder)
-    tuned = Tuned(costs, acceptance or average_acceptance(), acceptance is None)
-    return policy_of(engine, tuned)
+    return policy_of(engine, Tuned(costs, found, is_average))
 
 
 def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
@@ -126,9 +127,24 @@ def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) ->
         total=len(plan.visits), desc="timing cycles", disable=None, leave=False, dynamic_ncols=True
     ) as bar:
         found = time_cycles(engine, plan, on_visit=lambda visit, timings: bar.update())
-    timed = (*(before.timings if before else ()), *found)
+    timed = join(before.timings, found) if before else found
     is_quick = before is None or before.is_quick
     return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), is_quick)
+
+
+def menu_plan(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:
+    """Plan to time what would be chosen of all that was predicted: the shapes on the menus of a plan's batch
+    sizes that it has not timed."""
+    sizes = {point.batch_size for point in plan.points}
+    menus = policy_of(engine, tuned)
+    shapes = {shape for size in sizes for shape in menus.menu(size) if shape.steps} - set(plan.shapes)
+    passes = -(-plan.num_passes // 2)
+    return plan._replace(
+        shapes=sorted(shapes),
+        points=plan.points if shapes else [],
+        num_passes=passes,
+        first_pass=plan.num_passes,
+    )
 
 
 def quick_plan(engine: Engine) -> Plan:

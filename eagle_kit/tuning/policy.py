@@ -18,7 +18,7 @@ Legend: G values of ease, M shapes, C classes of confidence.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,11 +36,15 @@ WORTH_CYCLES, LEAST_CYCLES = 64, 8
 """Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch."""
 GAIN = 1.03
 """Predicted speed over that of the shape in use for which it is changed."""
+LEAST_GAIN = 0.02
+"""Part of a cycle's tokens that another shape must be worth for a single cycle."""
 HOLD = 8
 """Cycles between two looks."""
 PROBE = 4
 """Cycles that draft after a while of plain decoding, to see what is accepted by now, or that are plain after
 a while of speculation, to see what plain cycles cost."""
+MOST_PROBE = 32
+"""Plain cycles after which such a probe ends though none of them could be timed."""
 PROBE_EVERY = 64, 512
 """Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
 PLAIN_PROBE_EVERY = 32, 512
@@ -52,8 +56,13 @@ MOST_MISSED, HORIZON = 32, 32
 pay."""
 DRIFT_RATE, COMMON_RATE = 0.05, 0.3
 """Rates at which costs follow what is measured: those of a shape beside another, and all together."""
-TABLE_ERROR, TABLE_IS_WORTH = 0.15, 4
-"""Relative error up to which the table is believed, as much as that many changes between shapes."""
+TABLE_ERROR, TABLE_IS_WORTH, CORRECTION = 0.15, 4, 0.7
+"""Relative error up to which the table is believed, as much as that many changes between shapes. Where the
+middle one of three changes is larger, most of it is taken over; single cycles may be slow for reasons of
+their own."""
+NEXT = 4
+"""Cycles after which a time still says something of the machine: between two shapes those that make a graph,
+or in which the draft catches up, are not taken."""
 OUTLIER, MOST_OUTLIERS = math.log(2.5), 3
 """A cycle that is so much slower was interrupted, unless those after it are as slow."""
 
@@ -74,12 +83,14 @@ class Ease:
 @dataclass
 class _Clock:
     """Measured times of a batch size beside the table's, as logarithms: ``drift [M]`` of each shape beside
-    plain decoding, and what is ``common`` to all."""
+    plain decoding, the ``recent`` changes that it follows, and what is ``common`` to all."""
 
     drift: np.ndarray
     num_changes: np.ndarray
+    recent: dict[int, list[float]] = field(default_factory=dict)
     common: float = 0.0
     last: int = -1
+    last_cycle: int = 0
     num_outliers: int = 0
 
 
@@ -151,6 +162,7 @@ class ShapePolicy:
         self.shared_ease, self.shared_mix = 0.0, self._usual_mix
         self.shape = NO_SPECULATION
         self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
+        self._num_cycles = self._num_timed = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._probe_every = PROBE_EVERY[0]
@@ -169,7 +181,10 @@ class ShapePolicy:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
         average."""
         self._left -= 1
+        self._num_cycles += 1
         may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
+        if self._left <= 0 and self._is_probe and not self.shape.steps and self._num_timed < 2:
+            self._left = int(self._num_plain < MOST_PROBE)  # it is there to tell what plain cycles take
         if self._left <= 0 or (len(eases) != self._batch_size and not may_stay):
             self._look(eases, context)
         if not self.shape.steps:
@@ -186,10 +201,11 @@ class ShapePolicy:
         expected = self._lengths[_rows(eases), :, np.array(classes)].sum(0)
         worth = expected - self._rate * costs
         worth[~self._allowed(len(eases))] = worth[0] = -math.inf
-        best = int(worth.argmax())
+        best, base = int(worth.argmax()), self._number[self.shape]
+        if worth[best] < worth[base] + LEAST_GAIN * expected[base]:
+            best = base
         rate = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
         if not self._spent:
-            base = self._number[self.shape]
             speeds = self.speeds(eases, context)
             self._tokens, self._spent = float(speeds[base] * costs[base]), float(costs[base])
         self._tokens += rate * (float(expected[best]) - self._tokens)
@@ -240,7 +256,7 @@ class ShapePolicy:
             self._num_plain = self._num_drafting = 0
         self.shape, self._is_probe = shape, is_probe
         if is_probe:
-            self._left = PROBE
+            self._left, self._num_timed = PROBE, 0
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
         """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
@@ -294,15 +310,24 @@ class ShapePolicy:
         if abs(surprise) > OUTLIER and clock.last >= 0 and clock.num_outliers < MOST_OUTLIERS:
             clock.num_outliers += 1
             return
-        if clock.last not in (-1, number):
-            believed = TABLE_IS_WORTH if abs(surprise) < TABLE_ERROR else 0
+        is_next = clock.last >= 0 and self._num_cycles - clock.last_cycle <= NEXT
+        if is_next and clock.last != number:
             moved = [(each, sign) for each, sign in ((number, 1), (clock.last, -1)) if each]
             for each, sign in moved:  # plain decoding is what the others are compared with
+                mine = sign * surprise
                 clock.num_changes[each] += 1
-                rate = max(1 / (believed + clock.num_changes[each]), DRIFT_RATE)
-                clock.drift[each] += sign * rate * surprise / len(moved)
-        clock.common += surprise * (COMMON_RATE if clock.last >= 0 else 1.0)
-        clock.last, clock.num_outliers = number, 0
+                clock.recent[each] = recent = [*clock.recent.get(each, ()), mine][-3:]
+                middle = sorted(recent)[1] if len(recent) == 3 else 0.0
+                if abs(middle) > TABLE_ERROR:
+                    clock.drift[each] += CORRECTION * middle / len(moved)
+                    clock.recent[each] = []
+                else:
+                    change = min(max(mine, -TABLE_ERROR), TABLE_ERROR)
+                    rate = max(1 / (TABLE_IS_WORTH + clock.num_changes[each]), DRIFT_RATE)
+                    clock.drift[each] += rate * change / len(moved)
+        clock.common += surprise * (COMMON_RATE if is_next else 1.0)
+        clock.last, clock.last_cycle, clock.num_outliers = number, self._num_cycles, 0
+        self._num_timed += 1
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
         """What is chosen for batches of average text."""

@@ -24,7 +24,7 @@ from eagle_kit.tuning.policy import ShapePolicy
 
 WARM_UP = 1
 """Rounds before those that count, at the first task of a batch size."""
-FAR_BEHIND = 0.8
+FAR_BEHIND = 0.85
 """Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
 
 Engines = Mapping[str, LLM]
