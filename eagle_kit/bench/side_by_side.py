@@ -30,9 +30,15 @@ class _Lane:
     once in an engine's life."""
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, counts_recording: bool
+        self,
+        llm: LLM,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        counts_recording: bool,
+        while_whole: bool,
     ) -> None:
         self._engine, self._counts_recording = llm.engine(), counts_recording
+        self._while_whole = while_whole
         self.requests = [llm.make_request(prompt, params) for prompt in prompts]
         for request in self.requests:
             request.group = self.requests[0].number
@@ -41,7 +47,8 @@ class _Lane:
 
     @property
     def is_running(self) -> bool:
-        return self._engine.has_work
+        ended = any(request.finish_reason is not None for request in self.requests)
+        return self._engine.has_work and not (self._while_whole and ended)
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +61,7 @@ class _Lane:
     def turn(self, num_cycles: int) -> None:
         before, num_warm_ups = self.num_tokens, self._engine.runner.graphs.num_warm_ups
         begun, num_done = time.perf_counter(), 0
-        while self._engine.has_work and num_done < num_cycles:
+        while self.is_running and num_done < num_cycles:
             self._engine.step()
             num_done += 1
         seconds = time.perf_counter() - begun
@@ -75,9 +82,13 @@ def decode_side_by_side(
     params: SamplingParams,
     *,
     counts_recording: bool = False,
+    while_whole: bool = False,
 ) -> dict[str, Decoded]:
     """Decode one batch of prompts with several engines, each in the shapes that it was made with. Cycles that
     make a recording count if ``counts_recording``.
+
+    With ``while_whole`` an engine stops when the first of its requests ends: what comes then is a smaller
+    batch, in which those are left that are drafted worst. A server that is asked goes on with others.
 
     On a CPU the engine that is behind the others runs the next cycle. On a GPU, whose host runs ahead of it,
     each decodes its replies as a whole.
@@ -86,7 +97,7 @@ def decode_side_by_side(
     lanes: dict[str, _Lane] = {}
     try:
         for name, llm in llms.items():
-            lanes[name] = _Lane(llm, prompts, params, counts_recording)
+            lanes[name] = _Lane(llm, prompts, params, counts_recording, while_whole)
         while running := [lane for lane in lanes.values() if lane.is_running]:
             min(running, key=lambda lane: lane.num_tokens).turn(WHOLE_REPLY if on_gpu else 1)
         return {name: lane.result() for name, lane in lanes.items()}

@@ -28,14 +28,13 @@ from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
 from eagle_kit.tuning.shapes import Seconds
 
 EASES = np.linspace(-6.0, 6.0, 49)
-LEARNING_RATE = 0.25
-FORGETTING = 0.02
-"""Part of a request's difference from the others that is forgotten with every cycle."""
+VARIANCE, CHANGE = 1.0, 0.01
+"""Variance of the ease of texts, and what is added to that of a request's with every cycle: texts change."""
 MIX_RATE, SHARED_RATE = 0.1, 0.02
 WORTH_CYCLES, LEAST_CYCLES = 64, 8
 """Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch."""
 GAIN = 1.03
-"""Predicted speed over that of the shape in use for which it is changed."""
+"""Predicted speed over that of the shape in use for which it is changed; plain decoding needs none."""
 LEAST_GAIN = 0.02
 """Part of a cycle's tokens that another shape must be worth for a single cycle."""
 HOLD = 8
@@ -72,12 +71,14 @@ Reading = Callable[[int, int, int], float]
 
 @dataclass
 class Ease:
-    """Outlook of one request: the ease of its text, learnt from its cycles, the ``mix [C]`` of classes of the
-    draft's confidence in its next token, and this class, None where it is not known."""
+    """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
+    known to; the ``mix [C]`` of classes of the draft's confidence in its next token, and this class, None
+    where it is not known."""
 
     value: float
     mix: np.ndarray
     confidence: int | None = None
+    variance: float = VARIANCE
 
 
 @dataclass
@@ -222,7 +223,7 @@ class ShapePolicy:
         self._batch_size, self._left = len(eases), HOLD
         worth = 0.0
         if may_draft:
-            worth = max(float(speeds[drafting]), self._tokens / self._spent if self._spent else 0.0)
+            worth = self._tokens / self._spent if self._spent else float(speeds[drafting])
             if not now:
                 worth *= self._rest_of_reading(len(eases), context)[drafting]
         is_better = worth > speeds[0]
@@ -233,7 +234,7 @@ class ShapePolicy:
             self._use(drafting if is_better else 0)
         elif not now and worth > GAIN * speeds[0]:
             self._use(drafting)
-        elif now and not worth * GAIN > speeds[0]:
+        elif now and worth < speeds[0]:
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
             self._use(drafting)
@@ -281,14 +282,18 @@ class ShapePolicy:
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``."""
         if not shape.steps:
+            ease.variance = min(ease.variance + CHANGE, VARIANCE)
             return
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known]
-        surprise = float(num_accepted)
+        surprise, information = float(num_accepted), 0.0
         for each in odds[: num_accepted + 1]:
-            surprise -= 1.0 / (1.0 + math.exp(-each - ease.value))
-        value = ease.value + LEARNING_RATE * surprise + FORGETTING * (self.shared_ease - ease.value)
-        ease.value = min(max(value, EASES[0]), EASES[-1])
+            chance = 1.0 / (1.0 + math.exp(-each - ease.value))
+            surprise -= chance
+            information += chance * (1.0 - chance)
+        left = ease.variance / (1.0 + ease.variance * information)
+        ease.value = min(max(ease.value + left * surprise, EASES[0]), EASES[-1])
+        ease.variance = min(left + CHANGE, VARIANCE)
         self.shared_ease += SHARED_RATE * (ease.value - self.shared_ease)
 
     def see(self, ease: Ease, probability: float | None) -> None:
