@@ -95,16 +95,10 @@ def test_large_windows_are_timed_where_one_request_may_have_them():
     assert shapes >= {NO_SPECULATION, *tune.QUICK_SHAPES}
 
 
-def test_what_was_predicted_to_be_best_is_timed_as_well():
-    llm = make(max_batch_size=3)
-    timed = {(each.batch_size, each.shape) for each in find_timings(llm)}
+def test_what_would_be_chosen_is_timed_as_well():
+    timed = {(each.batch_size, each.shape) for each in find_timings(make(max_batch_size=3))}
     assert {size for size, _ in timed} == {1, 3}
-    policy = tune.policy_of(llm.engine(), tune.Tuned(
-        files.find_costs(tune.engine_key(llm.engine()), None), files.average_acceptance(), True
-    ))  # fmt: skip
-    first = {each.shape for each in find_timings(llm)} - {NO_SPECULATION, *tune.QUICK_SHAPES}
-    assert first, "more than what is timed for any engine"
-    assert policy.menu(1)
+    assert {shape for _, shape in timed} - {NO_SPECULATION, *tune.QUICK_SHAPES}
 
 
 def find_timings(llm, shape=None):
