@@ -42,11 +42,11 @@ HOLD = 8
 PROBE = 4
 """Cycles that draft after a while of plain decoding, to see what is accepted by now, or that are plain after
 a while of speculation, to see what plain cycles cost."""
-MOST_PROBE = 32
+MOST_PROBE = 8
 """Plain cycles after which such a probe ends though none of them could be timed."""
 PROBE_EVERY = 64, 512
 """Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
-PLAIN_PROBE_EVERY = 32, 512
+PLAIN_PROBE_EVERY = 32, 256
 """Least and most cycles of speculation before the next probe of plain decoding."""
 PROBE_LOSS = 0.004
 """Part of the time that probes of plain decoding may take off."""
@@ -55,9 +55,9 @@ MOST_MISSED, HORIZON = 32, 32
 pay."""
 DRIFT_RATE, COMMON_RATE = 0.05, 0.3
 """Rates at which costs follow what is measured: those of a shape beside another, and all together."""
-TABLE_ERROR, TABLE_IS_WORTH, CORRECTION = 0.15, 4, 0.7
+TABLE_ERROR, TABLE_IS_WORTH = 0.15, 4
 """Relative error up to which the table is believed, as much as that many changes between shapes. Where the
-middle one of three changes is larger, most of it is taken over; single cycles may be slow for reasons of
+middle one of three changes is larger, it is taken over; single cycles may be slow for reasons of
 their own."""
 NEXT = 4
 """Cycles after which a time still says something of the machine: between two shapes those that make a graph,
@@ -308,7 +308,8 @@ class ShapePolicy:
 
     def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
         """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
-        become slower, changes no choice; two shapes are compared when one follows the other."""
+        become slower, changes no choice; a shape is compared with plain decoding where one follows the
+        other."""
         number, num = self._number[shape], len(self.shapes)
         clock = self._clocks.setdefault(batch_size, _Clock(np.zeros(num), np.zeros(num)))
         surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
@@ -316,23 +317,26 @@ class ShapePolicy:
             clock.num_outliers += 1
             return
         is_next = clock.last >= 0 and self._num_cycles - clock.last_cycle <= NEXT
-        if is_next and clock.last != number:
-            moved = [(each, sign) for each, sign in ((number, 1), (clock.last, -1)) if each]
-            for each, sign in moved:  # plain decoding is what the others are compared with
-                mine = sign * surprise
-                clock.num_changes[each] += 1
-                clock.recent[each] = recent = [*clock.recent.get(each, ()), mine][-3:]
-                middle = sorted(recent)[1] if len(recent) == 3 else 0.0
-                if abs(middle) > TABLE_ERROR:
-                    clock.drift[each] += CORRECTION * middle / len(moved)
-                    clock.recent[each] = []
-                else:
-                    change = min(max(mine, -TABLE_ERROR), TABLE_ERROR)
-                    rate = max(1 / (TABLE_IS_WORTH + clock.num_changes[each]), DRIFT_RATE)
-                    clock.drift[each] += rate * change / len(moved)
+        if is_next and clock.last != number and 0 in (clock.last, number):
+            self._compare_with_plain(clock, max(clock.last, number), surprise if number else -surprise)
         clock.common += surprise * (COMMON_RATE if is_next else 1.0)
         clock.last, clock.last_cycle, clock.num_outliers = number, self._num_cycles, 0
         self._num_timed += 1
+
+    @staticmethod
+    def _compare_with_plain(clock: _Clock, number: int, surprise: float) -> None:
+        """Learn from a cycle of a shape beside one of plain decoding, with which it is compared. Two shapes
+        are not compared with one another: an error of one would be the other's too, and a shape that looks
+        dear is not used again to find out."""
+        clock.num_changes[number] += 1
+        clock.recent[number] = recent = [*clock.recent.get(number, ()), surprise][-3:]
+        middle = sorted(recent)[1] if len(recent) == 3 else 0.0
+        if abs(middle) > TABLE_ERROR:
+            clock.drift[number] += middle
+            clock.recent[number] = []
+        else:
+            rate = max(1 / (TABLE_IS_WORTH + clock.num_changes[number]), DRIFT_RATE)
+            clock.drift[number] += rate * min(max(surprise, -TABLE_ERROR), TABLE_ERROR)
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
         """What is chosen for batches of average text."""
