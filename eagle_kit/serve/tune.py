@@ -138,13 +138,8 @@ def menu_plan(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:
     sizes = {point.batch_size for point in plan.points}
     menus = policy_of(engine, tuned)
     shapes = {shape for size in sizes for shape in menus.menu(size) if shape.steps} - set(plan.shapes)
-    passes = -(-plan.num_passes // 2)
-    return plan._replace(
-        shapes=sorted(shapes),
-        points=plan.points if shapes else [],
-        num_passes=passes,
-        first_pass=plan.num_passes,
-    )
+    points = plan.points if shapes else []
+    return plan._replace(shapes=sorted(shapes), points=points, first_pass=plan.num_passes)
 
 
 def quick_plan(engine: Engine) -> Plan:
