@@ -19,11 +19,11 @@ from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.report.environment import now
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
-from eagle_kit.serve.timing import Plan, Point, Visit, join, time_cycles
+from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
 from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, menu_plan, runnable, whole_plan
 from eagle_kit.tuning import files
 from eagle_kit.tuning.acceptance import Recording
-from eagle_kit.tuning.costs import CostTable, Timing
+from eagle_kit.tuning.costs import CostTable, Timing, join
 from eagle_kit.tuning.files import Costs, MeasuredAcceptance
 from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
 
@@ -72,30 +72,16 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
     }
     place = files.folder() / f"work-{files.digest(asked)}"
     with sole_writer(place, place.with_suffix(".lock")):
-        recording, timings = _measure(llm, options, plan, _Work(place))
-        about = {
-            "tasks": {task.name: len(task.prompts) for task in options.tasks},
-            "positions": len(recording.truth),
-            "max_tokens": options.max_tokens,
-            "date": now(),
-        }
-        tuned = _tuned(llm, recording, timings, about)
+        tuned = _measure(llm, options, plan, _Work(place), key, draft)
         files.save_costs(tuned.costs)
         files.save_acceptance(tuned.acceptance)
         remove(place)
     return tuned
 
 
-def _tuned(llm: LLM, recording: Recording, timings: Sequence[Timing], about: dict[str, Any]) -> Tuned:
-    engine = llm.engine("none")
-    assert llm.draft is not None
-    shapes = runnable(engine, candidate_shapes(RECORDED.steps, recording.topk))
-    costs = Costs(engine_key(engine), CostTable.fit(timings), tuple(timings), now())
-    acceptance = MeasuredAcceptance(draft_key(llm.draft), recording.table(shapes), about)
-    return Tuned(costs, acceptance, is_average=False)
-
-
-def _measure(llm: LLM, options: TuneOptions, plan: Plan, work: "_Work") -> tuple[Recording, list[Timing]]:
+def _measure(
+    llm: LLM, options: TuneOptions, plan: Plan, work: "_Work", key: dict[str, Any], draft: str
+) -> Tuned:
     """Record, time what the plan says, and then what would be chosen by that."""
     from tqdm import tqdm
 
@@ -104,18 +90,29 @@ def _measure(llm: LLM, options: TuneOptions, plan: Plan, work: "_Work") -> tuple
     try:
         bar.set_description("recording drafts")
         recording = _record(llm, [prompt.messages([]) for _, prompt in prompts], options, work, bar)
+        about = {
+            "tasks": {task.name: len(task.prompts) for task in options.tasks},
+            "positions": len(recording.truth),
+            "max_tokens": options.max_tokens,
+            "date": now(),
+        }
+        shapes = runnable(llm.engine("none"), candidate_shapes(RECORDED.steps, recording.topk))
+        acceptance = MeasuredAcceptance(draft, recording.table(shapes), about)
+
+        def tuned(timings: Sequence[Timing]) -> Tuned:
+            return Tuned(Costs(key, CostTable.fit(timings), tuple(timings), now()), acceptance, False)
+
         bar.set_description("timing cycles")
         timings = _time(llm, plan, work, bar)
-        more = menu_plan(llm.engine("none"), _tuned(llm, recording, timings, {}), plan)
+        more = menu_plan(llm.engine("none"), tuned(timings), plan)
         bar.total += len(more.visits)
-        timings = join(timings, _time(llm, more, work, bar))
+        return tuned(join(timings, _time(llm, more, work, bar)))
     except KeyboardInterrupt:
         bar.close()
         print("Stopped: what was measured is kept; the same command goes on from there.", file=sys.stderr)
         raise
     finally:
         bar.close()
-    return recording, timings
 
 
 def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", bar: Any) -> Recording:

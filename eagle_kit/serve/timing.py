@@ -4,7 +4,6 @@ Requests of random tokens run in the engine itself, so that everything of a step
 the host's work. Their text accepts next to nothing, which costs what accepting would: shapes are fixed.
 """
 
-import math
 import random
 import statistics
 import time
@@ -95,28 +94,6 @@ def time_cycles(
             on_visit(visit, found[visit])
     points = [[found[Visit(number, point)] for number in plan.passes] for point in plan.points]
     return [timing for visits in points for timing in _joined(visits)]
-
-
-def join(before: Sequence[Timing], timings: Sequence[Timing]) -> list[Timing]:
-    """Put ``timings`` behind those from ``before``. At points that both have, what counts are times beside
-    plain decoding: the machine may be slower by now."""
-
-    def plain(part: Sequence[Timing]) -> dict[tuple[int, int], float]:
-        return {_place(each): each.seconds for each in part if not each.shape.steps}
-
-    then, now = plain(before), plain(timings)
-    joined = list(before)
-    for each in timings:
-        if (place := _place(each)) not in then:
-            joined.append(each)
-        elif each.shape.steps:
-            joined.append(each._replace(seconds=each.seconds * then[place] / now[place]))
-    return joined
-
-
-def _place(timing: Timing) -> tuple[int, int]:
-    """Batch size and context, about."""
-    return timing.batch_size, round(math.log2(timing.context + 1))
 
 
 def _worth_timing(

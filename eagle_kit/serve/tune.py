@@ -16,11 +16,11 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.source import ANOTHER_CACHE
 from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.timing import Plan, Point, join, time_cycles
+from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.sampled import SampledDrafter
-from eagle_kit.tuning.costs import CostTable
+from eagle_kit.tuning.costs import CostTable, join
 from eagle_kit.tuning.files import (
     Costs,
     MeasuredAcceptance,

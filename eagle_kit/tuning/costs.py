@@ -38,6 +38,23 @@ class Timing(NamedTuple):
     seconds: float
 
 
+def join(before: Sequence[Timing], timings: Sequence[Timing]) -> list[Timing]:
+    """Put ``timings`` behind those from ``before``. At points that both have, what counts are times beside
+    plain decoding: the machine may be slower by now."""
+
+    def plain(part: Sequence[Timing]) -> dict[tuple[int, int], float]:
+        return {_place(each.batch_size, each.context): each.seconds for each in part if not each.shape.steps}
+
+    then, now = plain(before), plain(timings)
+    joined = list(before)
+    for each in timings:
+        if (place := _place(each.batch_size, each.context)) not in then:
+            joined.append(each)
+        elif each.shape.steps:
+            joined.append(each._replace(seconds=each.seconds * then[place] / now[place]))
+    return joined
+
+
 class Rest(NamedTuple):
     """Logarithm of a measured time over the fitted one, at a batch size and a context."""
 

@@ -49,7 +49,8 @@ PROBE_EVERY = 64, 512
 PLAIN_PROBE_EVERY = 32, 256
 """Least and most cycles of speculation before the next probe of plain decoding."""
 PROBE_LOSS = 0.004
-"""Part of the time that probes of plain decoding may take off."""
+"""Part of the time that probes of plain decoding may take off, where ``PLAIN_PROBE_EVERY`` lets them come so
+seldom: up to a gain of 1.34, and 1 % at a gain of 3."""
 MOST_MISSED, HORIZON = 32, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
