@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,12 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
         for draft in drafts
     }
     prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
+    alone = replace(sizes, compare=False)
     settings = {"target": target, "drafts": list(drafts), **sizes.__dict__}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     made = [
         case
-        for draft in drafts
+        for draft, sizes in zip(drafts, (sizes, *[alone] * len(drafts)), strict=False)
         for case in cases_of(target, draft, llms[name_of(draft)], prompts, sizes, most)
     ]
     benchmark = Benchmark("tune", made, settings, partial(verdicts, sizes.shapes), plot)
@@ -112,7 +114,7 @@ def cases_of(
     target: str, draft: str, llms: Engines, prompts: Prompts, sizes: Sizes, most: dict[str, Any]
 ) -> Iterator[Case]:
     """Cases of a draft: every batch size and task; the first replies of a new engine, its recordings not made
-    yet; what choosing costs beside a cycle; and two batch sizes beside other engines."""
+    yet; what choosing costs beside a cycle; and, where asked for, two batch sizes beside other engines."""
     name, first = name_of(draft), next(iter(prompts))
     warm: set[int] = set()
     for batch in sizes.batches:
