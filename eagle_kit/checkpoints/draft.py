@@ -19,7 +19,7 @@ from eagle_kit.kinds.support.files import CONFIG, METADATA, WEIGHTS, open_draft
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.source import ANOTHER_CACHE, cache_folder, resolve_model, target_revision
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.tuning.files import SHIPPED
 
 CARD = "README.md"
@@ -144,7 +144,7 @@ def load_draft(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     *,
-    target: LlamaModel | None = None,
+    target: Target | None = None,
 ) -> DraftHead:
     """Load a draft head of ours or of another trainer, ready to be trained.
 

@@ -21,7 +21,7 @@ from eagle_kit.models.config import FAMILIES, TargetConfig
 from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_size
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 LAYER = "layers.0."
@@ -86,7 +86,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return part if part.startswith("fc.") else LAYER + part
 
-    def take(self, files: DraftFiles, config: Eagle1Config, target: LlamaModel | None) -> Weights:
+    def take(self, files: DraftFiles, config: Eagle1Config, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; vLLM lets the copy of the output layer have fewer
         rows."""
         found = super().take(files, config, target)

@@ -31,7 +31,7 @@ from eagle_kit.models.config_parts import (
     read_table,
 )
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
@@ -120,7 +120,7 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
 
-    def take(self, files: DraftFiles, config: Eagle3Config, target: LlamaModel | None) -> Weights:
+    def take(self, files: DraftFiles, config: Eagle3Config, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`.
 
         A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries

@@ -33,7 +33,7 @@ from eagle_kit.models.loading.published import (
     published_parts,
     read_fp8_block,
 )
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -73,7 +73,7 @@ class DraftKind(ABC):
 
     @abstractmethod
     def draft_model(
-        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+        self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None
     ) -> DraftModel:
         """Load a draft for serving, in the target's dtype and on its device.
 
@@ -107,7 +107,7 @@ class Start(NamedTuple):
     """Material for the first weights of a head: the target and its folder, the vocabulary that the data ask
     for, and the device of the head."""
 
-    target: LlamaModel
+    target: Target
     folder: Path
     vocab: VocabMap
     device: torch.device
@@ -160,7 +160,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         """Published name of a part of a parameter (:func:`published_parts`)."""
         return part
 
-    def take(self, files: DraftFiles, config: Config, target: LlamaModel | None) -> Weights:
+    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
         """Sort the tensors of ``files``, without checking those of parameters.
 
         Args:
@@ -171,7 +171,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         copies = {name: tensors.pop(name) for name in (EMBEDDING,) if name in tensors}
         return Weights(config, tensors, copies, {})
 
-    def weights(self, files: DraftFiles, config: Config, target: LlamaModel | None = None) -> Weights:
+    def weights(self, files: DraftFiles, config: Config, target: Target | None = None) -> Weights:
         """Read every tensor and account for it.
 
         Raises:
@@ -203,7 +203,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     def read(
         self,
         files: DraftFiles,
-        target: LlamaModel | None = None,
+        target: Target | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -339,7 +339,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     # Served
 
     def draft_model(
-        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+        self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None
     ) -> HeadDraftModel:
         """See :class:`DraftKind`."""
         weight = target.embed_tokens.weight
@@ -348,7 +348,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
 
 
 def head_draft_model(
-    head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None
+    head: DraftHead, target: Target, token_map: torch.Tensor | None = None
 ) -> HeadDraftModel:
     """Make a head of any kind ready to draft for ``target``; it is changed. Raises UserError for one that
     does not fit."""
@@ -369,7 +369,7 @@ def our_names(pairs: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
     return names
 
 
-def _borrowed_output(config: HeadArchitecture, target: LlamaModel | None, where: str) -> torch.Tensor:
+def _borrowed_output(config: HeadArchitecture, target: Target | None, where: str) -> torch.Tensor:
     """A copy of the target's output layer."""
     if target is None:
         raise UserError(
@@ -390,7 +390,7 @@ def describe_attention(layer: DecoderConfig) -> str:
     return f"{layer.num_heads} query and {layer.num_kv_heads} key-value heads of {layer.head_dim}"
 
 
-def soften(norm: nn.Module, target: LlamaModel) -> None:
+def soften(norm: nn.Module, target: Target) -> None:
     """Start a final norm at a tenth of the target's: a new layer says nothing yet, and at full size its first
     logits would be confidently wrong (loss 15 where guessing evenly costs 9)."""
     with torch.no_grad():

@@ -34,7 +34,7 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import read_flag
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.loading.loader import check_activation, check_tensors
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
 SHARED_HEAD = "shared_head.head.weight"
@@ -109,7 +109,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return f"model.layers.0.{SHARED_HEAD}" if part == OUTPUT else f"model.{part}"
 
-    def take(self, files: DraftFiles, config: MTPConfig, target: LlamaModel | None) -> Weights:
+    def take(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`. The embedding is the target's; so is the output layer,
         unless the files bring one that differs, which is then the head's own."""
         found = super().take(files, config, target)
@@ -228,7 +228,7 @@ def _take_shared(
     return brought[0] if brought else None
 
 
-def _copy_last_layer(module: MTPModule, target: LlamaModel) -> None:
+def _copy_last_layer(module: MTPModule, target: Target) -> None:
     """Put the target's last layer behind ``eh_proj``, which begins as the sum of its two inputs."""
     state = target.layers[-1].state_dict()
     try:

@@ -12,7 +12,7 @@ from eagle_kit.kinds.support.findings import Finding, Target, check_context, che
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.loading.source import load_tokenizer
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
 
 OTHER_FAMILY = "Use a smaller model of the target's own family."
@@ -43,7 +43,7 @@ class StandaloneKind(DraftKind):
         ]
 
     def draft_model(
-        self, files: DraftFiles, target: LlamaModel, token_map: torch.Tensor | None = None
+        self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None
     ) -> StandaloneDraftModel:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`. Only sizes are compared: ids that mean other tokens
         keep the output right and are hardly ever accepted."""

@@ -12,6 +12,7 @@ from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
@@ -21,6 +22,7 @@ class PagedKV(PagedStore):
     """Keys and values ``[L, Hkv, R, D]``; rows and ``options`` are those of :class:`PagedStore`.
 
     Args:
+        variants: how each layer attends; default plainly, with the usual scale.
         gathers: keep those of running requests together for recorded cycles, where the store is on a CPU and
             of the dtype of the queries. For targets: what a window commits must never change afterwards.
     """
@@ -32,13 +34,15 @@ class PagedKV(PagedStore):
         head_dim: int,
         layout: PoolLayout,
         *,
+        variants: Sequence[AttentionVariant] | None = None,
         gathers: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(layout, **options)
         shape = (num_layers, num_heads, self.num_rows, head_dim)
         self.k, self.v = self._empty(*shape), self._empty(*shape)
-        self.scale = head_dim**-0.5
+        self.variants = variants or [AttentionVariant(head_dim**-0.5)] * num_layers
+        assert len(self.variants) == num_layers
         if gathers and self.k.device.type == "cpu" and self.k.dtype == self.dtype:
             self.gathered = GatheredRows(num_layers, num_heads, head_dim, layout.num_pages + 1, self.dtype)
 
@@ -83,7 +87,7 @@ class PagedKV(PagedStore):
             for my_q, my_k, my_v, rows, space in parts:
                 _join(k_rows, rows, my_k, space[0])
                 _join(v_rows, rows, my_v, space[1])
-                out.append(chunk_attention(my_q, space[0], space[1], self.scale, start=len(rows)))
+                out.append(chunk_attention(my_q, space[0], space[1], self.variants[layer], start=len(rows)))
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return attend
@@ -145,7 +149,7 @@ class _WindowAttend(_StoreAttend):
         k_rows, v_rows = self._stored(layer, k, v)
         b, n = self.plan.ancestors.shape
         nodes = q.view(b, n, *q.shape[1:])
-        return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.scale).flatten(0, 1)
+        return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer]).flatten(0, 1)
 
 
 class _PrefillAttend(_StoreAttend):
@@ -156,4 +160,4 @@ class _PrefillAttend(_StoreAttend):
         self.plan = plan
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return paged_prefill_attention(q, *self._stored(layer, k, v), self.plan, self.kv.scale)
+        return paged_prefill_attention(q, *self._stored(layer, k, v), self.plan, self.kv.variants[layer])

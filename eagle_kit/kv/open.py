@@ -1,16 +1,26 @@
 """Choice of the paged store for a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PagedStore, PoolLayout
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
 
 
-def open_store(spec: CacheSpec, layout: PoolLayout, *, gathers: bool = False, **options: Any) -> PagedStore:
-    """Open the store of a model that keeps ``spec`` of a token; ``options`` are those of :class:`PagedStore`,
-    and ``gathers`` that of :class:`PagedKV`."""
+def open_store(
+    spec: CacheSpec,
+    layout: PoolLayout,
+    variants: Sequence[AttentionVariant],
+    *,
+    gathers: bool = False,
+    **options: Any,
+) -> PagedStore:
+    """Open the store of a model that keeps ``spec`` of a token and whose layers attend as ``variants`` say;
+    ``options`` are those of :class:`PagedStore`, and ``gathers`` that of :class:`PagedKV`."""
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
-    return PagedKV(spec.num_layers, spec.num_heads, spec.head_dim, layout, gathers=gathers, **options)
+    sizes = spec.num_layers, spec.num_heads, spec.head_dim
+    return PagedKV(*sizes, layout, variants=variants, gathers=gathers, **options)

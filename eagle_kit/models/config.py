@@ -5,6 +5,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.models.config_parts import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -57,6 +58,7 @@ class DecoderConfig:
         qk_norm: an RMSNorm of each query and key head.
         mla: latent attention in place of grouped-query attention.
         moe: experts in place of the MLP.
+        sliding_window: tokens that a query attends to, its own included; None for all.
     """
 
     hidden_size: int
@@ -72,6 +74,7 @@ class DecoderConfig:
     qk_norm: bool = False
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    sliding_window: int | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -81,6 +84,11 @@ class DecoderConfig:
         if self.mla and self.rope_scaling and (mscale := self.rope_scaling.get("mscale_all_dim")):
             scale *= yarn_magnitude(self.rope_scaling["factor"], mscale) ** 2
         return scale
+
+    @property
+    def attention(self) -> AttentionVariant:
+        """How a layer attends."""
+        return AttentionVariant(self.attention_scale, Limits(window=self.sliding_window or 0))
 
     @property
     def rope_dim(self) -> int:

@@ -16,7 +16,7 @@ from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.store import PagedStore
-from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
+from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
@@ -27,7 +27,7 @@ from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
 class CycleModels(NamedTuple):
     """The ``target``, the store ``kv`` of its tokens, and the ``drafter`` (None in ordinary decoding)."""
 
-    target: LlamaModel
+    target: Target
     kv: PagedStore
     drafter: Drafter | None = None
 

@@ -13,13 +13,13 @@ from eagle_kit.kinds.registry import find_kind, find_serving_kind
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.kinds.support.findings import raise_on_errors
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import DraftModel
 
 
 def load_draft_model(
     draft: "str | Path | DraftHead | DraftModel",
-    target: LlamaModel,
+    target: Target,
     *,
     target_name: str | Path | None = None,
     algorithm: str = "auto",

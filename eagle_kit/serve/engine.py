@@ -21,7 +21,7 @@ from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PagePool
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.graph import CycleGraphs, GraphRunner
@@ -71,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        target: LlamaModel,
+        target: Target,
         draft: DraftModel | None,
         config: ResolvedConfig,
         make_grammars: Callable[[], GrammarCompiler] | None = None,
@@ -443,6 +443,6 @@ def _mean_context(requests: Sequence[Request]) -> int:
     return sum(request.num_tokens for request in requests) // len(requests)
 
 
-def _graphs(target: LlamaModel, config: ResolvedConfig) -> CycleGraphs:
+def _graphs(target: Target, config: ResolvedConfig) -> CycleGraphs:
     on_cpu = target.embed_tokens.weight.device.type == "cpu"
     return CpuGraphs() if on_cpu and config.graph_mode == "cycle" else GraphRunner(config.graph_mode)

@@ -19,10 +19,9 @@ from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_sha
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
-from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
@@ -65,7 +64,7 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | LlamaModel,
+        target: str | Path | Target,
         draft: "str | Path | DraftHead | DraftModel | None" = None,
         config: EngineConfig | None = None,
         *,
@@ -76,7 +75,7 @@ class LLM:
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
-        if isinstance(target, LlamaModel):
+        if isinstance(target, Target):
             self.target = target
         else:
             from eagle_kit.models.loading.loader import load_target
@@ -322,12 +321,7 @@ class LLM:
         cache."""
         device = self.target.embed_tokens.weight.device
         tokens = torch.tensor(ids, device=device)
-        scale = self.target.config.attention_scale
-        out = self.target(
-            tokens,
-            torch.arange(len(ids), device=device),
-            lambda layer, q, k, v: prefill_attention(q, k, v, scale),
-        )
+        out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
         return self.target.logits(out.hidden)
 
 

@@ -16,7 +16,7 @@ from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import DraftModel
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
@@ -67,7 +67,7 @@ class MemoryPlan:
         )
 
 
-def plan_memory(target: LlamaModel, draft: DraftModel | None, config: ResolvedConfig) -> MemoryPlan:
+def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig) -> MemoryPlan:
     """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
     as much as fits.
 
@@ -127,7 +127,7 @@ def _expanded_per_token(config: TargetConfig) -> int:
     return config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim)
 
 
-def _weights(target: LlamaModel, draft: DraftModel | None) -> Iterator[torch.Tensor]:
+def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]:
     """Iterate over every weight once, and over the packed copies that a CPU keeps."""
     parts = () if draft is None else vars(draft).values()
     models = [target, *(part for part in parts if isinstance(part, nn.Module))]

@@ -13,7 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import Candidates
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cycle import root_only
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
@@ -28,7 +28,7 @@ RECORDED = SpecShape(8, 8, 64)
 
 
 def record_drafts(
-    target: LlamaModel,
+    target: Target,
     draft: DraftModel,
     config: ResolvedConfig,
     requests: Sequence[Request],

@@ -19,7 +19,7 @@ from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cycle import (
     CycleModels,
     CycleSettings,
@@ -93,7 +93,7 @@ class Runner:
 
     def __init__(
         self,
-        target: LlamaModel,
+        target: Target,
         draft: DraftModel | None,
         config: ResolvedConfig,
         graphs: CycleGraphs | None = None,
@@ -104,7 +104,9 @@ class Runner:
         kv_dtype = KV_DTYPES[config.kv_dtype]
         layout = PoolLayout(config.num_pages, config.page_size, config.max_batch_size, dtype=kv_dtype)
         place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        self.kv = open_store(target.config.cache, layout, gathers=config.graph_mode == "cycle", **place)
+        self.kv = open_store(
+            target.config.cache, layout, target.variants, gathers=config.graph_mode == "cycle", **place
+        )
         self.linear_forms = LinearForms(weight.device)
         self.drafter: Drafter | None = None
         if draft is not None:

@@ -12,12 +12,12 @@ from eagle_kit.bench.case import Cost
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.heads.eagle3 import Eagle3Head
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 
 def cycle_forwards(
-    target: LlamaModel, draft: HeadDraftModel, shape: SpecShape, batch: int, context: int
+    target: Target, draft: HeadDraftModel, shape: SpecShape, batch: int, context: int
 ) -> list[Cost]:
     """The forwards of one cycle with their bytes and floating-point operations."""
     config = target.config

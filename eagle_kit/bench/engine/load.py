@@ -19,7 +19,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify_and_commit
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import CycleGraphs
@@ -33,7 +33,7 @@ ROOM = 768
 COLUMNS = 64
 
 
-def loaded(target: LlamaModel, draft: DraftModel | None, batch: int, context: int, **options: Any) -> LLM:
+def loaded(target: Target, draft: DraftModel | None, batch: int, context: int, **options: Any) -> LLM:
     """An LLM with room for ``batch`` requests of ``context`` tokens, and for their cycles behind it."""
     longest = min(context + ROOM, target.config.max_position_embeddings)
     return LLM(

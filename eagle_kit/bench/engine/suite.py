@@ -20,7 +20,7 @@ from eagle_kit.bench.options import Options
 from eagle_kit.bench.runner import Benchmark, conduct, say
 from eagle_kit.bench.verdict import Rows, Verdict, at_most
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.report.bench import plot_cycles
 from eagle_kit.serve.graph import GraphMode
 from eagle_kit.serve.llm import LLM
@@ -75,7 +75,7 @@ def main(model: str | None, options: Options, grid: Grid | None = None) -> int:
 class Suite:
     """The cases of one target and draft; cases of the same load share its LLM, and so its prompts' keys."""
 
-    def __init__(self, target: LlamaModel, draft: HeadDraftModel, grid: Grid) -> None:
+    def __init__(self, target: Target, draft: HeadDraftModel, grid: Grid) -> None:
         self.target, self.draft, self.grid = target, draft, grid
         self._llm: tuple[Any, LLM] | None = None
 

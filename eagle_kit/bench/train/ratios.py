@@ -26,7 +26,7 @@ from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.timing import Timing
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import capture_features
 
@@ -62,7 +62,7 @@ class Row(NamedTuple):
     reply: torch.Tensor
 
 
-def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: int = 3) -> dict[str, Any]:
+def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 3) -> dict[str, Any]:
     """Time and peak memory of one forward and backward of the head by every way, and their ratios.
 
     Args:
@@ -126,7 +126,7 @@ def measure_ratios(options: RatioOptions, target: LlamaModel | None, repeats: in
     }
 
 
-def _shapes(options: RatioOptions, target: LlamaModel | None) -> tuple[TargetConfig, int]:
+def _shapes(options: RatioOptions, target: Target | None) -> tuple[TargetConfig, int]:
     if options.model is None:
         assert target is not None
         return target.config, options.draft_vocab_size or min(8192, target.config.vocab_size)
@@ -154,7 +154,7 @@ def made_up_row(options: RatioOptions, vocab_size: int) -> Row:
 
 
 def _work(
-    options: RatioOptions, head: Eagle3Head, config: TargetConfig, target: LlamaModel | None, row: Row
+    options: RatioOptions, head: Eagle3Head, config: TargetConfig, target: Target | None, row: Row
 ) -> DenseInputs:
     """States of the target over the row, or random ones; weights of the steps as the trainer's."""
     ids, device = row.ids, row.ids.device

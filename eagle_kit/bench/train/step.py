@@ -24,7 +24,7 @@ from eagle_kit.kernels.timing import Timer, matmul_rates
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
@@ -46,7 +46,7 @@ def cases(target: str, compare: RatioOptions | None = None) -> Iterator[Case]:
     """
 
     @cache
-    def model(device: str) -> LlamaModel:
+    def model(device: str) -> Target:
         return load_target(resolve_target(target), device=device)
 
     def ratios(machine: Machine) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def training_targets(rows: Rows, counts: bool) -> list[Verdict]:
     ]
 
 
-def measure_rate(target: LlamaModel, options: RatioOptions = ROW) -> dict[str, Any]:
+def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     """Time capture and training of a fresh head on one packed row of random tokens, on the CPU: needed
     operations as ``eagle_kit.train.plan.costs`` counts them, seconds, tokens/s, shares of the machine's
     matmul rates, and peak memory."""
@@ -114,7 +114,7 @@ def measure_rate(target: LlamaModel, options: RatioOptions = ROW) -> dict[str, A
 
 
 def _train_once(
-    head: Eagle3Head, target: LlamaModel, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
+    head: Eagle3Head, target: Target, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> None:
     weights = [torch.full((count,), 1.0 / max(count, 1)) for count in plan.counts]
     rows = target.head_weight[head.target_ids]

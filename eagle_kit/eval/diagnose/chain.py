@@ -16,7 +16,7 @@ from eagle_kit.eval.diagnose.row import Row, States
 from eagle_kit.kernels.packed_attention import document_spans, packed_attention
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 LOGIT_ROWS = 256
 """Rows whose logits over the draft vocabulary exist at the same time."""
@@ -83,7 +83,7 @@ class Reading(NamedTuple):
 class Source(NamedTuple):
     """A row, the target that computed its states, and those states."""
 
-    target: LlamaModel
+    target: Target
     row: Row
     states: States
 
@@ -182,7 +182,7 @@ def _moved(rows: torch.Tensor, shift: int, doc_start: torch.Tensor) -> torch.Ten
     return torch.maximum((rows + shift).clamp(max=len(rows) - 1), doc_start)
 
 
-def _features(head: DraftHead, target: LlamaModel, states: States, view: View) -> torch.Tensor:
+def _features(head: DraftHead, target: Target, states: States, view: View) -> torch.Tensor:
     layers = head.capture if view.layers is None else view.layers
     final = states.inputs[target.config.num_layers] if view.raw else states.hidden
     parts = [states.inputs[layer] for layer in layers]
@@ -200,13 +200,13 @@ class _Attention:
     rows: QueryPlan
 
     def __init__(self, head: DraftHead, doc_start: torch.Tensor) -> None:
-        self.spans, self.scale = document_spans(doc_start), head.config.attention_scale
+        self.spans, self.variant = document_spans(doc_start), head.config.layer.attention
         self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def first(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention of every token, whose keys are kept."""
         self.k, self.v = k, v
-        return packed_attention(q, k, v, self.spans, self.scale)
+        return packed_attention(q, k, v, self.spans, self.variant)
 
     def later(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of a later step of the chains at :attr:`rows`."""
@@ -214,4 +214,5 @@ class _Attention:
         own_k, own_v = (torch.stack(part, 2) for part in zip(*self.own, strict=True))
         size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
         values, own_v = (pad(x, (0, missing)) if missing else x for x in (self.v, own_v))
-        return ttt_attention(q, self.k, values, own_k, own_v, self.rows, self.scale)[..., :size]
+        rows = self.rows.within(self.variant.limits.window or None, len(self.own))
+        return ttt_attention(q, self.k, values, own_k, own_v, rows, self.variant.scale)[..., :size]

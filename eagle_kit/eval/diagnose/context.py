@@ -19,7 +19,7 @@ from eagle_kit.eval.diagnose.hypotheses import Hypothesis
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.trials import Trial, compare, read
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 BORDERS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """First positions of the parts that acceptance is read in."""
@@ -61,7 +61,7 @@ class ContextReading:
 
 
 def read_context(
-    head: DraftHead, target: LlamaModel, texts: Sequence[Text], length: int, ropes: Sequence[Hypothesis]
+    head: DraftHead, target: Target, texts: Sequence[Text], length: int, ropes: Sequence[Hypothesis]
 ) -> ContextReading | None:
     """Read a head over ``texts`` that are joined to some of ``length`` tokens.
 

@@ -16,7 +16,7 @@ from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.replay import Messages, Replies
 from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 MOST_CHATS = 16
 """Chats that are read in every format: each format costs a forward of the target."""
@@ -75,7 +75,7 @@ class FormatReading(NamedTuple):
 
 
 def read_formats(
-    head: DraftHead, target: LlamaModel, tokenizer: Any, replies: Replies
+    head: DraftHead, target: Target, tokenizer: Any, replies: Replies
 ) -> list[FormatReading]:
     """Read a head behind prompts of every format, the target's own first.
 
@@ -123,7 +123,7 @@ def _own(tokenizer: Any, messages: Messages, **options: Any) -> list[int]:
 
 
 def _measure(
-    head: DraftHead, target: LlamaModel, texts: Sequence[Text]
+    head: DraftHead, target: Target, texts: Sequence[Text]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First drafts that are right ``[R]``, how well the target is followed ``[R]``, and texts ``[R]``."""
     row = pack(texts).to(target.embed_tokens.weight.device)

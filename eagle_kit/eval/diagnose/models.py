@@ -15,7 +15,7 @@ from eagle_kit.kinds.support.copies import is_copy
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.llm import LLM
 
 MOST_WEIGHTS = 4e9
@@ -42,7 +42,7 @@ class Models:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def target(self) -> LlamaModel:
+    def target(self) -> Target:
         """The target in use."""
         return self.llm.target
 
@@ -51,7 +51,7 @@ class Models:
         """Dtype of the weights."""
         return self.target.embed_tokens.weight.dtype
 
-    def in_float32(self) -> "tuple[LlamaModel, DraftHead] | None":
+    def in_float32(self) -> "tuple[Target, DraftHead] | None":
         """Target and head in fp32; None where they are, or where that is too much for another copy."""
         count = sum(parameter.numel() for parameter in self.target.parameters())
         if self.dtype == torch.float32 or self.places is None or count > MOST_WEIGHTS:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.kernels.linear import linear
-from eagle_kit.kernels.packed_attention import document_spans, packed_attention
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.kernels.packed_attention import document_spans
+from eagle_kit.models.targets.target import Target, capped
 
 LOGIT_ROWS = 128
 """Rows whose logits over the target's vocabulary exist at the same time."""
@@ -93,16 +93,10 @@ class States(NamedTuple):
 
 
 @torch.inference_mode()
-def compute_states(target: LlamaModel, row: Row, layers: Sequence[int]) -> States:
+def compute_states(target: Target, row: Row, layers: Sequence[int]) -> States:
     """Run the target over a row, every text by itself."""
-    capture, scale = tuple(sorted(set(layers))), target.config.attention_scale
-    spans = document_spans(row.doc_start)
-    out = target(
-        row.ids,
-        row.positions,
-        lambda layer, q, k, v: packed_attention(q, k, v, spans, scale),
-        capture,
-    )
+    capture = tuple(sorted(set(layers)))
+    out = target(row.ids, row.positions, target.packed(document_spans(row.doc_start)), capture)
     size = target.config.hidden_size
     inputs = {layer: out.aux[:, i * size : (i + 1) * size] for i, layer in enumerate(capture)}
     best, totals = [], []
@@ -115,7 +109,7 @@ def compute_states(target: LlamaModel, row: Row, layers: Sequence[int]) -> State
 
 @torch.inference_mode()
 def log_probs(
-    target: LlamaModel, row: Row, states: States, tokens: torch.Tensor, among: torch.Tensor | None = None
+    target: Target, row: Row, states: States, tokens: torch.Tensor, among: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Log-probability under the target of ``tokens`` int64 ``[R]``, one behind each root, fp32 ``[R]``.
 
@@ -123,9 +117,10 @@ def log_probs(
         among: int64 ``[Vd]``, the only tokens there are; all when None.
     """
     hidden, weight = states.hidden[row.roots], target.head_weight
-    logits = torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float())
+    logits = capped(torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float()), target.soft_cap)
     if among is None:
         return logits - states.log_total
     chosen = weight[among]
-    totals = [linear(rows, chosen).float().logsumexp(-1) for rows in hidden.split(LOGIT_ROWS)]
+    parts = (linear(rows, chosen).float() for rows in hidden.split(LOGIT_ROWS))
+    totals = [capped(part, target.soft_cap).logsumexp(-1) for part in parts]
     return logits - torch.cat(totals)

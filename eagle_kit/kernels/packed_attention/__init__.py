@@ -2,9 +2,10 @@
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.packed_attention import reference
 from eagle_kit.kernels.packed_attention.reference import document_spans
+from eagle_kit.kernels.variant import AttentionVariant, as_variant
 
 __all__ = ["document_spans", "packed_attention"]
 
@@ -14,13 +15,14 @@ def packed_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     spans: list[tuple[int, int]],
-    scale: float,
+    variant: AttentionVariant | float,
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """See :func:`eagle_kit.kernels.packed_attention.reference.packed_attention`."""
-    if uses_triton(q, backend):
+    variant = as_variant(variant)
+    if uses_triton(q, backend) and (variant.is_softmax or not is_differentiated(q, k, v)):
         from eagle_kit.kernels.packed_attention import triton
 
-        return triton.packed_attention(q, k, v, triton.document_starts(spans, q.device), scale)
-    return reference.packed_attention(q, k, v, spans, scale)
+        return triton.packed_attention(q, k, v, triton.document_starts(spans, q.device), variant)
+    return reference.packed_attention(q, k, v, spans, variant)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.variant import AttentionVariant
 
 LONG = 4096
 """Number of tokens of a document from which narrow values are padded with zeros: torch has no flash attention
@@ -21,7 +22,11 @@ def document_spans(doc_start: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[tuple[int, int]], scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: list[tuple[int, int]],
+    variant: AttentionVariant | float,
 ) -> torch.Tensor:
     """Causal attention of every token to the tokens of its own document; differentiable.
 
@@ -29,6 +34,7 @@ def packed_attention(
         q: ``[T, Hq, D]``.
         k, v: ``[T, Hkv, D]``.
         spans: (start, stop) of the documents, which cover 0..T-1 in order.
+        variant: how the layer attends; a number is the scale of plain attention.
 
     Returns:
         ``[T, Hq, D]``.
@@ -37,5 +43,5 @@ def packed_attention(
     out = []
     for a, b in spans:
         values = pad(v[a:b], (0, missing)) if missing > 0 and b - a >= LONG else v[a:b]
-        out.append(prefill_attention(q[a:b], k[a:b], values, scale)[..., :size])
+        out.append(prefill_attention(q[a:b], k[a:b], values, variant)[..., :size])
     return torch.cat(out)

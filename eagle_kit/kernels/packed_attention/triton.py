@@ -11,6 +11,7 @@ import torch
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.ttt_attention import triton as flash
+from eagle_kit.kernels.variant import AttentionVariant
 
 
 def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
@@ -23,18 +24,22 @@ def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, variant: AttentionVariant
 ) -> torch.Tensor:
     """Packed attention of ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` -> ``[T, Hq, D]``; ``doc_start``
-    int32 ``[T]`` is the first token of each token's document. Differentiable."""
+    int32 ``[T]`` is the first token of each token's document. Differentiable where the softmax is ordinary."""
     tokens, kv_heads, size = k.shape
     none = k.new_empty(tokens, kv_heads, 0, size)
     stops = torch.arange(1, tokens + 1, dtype=torch.int32, device=k.device)
-    return flash.ttt_attention(q, k, v, none, none, doc_start, stops, scale)
+    starts = doc_start + variant.limits.firsts(stops - 1 - doc_start)
+    return flash.ttt_attention(
+        q, k, v, none, none, starts, stops, variant.scale, variant.soft_cap, variant.sinks
+    )
 
 
 def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: the forward at the head sizes of captured targets."""
+    """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with sinks
+    and Gemma 2's with a cap."""
     shipped = (
         ("bf16", 64, 90),
         ("bf16", 128, 90),
@@ -43,4 +48,9 @@ def variants() -> list[Variant]:
         ("bf16", 256, 90),
         ("fp32", 64, 90),
     )
-    return [flash.forward_variant("packed_attention", *at, own=False) for at in shipped]
+    plain = [flash.forward_variant("packed_attention", *at, own=False) for at in shipped]
+    return [
+        *plain,
+        flash.forward_variant("packed_attention", "bf16", 64, 90, own=False, sinks=True),
+        flash.forward_variant("packed_attention", "bf16", 256, 90, own=False, capped=True),
+    ]

@@ -9,6 +9,7 @@ from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.prefill_attention import reference
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.prefill_attention.reference import chunk_attention, prefill_attention
+from eagle_kit.kernels.variant import AttentionVariant, as_variant
 
 __all__ = ["PrefillPlan", "chunk_attention", "paged_prefill_attention", "prefill_attention"]
 
@@ -18,7 +19,7 @@ def paged_prefill_attention(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     plan: PrefillPlan,
-    scale: float,
+    variant: AttentionVariant | float,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -31,13 +32,15 @@ def paged_prefill_attention(
         k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, these rows' keys included, in the dtype of
             ``q`` or fp8 e4m3.
         plan: location of the keys.
+        variant: how the layer attends; a number is the scale of plain attention.
         k_scale, v_scale: factors of an fp8 store's values.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of ``q``.
     """
+    variant = as_variant(variant)
     if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
         from eagle_kit.kernels.prefill_attention import triton
 
-        return triton.paged_prefill_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
-    return reference.paged_prefill_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+        return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+    return reference.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)

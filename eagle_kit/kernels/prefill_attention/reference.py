@@ -4,27 +4,74 @@ Legend: T chunk tokens, C cached tokens before them, Hq / Hkv heads, D head size
 store.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
-from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.summation import SPLIT_TERMS, round_columns
+from eagle_kit.kernels.variant import AttentionVariant, as_variant
 from eagle_kit.kernels.window_attention.reference import attend_dense, take_rows
 
 BLOCK = 32
 """Queries of a chunk that are computed together: few enough that their scores stay in the cache of a core."""
+LIMITED_BLOCK = 256
+"""Queries that share a mask where attention is not plain."""
 
 
-def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention: query t attends to keys 0..C + t.
+def prefill_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant | float
+) -> torch.Tensor:
+    """Causal attention: query t attends to keys 0..C + t, as far as the variant's limits let it;
+    differentiable.
 
     Args:
         q: ``[T, Hq, D]``.
         k, v: ``[C + T, Hkv, D]``, cached tokens first.
+        variant: how the layer attends; a number is the scale of plain attention.
 
     Returns:
         ``[T, Hq, D]``.
     """
+    variant = as_variant(variant)
+    if variant.is_plain:
+        return _causal_attention(q, k, v, variant.scale)
+    out, cached = [], len(k) - len(q)
+    for number, block in enumerate(q.split(LIMITED_BLOCK)):
+        start = cached + number * LIMITED_BLOCK
+        first, stop = variant.limits.first(start), start + len(block)
+        rows = torch.arange(start, stop, device=q.device)
+        held = torch.arange(first, stop, device=q.device)
+        seen = (held <= rows[:, None]) & (held >= variant.limits.firsts(rows)[:, None])
+        out.append(_masked_attention(block, k[first:stop], v[first:stop], seen, variant))
+    return torch.cat(out) if out else q[..., : v.shape[-1]]
+
+
+def _masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, variant: AttentionVariant
+) -> torch.Tensor:
+    """Attention of ``q [t, Hq, D]`` to those of ``k [c, Hkv, D]`` and ``v [c, Hkv, E]`` that are ``seen [t,
+    c]`` -> ``[t, Hq, E]``, with explicit scores where they are no ordinary softmax."""
+    group = q.shape[1] // k.shape[1]
+    if variant.is_softmax:
+        heads = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+        out = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=variant.scale)
+        return out.transpose(0, 1)
+    queries = q.unflatten(1, (-1, group)).float()
+    scores = torch.einsum("thgd,chd->hgtc", queries, k.float()) * variant.scale
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if variant.sinks is not None:
+        sinks = variant.sinks.float().view(-1, group, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hgtc,chd->thgd", weights, v.float()).flatten(1, 2).to(q.dtype)
+
+
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of query t to keys 0..C + t."""
     (t, hq, _), hkv, c = q.shape, k.shape[1], k.shape[0] - q.shape[0]
     # KV heads are the batch, so that their keys are not copied for every query head of a group.
     queries = q.unflatten(1, (hkv, hq // hkv)).permute(1, 2, 0, 3)
@@ -40,7 +87,7 @@ def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
 
 
 def chunk_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, start: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant | float, *, start: int
 ) -> torch.Tensor:
     """Causal attention of a chunk in the arithmetic of windows: in fp32 on a CPU a token has the same bits in
     a chunk of any size as when it is decoded.
@@ -49,16 +96,21 @@ def chunk_attention(
         q: ``[T, Hq, D]``, the queries of positions ``start``..``start + T - 1``.
         k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is
             at least :func:`round_columns` of ``start + T``.
+        variant: how the layer attends; a number is the scale of plain attention.
 
     Returns:
         ``[T, Hq, E]``.
     """
-    blocks = []
+    blocks, variant = [], as_variant(variant)
     for first, block in enumerate(q.split(BLOCK)):
         seen = start + first * BLOCK
         columns = round_columns(seen + len(block))
         mask = torch.full((len(block), columns), float("-inf"), device=q.device).triu_(seen + 1)
-        blocks.append(attend_dense(block[None], k[:, :columns], v[:, :columns], mask[None], scale)[0])
+        if any(variant.limits):
+            firsts = variant.limits.firsts(torch.arange(seen, seen + len(block), device=q.device))
+            mask.masked_fill_(torch.arange(columns, device=q.device) < firsts[:, None], float("-inf"))
+        at = slice(variant.limits.first(seen) // SPLIT_TERMS * SPLIT_TERMS, columns)
+        blocks.append(attend_dense(block[None], k[:, at], v[:, at], mask[None, :, at], variant)[0])
     return torch.cat(blocks)
 
 
@@ -67,7 +119,7 @@ def paged_prefill_attention(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     plan: PrefillPlan,
-    scale: float,
+    variant: AttentionVariant,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -83,7 +135,8 @@ def paged_prefill_attention(
         ``[T, Hq, D]``.
     """
     borders, starts, size = plan.cu_rows.tolist(), plan.starts.tolist(), plan.page_size
-    out = torch.empty_like(q)
+    assert not (variant.limits.chunk and plan.first_slot), "chunks are of positions, not of slots"
+    out, scaled = torch.empty_like(q), replace(variant, scale=variant.scale * k_scale)
     for table, start, a, b in zip(plan.page_tables, starts, borders, borders[1:], strict=False):
         stop = start + b - a
         if a == b:
@@ -97,5 +150,5 @@ def paged_prefill_attention(
             out[a : a + alone] = v[:alone].repeat_interleave(q.shape[1] // v.shape[1], 1)
             a, k, v = a + alone, k[alone:], v[alone:]
         if a < b:
-            out[a:b] = prefill_attention(q[a:b], k, v, scale * k_scale)
+            out[a:b] = prefill_attention(q[a:b], k, v, scaled)
     return out if v_scale == 1.0 else out * v_scale

@@ -26,21 +26,26 @@ import triton.language as tl
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.backend import device_facts
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention.triton import (
-    LOG2_E,
     block_d,
     choose_blocks,
+    first_seen,
     fold,
     fold_blocks,
+    score_factors,
+    tanh,
     values_per_element,
 )
 
 
 @triton.jit
 def _prefill(
-    q, k_rows, v_rows, page_tables, cu_rows, starts, out, factor, v_scale, store_rows, table_stride,
+    q, k_rows, v_rows, page_tables, cu_rows, starts, sinks, out, factor, cap, v_scale, store_rows,
+    table_stride,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
     FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows of one request and key head."""
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -68,14 +73,20 @@ def _prefill(
     odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     # every row attends to all blocks from gap to resume
     count = highest // BLOCK_N + 1
-    gap = tl.minimum((FIRST + BLOCK_N - 1) // BLOCK_N, count)
+    skipped = first_seen(lowest, WINDOW, CHUNK) // BLOCK_N
+    gap = tl.minimum(tl.cdiv(tl.maximum(FIRST, first_seen(highest, WINDOW, CHUNK)), BLOCK_N), count)
     resume = tl.maximum(gap, (lowest + 1) // BLOCK_N)
     acc, odd, top, total = fold_blocks(
-        acc, odd, top, total, queries, k, v, table, gap, resume, factor, D, PAIR, PAGE, BLOCK_N, BLOCK_D
-    )
-    for step in tl.range(0, count - (resume - gap), num_stages=1):
+        acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
+        D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
+    )  # fmt: skip
+    first_of = first_seen(position, WINDOW, CHUNK)
+    for step in tl.range(skipped, count - (resume - gap), num_stages=1):
         column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
         held = (column <= highest) & (column >= tl.minimum(FIRST, start))
         page = tl.load(table + column // PAGE, held, 0)
@@ -86,6 +97,10 @@ def _prefill(
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         column = column[None, :]
         seen = (column <= position[:, None]) & ((column >= FIRST) | (column == position[:, None]))
+        if WINDOW > 0 or CHUNK > 0:
+            seen = seen & (column >= first_of[:, None])
+        if CAPPED:
+            scores = tanh(scores * cap)
         scores = tl.where(seen, scores, float("-inf"))
         acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
 
@@ -107,8 +122,10 @@ def paged_prefill_attention_op(
     first_slot: int,
     max_rows: int,
     scale: float,
-    k_scale: float,
     v_scale: float,
+    limits: list[int],
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prefill attention of ``q [T, Hq, D]``; the store, ``cu_rows`` and ``starts`` are contiguous."""
     (_, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
@@ -120,8 +137,9 @@ def paged_prefill_attention_op(
     blocks = choose_blocks(rows, d, *widths, device_facts(q.device).capability >= 90)
     pair = values_per_element(blocks, *widths)
     _prefill[(triton.cdiv(rows, blocks.m), hkv, starts.shape[0])](
-        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts, out),
-        *(scale * k_scale * LOG2_E, v_scale, store_rows, page_tables.stride(0)),
+        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts),
+        *(q if sinks is None else sinks, out),
+        *(*score_factors(scale, soft_cap), v_scale, store_rows, page_tables.stride(0)),
         G=hq // hkv,
         HKV=hkv,
         D=d,
@@ -131,6 +149,10 @@ def paged_prefill_attention_op(
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         BLOCK_D=block_d(d),
+        WINDOW=limits[0],
+        CHUNK=limits[1],
+        CAPPED=soft_cap is not None,
+        SINKS=sinks is not None,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -147,12 +169,12 @@ def paged_prefill_attention(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     plan: PrefillPlan,
-    scale: float,
+    variant: AttentionVariant,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See the reference; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
-    assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
+    """See the reference; scales are positive, the store is contiguous."""
+    assert variant.scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
     return paged_prefill_attention_op(
         q.contiguous(),
         k_rows,
@@ -163,31 +185,36 @@ def paged_prefill_attention(
         plan.starts.contiguous(),
         plan.first_slot,
         plan.max_rows,
-        scale,
-        k_scale,
+        variant.scale * k_scale,
         v_scale,
+        [*variant.limits],
+        variant.soft_cap,
+        variant.sinks,
     )
 
 
 def _variant(
-    kind: str, size: int, group: int, rows: int, page: int, store: str, archs: tuple[int, ...]
+    kind: str, size: int, group: int, rows: int, page: int, store: str, archs: tuple[int, ...], **variant: int
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
     blocks = choose_blocks(rows * group, size, widths[kind], widths[store], archs[-1] >= 90)
     pair = values_per_element(blocks, widths[kind], widths[store])
     return Variant(
         f"prefill_attention {kind} D{size} G{group} rows {rows} page {page}"
-        + (" fp8" if store == "fp8e4nv" else ""),
+        + (" fp8" if store == "fp8e4nv" else "")
+        + "".join(f" {name.lower()} {value}" for name, value in variant.items()),
         _prefill,
         {
             **{"q": f"*{kind}", "k_rows": f"*{store}", "v_rows": "*i16" if pair == 2 else f"*{store}"},
             **dict.fromkeys(("page_tables", "cu_rows", "starts"), "*i64"),
-            **{"out": f"*{kind}", "factor": "fp32", "v_scale": "fp32"},
+            **{"sinks": f"*{kind}", "out": f"*{kind}", "factor": "fp32", "cap": "fp32", "v_scale": "fp32"},
             **dict.fromkeys(("store_rows", "table_stride"), "i32"),
         },
         {
             **{"G": group, "HKV": 8, "D": size, "PAIR": pair, "PAGE": page, "FIRST": 0},
             **{"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": block_d(size)},
+            **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
+            **variant,
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
@@ -198,7 +225,7 @@ def _variant(
 
 def variants() -> list[Variant]:
     """Kernels to compile ahead of time: chunks of Llama 3 8B and of other head sizes, pages and stores; short
-    chunks."""
+    chunks; gpt-oss's, Gemma 2's and Llama 4's layers."""
     both = (80, 90)
     return [
         _variant("bf16", 128, 4, 2048, 16, "bf16", (90,)),
@@ -211,4 +238,7 @@ def variants() -> list[Variant]:
         _variant("bf16", 96, 5, 2048, 64, "bf16", (90,)),
         _variant("bf16", 256, 4, 2048, 64, "bf16", (90,)),
         _variant("fp32", 64, 3, 2048, 16, "fp32", both),
+        _variant("bf16", 64, 8, 2048, 16, "bf16", (90,), WINDOW=128, SINKS=True),
+        _variant("bf16", 256, 2, 2048, 16, "bf16", (90,), WINDOW=4096, CAPPED=True),
+        _variant("bf16", 128, 5, 2048, 16, "bf16", (90,), CHUNK=8192),
     ]

@@ -4,7 +4,7 @@ Legend: R query rows, T packed tokens.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ their block is computed, because together they would have R x T / 2 entries."""
 class QueryBlock(NamedTuple):
     """Query rows ``start..stop-1`` (of R) against keys ``key_start..key_stop-1`` (of T) of one document.
 
-    ``mask`` fp32 ``[stop - start, key_stop - key_start]``: 0 where the key is not after the row, else -inf.
+    ``mask`` fp32 ``[stop - start, key_stop - key_start]``: 0 where the row attends to the key, else -inf.
     """
 
     start: int
@@ -37,16 +37,32 @@ class QueryPlan:
         rows: positions of the query rows, ascending, int64 ``[R]``.
         doc_start: first token of each token's document, int64 ``[T]``.
         block_rows: maximum rows of a block.
+        reach: keys before its position that a row attends to, its own included; None for all of its document.
+            In step k of training-time test a sliding window of w reaches w - k.
     """
 
     rows: torch.Tensor
     doc_start: torch.Tensor
     block_rows: int
+    reach: int | None = None
+
+    def within(self, window: int | None, step: int) -> "QueryPlan":
+        """Plan of the same rows in ``step``, for a head whose layer has a sliding ``window``."""
+        if window is None:
+            return self
+        assert window > step, "the own keys of all steps lie within the window"
+        return replace(self, reach=window - step)
+
+    @cached_property
+    def firsts(self) -> torch.Tensor:
+        """First key that each row attends to, int64 ``[R]``, ascending."""
+        begins = self.doc_start[self.rows]
+        return begins if self.reach is None else torch.maximum(begins, self.rows + 1 - self.reach)
 
     @cached_property
     def spans(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``starts, stops`` int32 ``[R]``, both ascending: a row attends to keys ``starts .. stops - 1``."""
-        return self.doc_start[self.rows].int(), (self.rows + 1).int()
+        return self.firsts.int(), (self.rows + 1).int()
 
     @cached_property
     def blocks(self) -> "QueryBlocks":
@@ -59,12 +75,12 @@ class QueryBlocks:
     """Blocks of a plan, in order; can be iterated repeatedly.
 
     Attributes:
-        rows: rows of the plan.
+        rows, firsts: rows of the plan, and the first keys that they attend to.
         extents: ``start, stop, key_start, key_stop`` of every block.
     """
 
     def __init__(self, plan: QueryPlan) -> None:
-        self.rows, self.extents = plan.rows, list(_extents(plan))
+        self.rows, self.firsts, self.extents = plan.rows, plan.firsts, list(_extents(plan))
         entries = sum((b - a) * (d - c) for a, b, c, d in self.extents)
         self._kept = list(self._masked()) if entries <= KEPT_MASK_ENTRIES else None
 
@@ -73,14 +89,15 @@ class QueryBlocks:
 
     def _masked(self) -> Iterator[QueryBlock]:
         for start, stop, key_start, key_stop in self.extents:
-            mask = causal_mask(self.rows[start:stop], key_start, key_stop)
+            mask = span_mask(self.firsts[start:stop], self.rows[start:stop], key_start, key_stop)
             yield QueryBlock(start, stop, key_start, key_stop, mask)
 
 
-def causal_mask(rows: torch.Tensor, key_start: int, key_stop: int) -> torch.Tensor:
-    """fp32 ``[n, key_stop - key_start]``: 0 where the key is not after the row, else -inf."""
-    later = torch.arange(key_start, key_stop, device=rows.device)[None] > rows[:, None]
-    return torch.zeros(later.shape, device=rows.device).masked_fill_(later, float("-inf"))
+def span_mask(firsts: torch.Tensor, lasts: torch.Tensor, key_start: int, key_stop: int) -> torch.Tensor:
+    """fp32 ``[n, key_stop - key_start]``: 0 for the keys ``firsts .. lasts`` of a row, else -inf."""
+    keys = torch.arange(key_start, key_stop, device=lasts.device)
+    hidden = (keys > lasts[:, None]) | (keys < firsts[:, None])
+    return torch.zeros(hidden.shape, device=lasts.device).masked_fill_(hidden, float("-inf"))
 
 
 def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
@@ -92,7 +109,7 @@ def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
     for count in counts.tolist():
         for first in range(start, start + count, plan.block_rows):
             stop = min(first + plan.block_rows, start + count)
-            yield first, stop, int(doc_start[rows[first]]), int(rows[stop - 1]) + 1
+            yield first, stop, int(plan.firsts[first]), int(rows[stop - 1]) + 1
         start += count
 
 

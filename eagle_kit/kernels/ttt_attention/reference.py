@@ -6,7 +6,7 @@ Legend: R query rows, T packed tokens, J own keys of a row, Hq / Hkv heads, G = 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from eagle_kit.kernels.ttt_attention.plan import QueryBlocks, causal_mask
+from eagle_kit.kernels.ttt_attention.plan import QueryBlocks, span_mask
 
 
 def ttt_attention(
@@ -33,7 +33,8 @@ def ttt_attention(
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, own_k, own_v))
     for start, stop, key_start, key_stop in blocks.extents:
         at, seen = slice(start, stop), slice(key_start, key_stop)
-        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], blocks.rows[at], key_start, scale)
+        mask = span_mask(blocks.firsts[at], blocks.rows[at], key_start, key_stop)
+        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], mask, scale)
         out.append(checkpoint(_attend, *args, use_reentrant=False) if keeps else _attend(*args))
     return torch.cat(out)
 
@@ -44,14 +45,12 @@ def _attend(
     v: torch.Tensor,
     own_k: torch.Tensor,
     own_v: torch.Tensor,
-    row_of: torch.Tensor,
-    key_start: int,
+    mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """Attention of one block of rows; recomputed in the backward pass, where autograd would keep R x T
     scores."""
     rows = q.unflatten(1, (k.shape[1], -1)).float()
-    mask = causal_mask(row_of, key_start, key_start + k.shape[0])
     prefix = torch.einsum("nhgd,thd->nhgt", rows, k.float()) * scale + mask[:, None, None]
     own = torch.einsum("nhgd,nhjd->nhgj", rows, own_k.float()) * scale
     weights = torch.cat((prefix, own), -1).softmax(-1)

@@ -40,6 +40,7 @@ import triton.language as tl
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.window_attention.triton import score_factors, tanh
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_SIZE = 256
@@ -47,8 +48,8 @@ MAX_HEAD_SIZE = 256
 
 @triton.jit
 def _attend(
-    acc, top, total, queries, k, v, begin, gap, resume, end, starts, stops, scale,
-    MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    acc, top, total, queries, k, v, begin, gap, resume, end, starts, stops, scale, cap,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Accumulate keys ``begin .. end - 1`` except ``gap .. resume - 1`` into the online softmax, in blocks;
     not MASKED if every row attends to all of them."""
@@ -68,7 +69,10 @@ def _attend(
             keys, values = tl.load(k + at + tile, there, 0.0), tl.load(v + at + tile, there, 0.0)
         else:
             keys, values = tl.load(k + at + tile), tl.load(v + at + tile)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if CAPPED:
+            scores = tanh(scores * cap)
+        scores *= scale
         if MASKED:
             seen = ((first + n)[None, :] >= starts[:, None]) & ((first + n)[None, :] < stops[:, None])
             scores = tl.where(seen, scores, float("-inf"))
@@ -86,8 +90,9 @@ def _attend(
 
 @triton.jit
 def _forward(
-    q, k, v, own_k, own_v, starts, stops, out, lse, scale, rows, num_own,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
+    q, k, v, own_k, own_v, starts, stops, sinks, out, lse, scale, cap, rows, num_own,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Forward of some rows of one query head; the last rows, which have most keys, run first."""
@@ -104,11 +109,17 @@ def _forward(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     if OWN:
         wide = queries.to(tl.float32)
         own = (row * HKV + kv_head)[:, None] * (num_own * D) + d[None, :]
         for _ in range(num_own):
-            score = tl.sum(wide * tl.load(own_k + own, inside, 0.0).to(tl.float32), 1) * scale
+            score = tl.sum(wide * tl.load(own_k + own, inside, 0.0).to(tl.float32), 1)
+            if CAPPED:
+                score = tanh(score * cap)
+            score *= scale
             higher = tl.maximum(top, score)
             p, kept = tl.exp2(score - higher), tl.exp2(top - higher)
             value = tl.load(own_v + own, inside, 0.0).to(tl.float32)
@@ -136,6 +147,8 @@ def _forward(
         start,
         stop,
         scale,
+        cap,
+        CAPPED,
         True,
         S,
         D,
@@ -143,8 +156,8 @@ def _forward(
         BLOCK_D,
     )
     acc, top, total = _attend(
-        acc, top, total, queries, k, v, gap, resume, resume, resume, start, stop, scale,
-        False, S, D, BLOCK_N, BLOCK_D,
+        acc, top, total, queries, k, v, gap, resume, resume, resume, start, stop, scale, cap,
+        CAPPED, False, S, D, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     live = i < rows
     acc = acc / total[:, None]
@@ -363,8 +376,11 @@ def ttt_attention_op(
     starts: torch.Tensor,
     stops: torch.Tensor,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward with all inputs contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``."""
+    """Forward with all inputs contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``; that of
+    capped scores and of ``sinks [Hq]`` has no backward."""
     (rows, hq, _), num_own = q.shape, own_k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(hq, rows, dtype=torch.float32)
     if rows == 0:
@@ -372,16 +388,19 @@ def ttt_attention_op(
     shape = _constants(q, k)
     blocks = _blocks("forward", shape["BLOCK_D"], q.element_size(), _is_hopper(q.device))
     _forward[(triton.cdiv(rows, blocks.m), hq)](
-        *(q, k, v, own_k, own_v, starts, stops, out, lse, scale * LOG2_E, rows, num_own),
+        *(q, k, v, own_k, own_v, starts, stops, q if sinks is None else sinks, out, lse),
+        *(*score_factors(scale, soft_cap), rows, num_own),
         **shape,
         OWN=num_own > 0,
+        CAPPED=soft_cap is not None,
+        SINKS=sinks is not None,
         **_launch(blocks),
     )
     return out, lse
 
 
 @ttt_attention_op.register_fake
-def _(q, k, v, own_k, own_v, starts, stops, scale):
+def _(q, *args):
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -448,13 +467,14 @@ def _(dout, q, k, v, own_k, own_v, starts, stops, out, lse, scale):
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, soft_cap, sinks = inputs
+    assert soft_cap is None and sinks is None, "capped scores and sinks have no backward"
     ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grads = ttt_attention_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale)
-    return *grads, None, None, None
+    return *grads, None, None, None, None, None
 
 
 ttt_attention_op.register_autograd(_gradients, setup_context=_keep)
@@ -469,6 +489,8 @@ def ttt_attention(
     starts: torch.Tensor,
     stops: torch.Tensor,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the reference, with ``starts, stops`` int32 ``[R]``, both ascending, in place of blocks.
 
@@ -478,7 +500,7 @@ def ttt_attention(
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
     tensors = (x.to(dtype).contiguous() for x in (q, k, v, own_k, own_v))
-    return ttt_attention_op(*tensors, starts, stops, scale)[0].to(q.dtype)
+    return ttt_attention_op(*tensors, starts, stops, scale, soft_cap, sinks)[0].to(q.dtype)
 
 
 def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constants: int) -> Variant:
@@ -487,6 +509,7 @@ def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constant
         "lse": "*fp32",
         "delta": "*fp32",
         "scale": "fp32",
+        "cap": "fp32",
         "num_own": "i32",
         "rows": "i32",
         "tokens": "i32",
@@ -513,9 +536,12 @@ def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constant
     )
 
 
-def forward_variant(name: str, kind: str, size: int, arch: int, own: bool) -> Variant:
-    """Forward kernel with or without own keys."""
-    return _variant(name, _forward, kind, size, arch, OWN=own)
+def forward_variant(
+    name: str, kind: str, size: int, arch: int, own: bool, capped: bool = False, sinks: bool = False
+) -> Variant:
+    """Forward kernel with or without own keys, a soft cap and sinks."""
+    name += " capped" * capped + " sinks" * sinks
+    return _variant(name, _forward, kind, size, arch, OWN=own, CAPPED=capped, SINKS=sinks)
 
 
 def variants() -> list[Variant]:

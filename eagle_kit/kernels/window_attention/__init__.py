@@ -8,6 +8,7 @@ Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the st
 import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.variant import AttentionVariant, as_variant
 from eagle_kit.kernels.window_attention import recorded as recorded  # registers operations
 from eagle_kit.kernels.window_attention import reference
 from eagle_kit.kernels.window_attention.gathered import GatheredRows
@@ -21,7 +22,7 @@ def window_attention(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     plan: WindowPlan,
-    scale: float,
+    variant: AttentionVariant | float,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -34,19 +35,22 @@ def window_attention(
         k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included, in the dtype of
             ``q`` or fp8 e4m3.
         plan: location and visibility of the keys.
+        variant: how the layer attends; a number is the scale of plain attention.
         k_scale, v_scale: factors of an fp8 store's values.
 
     Returns:
         ``[B, N, Hq, D]`` in the dtype of ``q``.
     """
+    variant = as_variant(variant)
     if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
         from eagle_kit.kernels.window_attention import triton
 
-        return triton.window_attention(q, k_rows, v_rows, plan, scale, k_scale, v_scale)
+        return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(
-            q, k_rows, v_rows, plan.number, scale, k_scale, v_scale
+            q, k_rows, v_rows, plan.number, variant.scale * k_scale, v_scale,
+            [*variant.limits], variant.soft_cap, variant.sinks
         )
         return out
-    columns = reference_columns(plan, q, backend)
-    return reference.window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)
+    columns = reference_columns(plan, q, backend, variant.limits)
+    return reference.window_attention(q, k_rows, v_rows, columns, variant, k_scale, v_scale)

@@ -22,7 +22,8 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.summation import least_nodes
-from eagle_kit.kernels.window_attention.plan import WindowPlan, column_counts
+from eagle_kit.kernels.variant import AttentionVariant, Limits, seen_within
+from eagle_kit.kernels.window_attention.plan import WindowPlan, column_counts, first_columns
 from eagle_kit.kernels.window_attention.reference import attend_matrices
 
 MAX_BYTES = 1 << 30
@@ -35,21 +36,48 @@ _numbers = itertools.count(1)
 
 
 class Run(NamedTuple):
-    """Requests ``first`` to ``stop`` with the same number of columns, and their ``mask [b, 1, N, 1, C]``."""
+    """Requests ``first`` to ``stop`` with the same number of columns, those from ``column`` on, and their
+    ``mask [b, 1, N, 1, C]``."""
 
     first: int
     stop: int
     mask: torch.Tensor
+    column: int = 0
 
 
-class Update(NamedTuple):
+class Update:
     """Columns to attend to, and what must be read before: rows ``source`` int64 ``[n]`` of the store, to go
     to ``target`` int64 ``[Hkv * n]`` of a layer's space."""
 
-    rows: "GatheredRows"
-    runs: list[Run]
-    source: torch.Tensor
-    target: torch.Tensor
+    def __init__(
+        self,
+        rows: "GatheredRows",
+        plan: WindowPlan,
+        lengths: list[int],
+        runs: list[Run],
+        reads: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self.rows, self._plan, self._lengths, self._runs = rows, plan, lengths, runs
+        self.source, self.target = reads
+        self._made: dict[tuple[Limits, int], list[Run]] = {}
+
+    def runs(self, limits: Limits, missing: int) -> list[Run]:
+        """Runs within the limits of a layer, with ``missing`` more nodes, which attend to everything."""
+        key = limits, missing
+        if key not in self._made:
+            found = [self._limit(run, limits) for run in self._runs] if any(limits) else self._runs
+            if missing > 0:
+                found = [run._replace(mask=F.pad(run.mask, (0, 0, 0, 0, 0, missing))) for run in found]
+            self._made[key] = found
+        return self._made[key]
+
+    def _limit(self, run: Run, limits: Limits) -> Run:
+        mine = slice(run.first, run.stop)
+        column = min(first_columns(limits, self._lengths[mine]))
+        held = torch.arange(column, run.mask.shape[-1])
+        seen = seen_within(limits, self._plan.prefix_lens[mine], self._plan.ancestors[mine], held)
+        mask = run.mask[..., column:].masked_fill(~seen[:, None, :, None], float("-inf"))
+        return run._replace(mask=mask, column=column)
 
 
 class GatheredRows:
@@ -105,7 +133,7 @@ class GatheredRows:
         per_request, per_head = self._spaces.stride(2) // self._head_dim, self._spaces.shape[4]
         places = torch.cat([torch.arange(begin, stop) + b * per_request for b, (begin, stop) in reads])
         target = torch.arange(self.num_heads)[:, None] * per_head + places
-        return Update(self, runs, source, target.reshape(-1))
+        return Update(self, plan, lengths, runs, (source, target.reshape(-1)))
 
     def _make_room(self, batch_size: int, num_columns: int, num_table_pages: int) -> bool:
         """Have spaces of at least these sizes; False where they would be larger than ``MAX_BYTES``."""
@@ -149,7 +177,7 @@ class GatheredRows:
 
 
 def attend(
-    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, update: Update, scale: float
+    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, update: Update, variant: AttentionVariant
 ) -> torch.Tensor:
     """:func:`~.reference.window_attention` over gathered rows, with the same bits."""
     b, n, hq, d = q.shape
@@ -158,16 +186,14 @@ def attend(
     k, v = update.rows.layer(k_rows, v_rows, update)
     if (missing := least_nodes(g) - n) > 0:
         q = F.pad(q, (0, 0, 0, 0, 0, missing))
-        if update.runs[0].mask.shape[2] == n:  # in the first layer
-            update.runs[:] = [
-                run._replace(mask=F.pad(run.mask, (0, 0, 0, 0, 0, missing))) for run in update.runs
-            ]
     m = q.shape[1]
-    queries = (q.float() * scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
+    sinks = None if variant.sinks is None else variant.sinks.view(1, hkv, 1, g)
+    queries = (q.float() * variant.scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
     parts = []
-    for first, stop, mask in update.runs:
-        mine, c = slice(first * hkv, stop * hkv), mask.shape[-1]
-        shape = stop - first, hkv, m, g, c
-        parts.append(attend_matrices(queries[mine], k[mine, :c], v[mine, :c], mask, shape))
+    for first, stop, mask, column in update.runs(variant.limits, missing):
+        mine, held = slice(first * hkv, stop * hkv), slice(column, column + mask.shape[-1])
+        shape = stop - first, hkv, m, g, mask.shape[-1]
+        keys, values = k[mine, held], v[mine, held]
+        parts.append(attend_matrices(queries[mine], keys, values, mask, shape, variant.soft_cap, sinks))
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out.view(b, hkv, m, g, d).permute(0, 2, 1, 3, 4).reshape(b, m, hq, d)[:, :n]

@@ -3,7 +3,7 @@
 Legend: B requests, N query nodes, M window keys, C columns, P pages of a request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -12,7 +12,8 @@ import torch
 
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.recording import VIEWED_TYPES, guarded_choice, is_recording
-from eagle_kit.kernels.summation import COLUMNS, round_columns
+from eagle_kit.kernels.summation import COLUMNS, SPLIT_TERMS, round_columns
+from eagle_kit.kernels.variant import Limits, seen_within
 
 
 class Columns(NamedTuple):
@@ -57,6 +58,7 @@ class WindowPlan:
     dummy_row: int
     dtype: torch.dtype
     gathered: int = field(default=0, kw_only=True)
+    _limited: dict[Limits, list[Columns]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,6 +103,26 @@ class WindowPlan:
         longest, and its columns do not depend on its batch. Reads the lengths on the host."""
         return self.in_groups(guarded_choice(self.prefix_lens, partial(column_counts, self.num_keys)))
 
+    def within(self, limits: Limits) -> list[Columns]:
+        """:attr:`by_length` of a layer with limits, without columns before all of them."""
+        if not any(limits):
+            return self.by_length
+        if limits not in self._limited:
+            firsts = guarded_choice(self.prefix_lens, partial(first_columns, limits))
+            self._limited[limits] = [self.limit(each, limits, firsts) for each in self.by_length]
+        return self._limited[limits]
+
+    def limit(self, columns: Columns, limits: Limits, firsts: Sequence[int]) -> Columns:
+        """Columns of some requests, from the first on that any of them may attend to (``firsts`` of all
+        requests), masked by ``limits``."""
+        requests, rows, mask = columns
+        at = slice(None) if requests is None else requests
+        members = range(len(firsts)) if requests is None else requests.tolist()
+        first = min(firsts[member] for member in members)
+        held = torch.arange(first, rows.shape[1], device=rows.device)
+        seen = seen_within(limits, self.prefix_lens[at], self.ancestors[at], held)
+        return Columns(requests, rows[:, first:], mask[:, :, first:].masked_fill(~seen, float("-inf")))
+
     def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:
         """The layout in groups of requests with the same number of columns."""
         rows, mask = replace(self, num_columns=max(sizes)).layout
@@ -122,12 +144,21 @@ def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
     return tuple(_bucket(length + room) for length in lengths)
 
 
-def reference_columns(plan: WindowPlan, q: torch.Tensor, backend: Backend | None) -> list[Columns]:
+def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
+    """First columns that windows behind ``lengths`` slots need, rounded down so that sums keep their order:
+    leading terms that are masked add nothing, as long as BLAS splits the others as before."""
+    return tuple(limits.first(length) // SPLIT_TERMS * SPLIT_TERMS for length in lengths)
+
+
+def reference_columns(
+    plan: WindowPlan, q: torch.Tensor, backend: Backend | None, limits: Limits = Limits()
+) -> list[Columns]:
     """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
     tensors that the host must not read, those of all requests together."""
     if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
-        return plan.by_length
-    return [Columns(None, *plan.layout)]
+        return plan.within(limits)
+    everything = Columns(None, *plan.layout)
+    return [plan.limit(everything, limits, [0] * len(plan.page_table))] if any(limits) else [everything]
 
 
 def attend_in_groups(

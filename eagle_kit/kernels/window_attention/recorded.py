@@ -12,9 +12,10 @@ from collections import OrderedDict
 import torch
 
 from eagle_kit.kernels.recording import VIEWED_TYPES, library
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention import gathered
 from eagle_kit.kernels.window_attention.gathered import GatheredRows, Update
-from eagle_kit.kernels.window_attention.plan import Columns, WindowPlan, column_counts
+from eagle_kit.kernels.window_attention.plan import Columns, WindowPlan, column_counts, first_columns
 from eagle_kit.kernels.window_attention.reference import window_attention
 
 NUM_KEPT = 8
@@ -23,18 +24,34 @@ _numbers = itertools.count()
 _local = threading.local()
 
 
-def _kept() -> OrderedDict[int, list[Columns] | Update]:
+class PlannedColumns:
+    """Columns of a plan in groups of requests, and those within the limits of layers."""
+
+    def __init__(self, plan: WindowPlan) -> None:
+        self._plan, self._lengths = plan, plan.prefix_lens.tolist()
+        everything = plan.in_groups(column_counts(plan.num_keys, self._lengths))
+        self._made = {Limits(): everything}
+
+    def within(self, limits: Limits) -> list[Columns]:
+        """See :meth:`WindowPlan.within`."""
+        if limits not in self._made:
+            firsts, everything = first_columns(limits, self._lengths), self._made[Limits()]
+            self._made[limits] = [self._plan.limit(each, limits, firsts) for each in everything]
+        return self._made[limits]
+
+
+def _kept() -> OrderedDict[int, PlannedColumns | Update]:
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
-    columns: OrderedDict[int, list[Columns] | Update] = _local.columns
+    columns: OrderedDict[int, PlannedColumns | Update] = _local.columns
     return columns
 
 
 def columns_of(number: torch.Tensor) -> list[Columns]:
     """Return the columns of :attr:`WindowPlan.number` of a store that gathers nothing."""
     columns = _kept()[int(number)]
-    assert isinstance(columns, list)
-    return columns
+    assert isinstance(columns, PlannedColumns)
+    return columns.within(Limits())
 
 
 def _window_columns(
@@ -56,7 +73,7 @@ def _window_columns(
     )
     kept, number = _kept(), next(_numbers)
     update = GatheredRows.of(store).update(plan) if store else None
-    kept[number] = update or plan.in_groups(column_counts(num_keys, prefix_lens.tolist()))
+    kept[number] = update or PlannedColumns(plan)
     if len(kept) > NUM_KEPT:
         kept.popitem(last=False)
     return torch.tensor(number)
@@ -68,13 +85,15 @@ def _window_attention(
     v_rows: torch.Tensor,
     number: torch.Tensor,
     scale: float,
-    k_scale: float,
     v_scale: float,
+    limits: list[int],
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    columns = _kept()[int(number)]
+    columns, variant = _kept()[int(number)], AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
     if isinstance(columns, Update):
-        return gathered.attend(q, k_rows, v_rows, columns, scale)
-    return window_attention(q, k_rows, v_rows, columns, scale, k_scale, v_scale)
+        return gathered.attend(q, k_rows, v_rows, columns, variant)
+    return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
 
 
 library.define(
@@ -82,7 +101,7 @@ library.define(
 )
 library.impl("window_columns", _window_columns, "CPU")
 library.define(
-    "window_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor number, float scale, float k_scale, "
-    "float v_scale) -> Tensor"
+    "window_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor number, float scale, float v_scale, "
+    "int[] limits, float? soft_cap, Tensor? sinks) -> Tensor"
 )
 library.impl("window_attention", _window_attention, "CPU")

@@ -13,6 +13,9 @@ the rest is one or two blocks, the end of the prefix with the window directly be
 bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
 grid depends only on sizes known to the host, and a program without a share returns at once.
 
+With limits, blocks before all that the nodes may attend to are not read, and those at the border are masked.
+A soft cap c gives scores ``c tanh(scale q k / c)``; a sink is the score that the first part begins with.
+
 Bytes: ``2 Hkv (prefix + M) D`` elements of the store per request, ``2 N Hq D`` of queries and results; with S
 parts ``8 S N Hq D`` bytes for partial results, most of which stay in the L2 cache.
 
@@ -31,6 +34,7 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 LOG2_E = 1.4426950408889634
@@ -70,6 +74,34 @@ def fold(acc, odd, top, total, scores, values, factor, kind: tl.constexpr, MASKE
 
 
 @triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def count_bits(bits):
+    """Number of set bits of int64 words."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    bits += bits >> 32
+    return (bits & 0x7F).to(tl.int32)
+
+
+@triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """First position that a query at ``position`` attends to."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, position + 1 - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
 def block_rows(table, block, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows of the store of block ``block`` of a prefix: the first one if they are all of one page, each of
     them otherwise. The table is read once for each page that the block touches."""
@@ -87,10 +119,12 @@ def block_rows(table, block, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def fold_blocks(
-    acc, odd, top, total, queries, k, v, table, begin, end, factor,
+    acc, odd, top, total, queries, k, v, table, begin, end, factor, cap,
     D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate blocks ``begin .. end - 1`` of a prefix, without a mask. The table is read a block ahead."""
+    """Accumulate blocks ``begin .. end - 1`` of a prefix, without a mask. The table is read a block ahead.
+    CAPPED scores are ``tanh(cap q k)``, times ``factor``."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_D // PAIR)
@@ -112,25 +146,32 @@ def fold_blocks(
             else:
                 keys, values = tl.load(k_at), tl.load(v_at)
             scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+            if CAPPED:
+                scores = tanh(scores * cap)
             acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, False)
     return acc, odd, top, total
 
 
 @triton.jit
-def share(prefix, num_keys, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Number of blocks of a request, and of blocks per part."""
+def share(
+    prefix, num_keys, splits,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """First block of a request that is read, the number of blocks up to its end, and that of a part."""
+    skipped = first_seen(prefix, WINDOW, CHUNK) // BLOCK_N
     count = tl.cdiv(prefix + num_keys, BLOCK_N)
-    return count, tl.maximum(tl.cdiv(count, splits), MIN_BLOCKS)
+    return skipped, count, tl.maximum(tl.cdiv(count - skipped, splits), MIN_BLOCKS)
 
 
 @triton.jit
 def _window(
-    q, k_rows, v_rows, page_table, prefix_lens, ancestors, out, lse,
-    factor, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
+    q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, lse,
+    factor, cap, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
     scratch_start, scratch_stride, num_keys,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of query rows of one key head to one part of the columns of one request. With
     SPLIT, ``out`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their base-2
@@ -138,13 +179,15 @@ def _window(
     tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
     part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
-    count, each = share(prefix, num_keys, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
-    begin = part * each
+    skipped, count, each = share(prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
+    begin = skipped + part * each
     if begin >= count:
         return
     end = tl.minimum(begin + each, count)
-    # the blocks from gap to resume lie wholly inside of the prefix
-    gap = tl.minimum(tl.maximum(begin, (FIRST + BLOCK_N - 1) // BLOCK_N), end)
+    lowest = tl.maximum(FIRST, first_seen(prefix, WINDOW, CHUNK))
+    # every node attends to all of the blocks from gap to resume, which lie in the prefix
+    highest = tl.maximum(FIRST, first_seen(prefix + num_keys - 1, WINDOW, CHUNK))
+    gap = tl.minimum(tl.maximum(begin, tl.cdiv(highest, BLOCK_N)), end)
     resume = tl.maximum(gap, tl.minimum(prefix // BLOCK_N, end))
 
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -162,13 +205,22 @@ def _window(
     odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        if part == 0:
+            top = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
+            total += 1.0
     acc, odd, top, total = fold_blocks(
-        acc, odd, top, total, queries, k, v, table, gap, resume, factor, D, PAIR, PAGE, BLOCK_N, BLOCK_D
-    )
+        acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
+        D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
+    )  # fmt: skip
+    if WINDOW > 0 or CHUNK > 0:
+        position = prefix + count_bits(bits) - 1
+        first_of = first_seen(position, WINDOW, CHUNK)
+        behind = (bits >> 1) & 0x7FFFFFFFFFFFFFFF
     scratch = request * scratch_stride + scratch_start
     for step in tl.range(begin, end - (resume - gap), num_stages=1):
         column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
-        in_prefix = (column < prefix) & (column >= FIRST)
+        in_prefix = (column < prefix) & (column >= lowest)
         key = column - prefix
         in_window = (key >= 0) & (key < num_keys)
         page = tl.load(table + column // PAGE, in_prefix, 0)
@@ -179,7 +231,13 @@ def _window(
         bit = tl.where(in_window, key, 0).to(tl.int64)
         chosen = ((bits[:, None] >> bit[None, :]) & 1) != 0
         seen = in_prefix[None, :] | (in_window[None, :] & chosen)
+        if WINDOW > 0 or CHUNK > 0:
+            place = position[:, None] - count_bits(behind[:, None] >> bit[None, :])
+            place = tl.where(in_prefix[None, :], column[None, :], place)
+            seen = seen & (place >= first_of[:, None])
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        if CAPPED:
+            scores = tanh(scores * cap)
         scores = tl.where(seen, scores, float("-inf"))
         acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
 
@@ -200,13 +258,14 @@ def _window(
 def _merge(
     partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query row of one request and head, BLOCK_S at a time."""
     r, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
-    count, each = share(prefix, num_keys, splits, BLOCK_N, MIN_BLOCKS)
-    parts = tl.cdiv(count, each)
+    skipped, count, each = share(prefix, num_keys, splits, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
+    parts = tl.cdiv(count - skipped, each)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     first = (request * HKV + head) * splits * num_rows + r
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -298,6 +357,11 @@ def num_splits(
     return fewest
 
 
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Factor of scores in base 2, capped or not, and that of those to be capped."""
+    return (scale * LOG2_E, 1.0) if soft_cap is None else (soft_cap * LOG2_E, scale / soft_cap)
+
+
 @torch.library.custom_op("eagle_kit::window_attention", mutates_args=())
 def window_attention_op(
     q: torch.Tensor,
@@ -313,8 +377,10 @@ def window_attention_op(
     ancestors: torch.Tensor,
     num_columns: int,
     scale: float,
-    k_scale: float,
     v_scale: float,
+    limits: list[int],
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
@@ -327,20 +393,21 @@ def window_attention_op(
     sms, capability = device_facts(q.device)
     blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), capability >= 90)
     if splits is None:
-        splits = num_splits(b, hkv, num_columns, rows, blocks, sms)
+        span = Limits(*limits).span(num_keys + blocks.n)
+        splits = num_splits(b, hkv, min(num_columns, span or num_columns), rows, blocks, sms)
     partial, lse = out, out
     if splits > 1:
         partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
         lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
     shape = {
         **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
-        **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d)},
+        **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d), "WINDOW": limits[0], "CHUNK": limits[1]},
     }
     pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
     _window[(triton.cdiv(rows, blocks.m) * hkv, splits, b)](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
-        *(page_table, prefix_lens, ancestors, partial, lse),
-        *(scale * k_scale * LOG2_E, v_scale, rows, store_rows, page_table.stride(0), *ancestors.stride()),
+        *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, partial, lse),
+        *(*score_factors(scale, soft_cap), v_scale, rows, store_rows, page_table.stride(0), *ancestors.stride()),
         *(scratch_start, scratch_stride, num_keys),
         **shape,
         PAIR=pair,
@@ -348,6 +415,8 @@ def window_attention_op(
         FIRST=first_slot,
         SPLIT=splits > 1,
         BLOCK_M=blocks.m,
+        CAPPED=soft_cap is not None,
+        SINKS=sinks is not None,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -371,12 +440,12 @@ def window_attention(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     plan: WindowPlan,
-    scale: float,
+    variant: AttentionVariant,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See the reference; ``scale`` and ``k_scale`` are positive, the store is contiguous."""
-    assert scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
+    """See the reference; scales are positive, the store is contiguous."""
+    assert variant.scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
     return window_attention_op(
         q.contiguous(),
         k_rows,
@@ -390,14 +459,24 @@ def window_attention(
         plan.num_keys,
         plan.ancestors,
         plan.num_columns,
-        scale,
-        k_scale,
+        variant.scale * k_scale,
         v_scale,
+        [*variant.limits],
+        variant.soft_cap,
+        variant.sinks,
     )
 
 
 def _variant(
-    kind: str, size: int, group: int, nodes: int, page: int, store: str, split: bool, archs: tuple[int, ...]
+    kind: str,
+    size: int,
+    group: int,
+    nodes: int,
+    page: int,
+    store: str,
+    split: bool,
+    archs: tuple[int, ...],
+    **variant: int,
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
     blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
@@ -408,13 +487,14 @@ def _variant(
     return Variant(
         f"window_attention {kind} D{size} G{group} N{nodes} page {page}"
         + (" fp8" if store == "fp8e4nv" else "")
-        + (" split" if split else ""),
+        + (" split" if split else "")
+        + "".join(f" {name.lower()} {value}" for name, value in variant.items()),
         _window,
         {
             **{"q": f"*{kind}", "k_rows": f"*{store}", "page_table": "*i64"},
             "v_rows": "*i16" if pair == 2 else f"*{store}",
-            **{"prefix_lens": "*i64", "ancestors": "*i64", "out": f"*{out}", "lse": f"*{out}"},
-            **{"factor": "fp32", "v_scale": "fp32"},
+            **{"prefix_lens": "*i64", "ancestors": "*i64", "sinks": f"*{kind}", "out": f"*{out}", "lse": f"*{out}"},
+            **{"factor": "fp32", "cap": "fp32", "v_scale": "fp32"},
             **dict.fromkeys(counts, "i32"),
         },
         {
@@ -422,6 +502,8 @@ def _variant(
             "PAIR": pair,
             **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
             "BLOCK_D": block_d(size),
+            **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
+            **variant,
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
@@ -432,7 +514,7 @@ def _variant(
 
 def variants() -> list[Variant]:
     """Kernels to compile ahead of time: decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head
-    sizes, pages and stores."""
+    sizes, pages and stores; gpt-oss's, Gemma 2's and Llama 4's layers."""
     merge = Variant(
         "window_attention merge bf16 D128 G4",
         _merge,
@@ -442,6 +524,7 @@ def variants() -> list[Variant]:
         },
         {
             **{"G": 4, "HKV": 8, "D": 128, "MIN_BLOCKS": 2, "BLOCK_N": 64, "BLOCK_S": 16, "BLOCK_D": 128},
+            **{"WINDOW": 0, "CHUNK": 0},
         },
     )
     both = (80, 90)
@@ -459,4 +542,7 @@ def variants() -> list[Variant]:
         _variant("bf16", 96, 5, 64, 1, "bf16", True, (90,)),
         _variant("bf16", 256, 16, 8, 64, "bf16", True, (90,)),
         _variant("fp32", 128, 4, 8, 16, "fp32", True, both),
+        _variant("bf16", 64, 8, 8, 16, "bf16", True, (90,), WINDOW=128, SINKS=True),
+        _variant("bf16", 256, 2, 8, 16, "bf16", True, (90,), WINDOW=4096, CAPPED=True),
+        _variant("bf16", 128, 5, 16, 16, "bf16", True, (90,), CHUNK=8192),
     ]

@@ -49,6 +49,7 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
     norm_before_residual: bool = False
     attention_bias: bool = False
     mla: MLAConfig | None = None
+    sliding_window: int | None = None
     target: str = ""
     template_hash: str = ""
 

@@ -13,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
-from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import read_table
+from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
+from eagle_kit.models.bridge.load import load_bridged
+from eagle_kit.models.config import FAMILIES, TargetConfig
+from eagle_kit.models.config_parts import read_architecture, read_table
 from eagle_kit.models.loading.published import (
     Part,
     expected_shapes,
@@ -25,6 +27,7 @@ from eagle_kit.models.loading.published import (
 )
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 SAMPLE = 4096
 """Bytes hashed of each tensor in a fingerprint."""
@@ -46,6 +49,8 @@ def read_target_config(folder: Path) -> TargetConfig:
     if generation.is_file():
         eos = read_object(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    if read_architecture(config, str(folder)) not in FAMILIES:
+        return read_bridged_config(config, str(folder))
     read_fp8_block(config, str(folder))
     check_activation(config, str(folder))
     return TargetConfig.from_dict(config, str(folder))
@@ -129,7 +134,7 @@ def load_target(
     device: torch.device | str = "cpu",
     *,
     with_layers: bool = True,
-) -> LlamaModel:
+) -> Target:
     """Load a frozen target in eval mode.
 
     Args:
@@ -145,6 +150,8 @@ def load_target(
     """
     folder = resolve_target(str(name_or_path))
     config = read_target_config(folder)
+    if isinstance(config, BridgedConfig):
+        return load_bridged(folder, config, dtype, device)
     block = read_fp8_block(read_object(folder / "config.json"), str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)

@@ -6,26 +6,19 @@ except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
-
-
-class TargetOutput(NamedTuple):
-    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states
-    concatenated."""
-
-    hidden: torch.Tensor
-    aux: torch.Tensor
+from eagle_kit.models.targets.target import Target, TargetOutput
 
 
 def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
@@ -60,8 +53,8 @@ class DecoderLayer(nn.Module):
         return h, self.mlp(normed)
 
 
-class LlamaModel(nn.Module):
-    """Causal language model without caches, windows or batches, which ``attend`` implements."""
+class LlamaModel(Target):
+    """Target of the families that are written here."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -75,33 +68,20 @@ class LlamaModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self._devices: Sequence[torch.device] | None = None
 
+    @property
+    def variants(self) -> list[AttentionVariant]:
+        """See :class:`Target`: all layers attend alike."""
+        return [self.config.attention] * self.config.num_layers
+
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
-        """Place layer i on ``devices[i]`` and everything else on ``devices[L]``, the device of the inputs;
-        states are then moved between layers. None: all on one device."""
+        """See :class:`Target`."""
         assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
         self._devices = devices
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """Output matrix ``[V, H]``, tied to the embedding or not."""
-        return self.lm_head.weight
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
-        return F.embedding(ids, self.embed_tokens.weight)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Run the decoder.
-
-        Args:
-            ids: ``[T]`` int64.
-            positions: ``[T]`` int64, RoPE positions.
-            attend: attention of every layer.
-            capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
-                layer's output before the final norm.
-        """
+        """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
         table = self.rope.table(positions)
         h = self.embed(ids)
@@ -136,7 +116,3 @@ class LlamaModel(nn.Module):
             h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), i, attend)
         with current_device(there):
             return next_norm.add(added.to(there), h.to(there))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
-        return self.lm_head(hidden)

@@ -4,16 +4,18 @@ Legend: T rows, F features, H hidden, Vd draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 
 class Readout(NamedTuple):
@@ -37,6 +39,7 @@ class DraftModel(ABC):
         first_slot: first slot of its store that it fills: 1 where an entry is made of a feature and the token
             after it (EAGLE), 0 for a whole model.
         cache: entry of a token in its store.
+        variants: how each layer of the store attends.
         feature_size: F; 0 for a model that reads no states.
         num_modules: 1, or one for every step of a draft.
         is_whole_model: every drafted token costs a pass through a model of several layers.
@@ -51,6 +54,7 @@ class DraftModel(ABC):
     num_modules: int = 1
     head: DraftHead | None = None
     cache: CacheSpec
+    variants: Sequence[AttentionVariant]
 
     def __init__(self, output: Linear, token_map: torch.Tensor | None) -> None:
         self.output, self.token_map = output, token_map
@@ -105,13 +109,14 @@ class HeadDraftModel(DraftModel):
     first_slot, is_whole_model = 1, False
     head: DraftHead
 
-    def __init__(self, head: DraftHead, target: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+    def __init__(self, head: DraftHead, target: Target, token_map: torch.Tensor | None = None) -> None:
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
         self.head, self.target = head, target
         self.capture, self.num_modules, self.cache = head.capture, len(head.blocks), head.cache
         self.feature_size = head.config.hidden_size
+        self.variants = [head.config.layer.attention] * self.num_modules
         if token_map is None:
             self.token_map = head.token_map
 
@@ -145,9 +150,9 @@ class StandaloneDraftModel(DraftModel):
 
     first_slot, is_whole_model = 0, True
 
-    def __init__(self, model: LlamaModel, token_map: torch.Tensor | None = None) -> None:
+    def __init__(self, model: Target, token_map: torch.Tensor | None = None) -> None:
         super().__init__(model.lm_head, token_map)
-        self.model, self.cache = model, model.config.cache
+        self.model, self.cache, self.variants = model, model.config.cache, model.variants
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""

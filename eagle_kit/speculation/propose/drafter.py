@@ -68,7 +68,12 @@ class Drafter:
     def __init__(self, model: DraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.kv = open_store(
-            model.cache, layout, first_slot=model.first_slot, dtype=model.dtype, device=model.device
+            model.cache,
+            layout,
+            model.variants,
+            first_slot=model.first_slot,
+            dtype=model.dtype,
+            device=model.device,
         )
 
     @classmethod

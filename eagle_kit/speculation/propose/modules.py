@@ -53,6 +53,7 @@ class ModulesDrafter(Drafter):
             open_store(
                 replace(model.cache, num_layers=1),
                 layout,
+                model.variants[module : module + 1],
                 first_slot=model.first_slot + module,
                 dtype=model.dtype,
                 device=model.device,

@@ -59,6 +59,7 @@ class Objective:
             the draft vocabulary is a part of the target's; None otherwise.
         regression: EAGLE-1's loss with these weights, in place of ``loss``.
         detach_steps: no gradient flows through the state that a step hands to the next.
+        soft_cap: of the target's logits.
     """
 
     loss: str = "ce"
@@ -66,6 +67,7 @@ class Objective:
     target_head: torch.Tensor | None = None
     regression: RegressionConfig | None = None
     detach_steps: bool = False
+    soft_cap: float | None = None
 
     @classmethod
     def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
@@ -148,9 +150,10 @@ def ttt_loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         hidden = batch.features.hidden[wanted]
-        probs, mass = draft_vocab_probs(hidden, batch.target_head), None
+        cap = objective.soft_cap
+        probs, mass = draft_vocab_probs(hidden, batch.target_head, cap), None
         if objective.target_head is not None:
-            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head)
+            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, cap)
         teacher = Teacher(probs, index, torch.cat(weights), mass)
         part = _block_loss(objective, weight, torch.cat(h), hidden, teacher, weight_grad)
         total = total + part.loss

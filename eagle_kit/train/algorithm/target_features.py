@@ -9,8 +9,8 @@ import torch
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import linear
-from eagle_kit.kernels.packed_attention import document_spans, packed_attention
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.kernels.packed_attention import document_spans
+from eagle_kit.models.targets.target import Target
 
 VOCAB_CHUNK = 8192
 ROW_CHUNK = 256
@@ -38,7 +38,7 @@ def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def capture_features(
-    target: LlamaModel,
+    target: Target,
     ids: torch.Tensor,
     doc_start: torch.Tensor,
     layer_ids: tuple[int, ...],
@@ -54,12 +54,11 @@ def capture_features(
     """
     device, home = target.embed_tokens.weight.device, ids.device
     spans = document_spans(doc_start)
-    scale = target.config.attention_scale
     with current_device(device):
         out = target(
             ids.to(device),
             positions_of(doc_start).to(device),
-            lambda layer, q, k, v: packed_attention(q, k, v, spans, scale),
+            target.packed(spans),
             layer_ids,
         )
         best = vocab_argmax(out.hidden[needed.to(device)], target.head_weight)

@@ -68,7 +68,7 @@ def _run_one_layer(
 ) -> list[torch.Tensor]:
     """:func:`run_steps` of a head whose one layer runs K times."""
     ids, plan, features = batch.ids, batch.plan, batch.inputs or batch.features
-    layer, scale = head.blocks[0], head.config.attention_scale
+    layer, scale, window = head.blocks[0], head.config.attention_scale, head.config.layer.sliding_window
     positions = positions_of(plan.doc_start)
     length = int(plan.computed[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
@@ -78,7 +78,7 @@ def _run_one_layer(
         x, residual = layer.inputs(hidden, embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
         rows = plan.computed[0]
-        attended = _attention(q[rows], k, v, None, None, plan.attention[0], scale)
+        attended = _attention(q[rows], k, v, None, None, plan.attention[0].within(window, 0), scale)
         return head.feed_back(layer.finish(residual[rows], attended)), k, v
 
     def later(
@@ -89,7 +89,7 @@ def _run_one_layer(
         x, residual = layer.inputs(before[kept], embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
-        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step], scale)
+        attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step].within(window, step), scale)
         return head.feed_back(layer.finish(residual, attended)), k, v
 
     hidden = head.features(features.hidden[:length], features.aux[:length])

@@ -12,7 +12,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -35,7 +35,7 @@ def loading_device(placement: str, accelerator: "Accelerator | PartialState") ->
     return device
 
 
-def place_target(target: LlamaModel, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
+def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
     """Spread or shard a target that was loaded to :func:`loading_device`; after the head was made from it.
 
     Raises:
@@ -72,7 +72,7 @@ def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.dev
     return [torch.device("cuda", i) for i in range(local, every, processes)]
 
 
-def spread_layers(target: LlamaModel, devices: list[torch.device]) -> None:
+def spread_layers(target: Target, devices: list[torch.device]) -> None:
     """Give every device a run of layers with about its share of the bytes; all else goes to the first one."""
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers]
     total, before, where = sum(sizes), 0, []
@@ -85,7 +85,7 @@ def spread_layers(target: LlamaModel, devices: list[torch.device]) -> None:
     target.place_layers([*where, devices[0]] if len(devices) > 1 else None)
 
 
-def shard_target(target: LlamaModel, device: torch.device) -> None:
+def shard_target(target: Target, device: torch.device) -> None:
     """FSDP2 over all processes: each keeps a part of every matrix of the layers, and gathers one layer at a
     time. Norms and biases stay whole: some are used outside the layer that they belong to."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -105,7 +105,7 @@ def shard_target(target: LlamaModel, device: torch.device) -> None:
     fully_shard(target, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
 
 
-def output_layer(target: LlamaModel, device: torch.device) -> Linear:
+def output_layer(target: Target, device: torch.device) -> Linear:
     """The target's output layer on ``device``: itself where it is there, or a copy."""
     here = torch.empty(0, device=device).device  # accelerate's ``cuda`` of one process is ``cuda:0``
     if target.lm_head.weight.device == here:

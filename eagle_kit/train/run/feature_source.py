@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.prefetch import Prefetcher
 from eagle_kit.data.states.store import StateStore
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 
@@ -28,7 +28,7 @@ class FeatureSource:
 
     def __init__(
         self,
-        target: LlamaModel,
+        target: Target,
         layer_ids: tuple[int, ...],
         store: StateStore | None,
         everyone: Callable[[bool], bool] = bool,

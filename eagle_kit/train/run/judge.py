@@ -16,7 +16,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.run.simulate import match_table, walk
 
@@ -88,7 +88,7 @@ class Judge:
         replies: token ids of the target's plain greedy replies; None before the first judgement.
     """
 
-    def __init__(self, target: LlamaModel, prompts: Sequence[list[int]], config: JudgeConfig) -> None:
+    def __init__(self, target: Target, prompts: Sequence[list[int]], config: JudgeConfig) -> None:
         self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
         self.replies: list[list[int]] | None = None
         longest = max((len(prompt) for prompt in self.prompts), default=1)
@@ -159,7 +159,7 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
     return fitting
 
 
-def share_weights(target: LlamaModel) -> LlamaModel:
+def share_weights(target: Target) -> Target:
     """A second model object over the same weights."""
     tensors = (*target.parameters(), *target.buffers(), *packed_parts(target))
     return copy.deepcopy(target, {id(tensor): tensor for tensor in tensors})

@@ -22,7 +22,7 @@ from eagle_kit.models.loading.source import (
     resolve_target,
     target_revision,
 )
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.train.parallel.placement import loading_device
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TrainingComponents:
         data: packed rows, vocabulary map, held-out prompts.
     """
 
-    target: LlamaModel
+    target: Target
     folder: Path
     tokenizer: Any
     data: PreparedData

@@ -14,8 +14,9 @@ import torch
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 
 
 class RowAttend:
@@ -24,18 +25,18 @@ class RowAttend:
 
     Args:
         rows: int64 ``[R]``, the rows that go on after step 0.
-        scale: of the scores.
+        variant: how the head attends.
     """
 
-    def __init__(self, rows: torch.Tensor, scale: float) -> None:
-        self.rows, self.scale = rows, scale
+    def __init__(self, rows: torch.Tensor, variant: AttentionVariant) -> None:
+        self.rows, self.variant, self.scale = rows, variant, variant.scale
         self._prefix: tuple[torch.Tensor, torch.Tensor] | None = None
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self._prefix is None:
             self._prefix = k, v
-            return prefill_attention(q, k, v, self.scale)
+            return prefill_attention(q, k, v, self.variant)
         self._own.append((k, v))
         k0, v0 = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in self._prefix)
         own_k, own_v = (
@@ -43,7 +44,9 @@ class RowAttend:
             for x in zip(*self._own, strict=True)
         )
         prefix = torch.einsum("rhd,thd->rht", q, k0).float() * self.scale
-        hidden_from_row = torch.arange(k0.shape[0], device=q.device)[None] > self.rows[:, None]
+        keys = torch.arange(k0.shape[0], device=q.device)
+        firsts = self.variant.limits.firsts(self.rows + len(self._own))
+        hidden_from_row = (keys > self.rows[:, None]) | (keys < firsts[:, None])
         prefix = prefix.masked_fill(hidden_from_row[:, None], float("-inf"))
         own = torch.einsum("rhd,rjhd->rhj", q, own_k).float() * self.scale
         weights = torch.cat((prefix, own), -1).softmax(-1).to(q.dtype)
@@ -53,7 +56,7 @@ class RowAttend:
 
 @torch.no_grad()
 def match_table(
-    target: LlamaModel, head: DraftHead, ids: torch.Tensor, prompt_length: int, steps: int
+    target: Target, head: DraftHead, ids: torch.Tensor, prompt_length: int, steps: int
 ) -> torch.Tensor:
     """Matches of the draft's best token with the token that follows, by row and step.
 
@@ -68,8 +71,7 @@ def match_table(
     device = ids.device
     length = ids.shape[0]
     positions = torch.arange(length, device=device)
-    scale = target.config.attention_scale
-    out = target(ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v, scale), head.capture)
+    out = target(ids, positions, target.causal(), head.capture)
     rows = torch.arange(prompt_length - 1, max(prompt_length - 1, length - 2), device=device)
     table = torch.zeros(rows.shape[0], steps, dtype=torch.bool, device=device)
     if rows.shape[0] == 0:
@@ -84,7 +86,7 @@ def match_table(
 
 
 def _chain(
-    target: LlamaModel,
+    target: Target,
     head: DraftHead,
     ids: torch.Tensor,
     features: torch.Tensor,
@@ -93,18 +95,18 @@ def _chain(
 ) -> Iterator[torch.Tensor]:
     """The head's states at ``rows``, ``[R, H]``, for every step; one layer goes on from its own states, of
     several each runs over all rows."""
-    scale, positions = head.config.attention_scale, torch.arange(len(features), device=ids.device)
+    variant, positions = head.config.layer.attention, torch.arange(len(features), device=ids.device)
 
     def embeds(at: torch.Tensor) -> torch.Tensor:
         return target.embed(ids[at.clamp(max=len(ids) - 1)]).to(features.dtype)
 
     if len(head.blocks) > 1:
         for step in range(steps):
-            attend = RowAttend(rows, scale)
+            attend = RowAttend(rows, variant)
             features = head(features, embeds(positions + 1 + step), positions + step, attend, step)
             yield features[rows]
         return
-    attend = RowAttend(rows, scale)
+    attend = RowAttend(rows, variant)
     fed_back = head(features, embeds(positions + 1), positions, attend)[rows]
     yield fed_back
     for step in range(1, steps):

@@ -130,7 +130,12 @@ class Stepper:
             rows = rows[token_map.to(rows.device)].contiguous()
         objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
         regression = training_kind(config).regression(config)
-        objective = replace(objective, regression=regression, detach_steps=training.detach_steps)
+        objective = replace(
+            objective,
+            regression=regression,
+            detach_steps=training.detach_steps,
+            soft_cap=self.target.soft_cap,
+        )
         embeds = self.target.embed_tokens.weight.to(device)
         module = TTTModule(head, embeds, rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)

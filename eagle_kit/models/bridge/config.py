@@ -1,0 +1,177 @@
+"""Architectures of bridged targets, read from transformers' own configs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import COPY_AGAIN
+from eagle_kit.models.bridge.attention import NAME, register
+from eagle_kit.models.bridge.records import LayerRecord, probe
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import KVSpec, read_ids
+
+REFUSED = {
+    "bloom": "adds a bias to its scores that depends on the distance (ALiBi)",
+    "mpt": "adds a bias to its scores that depends on the distance (ALiBi)",
+    "deepseek_v32": "chooses the keys of each query by an index (sparse attention)",
+    "deepseek_v4": "chooses the keys of each query by an index (sparse attention)",
+    "glm_moe_dsa": "chooses the keys of each query by an index (sparse attention)",
+}
+"""Types of models that are refused by name, since they may run and be wrong."""
+PINNED_ROPE = ("longrope", "dynamic")
+"""RoPE scalings whose angles depend on the longest text of a batch: the context ends where they would change."""
+
+
+@dataclass(frozen=True)
+class BridgedConfig(TargetConfig):
+    """Architecture of a bridged target.
+
+    Attributes:
+        source: its ``config.json``.
+        records: its attention layers, without their sinks.
+        logit_scale: factor of the final states before the output layer.
+        soft_cap: of the logits.
+    """
+
+    source: dict[str, Any] | None = None
+    records: tuple[LayerRecord, ...] = ()
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+
+    @property
+    def cache(self) -> KVSpec:
+        """Keys and values of the attention layers; values are as wide as keys."""
+        return KVSpec(len(self.records), self.records[0].num_kv_heads, self.records[0].head_dim)
+
+    def __hash__(self) -> int:
+        return hash((self.model_type, self.num_layers, self.hidden_size, self.vocab_size))
+
+
+def transformers_config(config: dict[str, Any], where: str) -> Any:
+    """Make transformers' config of a ``config.json``.
+
+    Raises:
+        UserError: a type of model that it does not know, or that is refused.
+    """
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = config.get("model_type")
+    if kind in REFUSED:
+        raise UserError(
+            f"The target in {where} is of the type {kind}, which {REFUSED[kind]}.",
+            "This is not supported; docs/targets.md lists what is.",
+        )
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(
+            f"The target in {where} is of the type {kind!r}, which transformers {__version__} does not know.",
+            "Upgrade transformers, or use another target.",
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # configs check their values by errors of many kinds
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"The config.json in {where} cannot be read ({reason[0]}).", COPY_AGAIN
+        ) from error
+
+
+def read_bridged_config(config: dict[str, Any], where: str = "the model's folder") -> BridgedConfig:
+    """Read the architecture of a target that is not written here, from a model without weights.
+
+    Raises:
+        UserError: a type of model that is not known or not supported.
+    """
+    whole = transformers_config(config, where)
+    text = whole.get_text_config()
+    model = new_model(whole, where)
+    records = tuple(replace(each, sinks=None) for each in probe(model, decoder_of(model), text))
+    _check_alike(records, where)
+    heads = int(text.num_attention_heads)
+    rope = _rope(text)
+    context = int(getattr(text, "max_position_embeddings", None) or 2048)
+    eos = config.get("eos_token_id", getattr(text, "eos_token_id", None))
+    bos = config.get("bos_token_id", getattr(text, "bos_token_id", None))
+    return BridgedConfig(
+        model_type=str(config["model_type"]),
+        hidden_size=int(text.hidden_size),
+        num_layers=int(text.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        intermediate_size=int(_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        rms_norm_eps=float(_first(text, "rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon") or 1e-6),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_scaling=None,
+        max_position_embeddings=_pinned_context(rope, text, context),
+        tie_word_embeddings=model.get_input_embeddings().weight is model.get_output_embeddings().weight,
+        eos_token_ids=read_ids({"eos_token_id": eos}, "eos_token_id", where),
+        bos_token_id=next(iter(read_ids({"bos_token_id": bos}, "bos_token_id", where)), None),
+        source=dict(config),
+        records=records,
+        logit_scale=_logit_scale(text),
+        soft_cap=getattr(text, "final_logit_softcapping", None),
+    )
+
+
+def new_model(config: Any, where: str) -> Any:
+    """Make a model without weights, whose attention is ours."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"The target in {where} is no causal language model whose attention can be replaced ({reason}).",
+            "Use a model of another family; docs/targets.md lists those that work.",
+        ) from error
+
+
+def decoder_of(model: Any) -> Any:
+    """The text decoder inside a causal language model."""
+    return model.get_decoder()
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """RoPE of a config; of a model with several, that of its layers with full attention."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    return dict(rope.get("full_attention") or nested[0]) if nested else rope
+
+
+def _pinned_context(rope: dict[str, Any], config: Any, context: int) -> int:
+    if rope.get("rope_type") not in PINNED_ROPE:
+        return context
+    original = rope.get("original_max_position_embeddings")
+    return min(context, int(original or getattr(config, "original_max_position_embeddings", None) or context))
+
+
+def _logit_scale(config: Any) -> float:
+    """Factor of logits by its names in configs: of Cohere, Granite and Falcon-H1."""
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    return float(_first(config, "logit_scale", "lm_head_multiplier") or 1.0) / divisor
+
+
+def _check_alike(records: tuple[LayerRecord, ...], where: str) -> None:
+    """Raise UserError where layers keep keys of several sizes: their store has one."""
+    kinds = {(record.num_kv_heads, record.head_dim) for record in records}
+    if len(kinds) > 1:
+        found = " and ".join(f"{heads} heads of {size}" for heads, size in sorted(kinds))
+        raise UserError(
+            f"The layers of the target in {where} keep keys of different sizes ({found}).",
+            "This is not supported; docs/targets.md lists what is.",
+        )
+    if any(record.value_dim > record.head_dim for record in records):
+        raise UserError(
+            f"The target in {where} has values that are wider than its keys.",
+            "This is not supported; docs/targets.md lists what is.",
+        )

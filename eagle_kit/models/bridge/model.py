@@ -1,0 +1,168 @@
+"""A model of transformers as a target.
+
+Legend: T packed tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.bridge.attention import Attended, Forward, current, running
+from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of
+from eagle_kit.models.bridge.records import LayerRecord, probe
+from eagle_kit.models.targets.target import Target, TargetOutput
+
+GATHERED_ROWS = 64
+"""Rows up to which the weights of a token's experts are gathered: the same bits for any number of rows, and
+nothing is read on the host."""
+LAYER_LISTS = "layers", "h", "blocks", "decoder_layers"
+
+
+class BridgedLinear(Linear):
+    """Linear layer that takes rows in any shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., K]`` -> ``[..., N]``."""
+        return super().forward(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+
+
+class BridgedModel(Target):
+    """Target whose layers are those of a model of transformers.
+
+    Args:
+        model: causal language model whose attention function is ours; its linear layers are replaced.
+
+    Raises:
+        UserError: its layers cannot be told apart.
+    """
+
+    def __init__(self, config: BridgedConfig, model: Any) -> None:
+        super().__init__()
+        self.config: BridgedConfig = config
+        self.model = model
+        self.soft_cap = config.soft_cap
+        _replace_linears(model)
+        _pin_rope(model)
+        self._decoder = [decoder_of(model)]  # a list, since it is registered as a part of the model
+        layers = _layers_of(self._decoder[0], config.num_layers)
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(_Capture(number), with_kwargs=True)
+        layers[-1].register_forward_hook(_capture_last(config.num_layers))
+        self._layers = [layers]
+        self.records: list[LayerRecord] = []
+
+    def learn(self) -> None:
+        """Learn how the layers attend, from a forward."""
+        self.records = probe(self.model, self._decoder[0], self.model.config.get_text_config())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers."""
+        return self._layers[0]
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:  # type: ignore[override]
+        """The embedding; its plain rows are those of its weight."""
+        embedding: nn.Embedding = self.model.get_input_embeddings()
+        return embedding
+
+    @property
+    def lm_head(self) -> Linear:  # type: ignore[override]
+        """The output layer."""
+        output: Linear = self.model.get_output_embeddings()
+        return output
+
+    @property
+    def variants(self) -> Sequence[AttentionVariant]:
+        """See :class:`~eagle_kit.models.targets.target.Target`."""
+        return [record.variant for record in self.records]
+
+    def place_layers(self, devices: Sequence[torch.device] | None) -> None:
+        """See :class:`~eagle_kit.models.targets.target.Target`; raises UserError unless all are on one
+        device."""
+        if devices is not None and len(set(devices)) > 1:
+            raise UserError(
+                f"A target of the type {self.config.model_type} cannot be spread over devices.",
+                "Give each process the whole target, or train from states that were captured before.",
+            )
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """See :class:`~eagle_kit.models.targets.target.Target`."""
+        self._choose_experts(len(ids))
+        with running(Forward(Attended(attend), capture)) as forward:
+            out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        hidden = out.last_hidden_state[0]
+        if self.config.logit_scale != 1.0:
+            hidden = hidden * self.config.logit_scale
+        aux = torch.cat([forward.captured[i] for i in capture], -1) if capture else hidden[:, :0]
+        return TargetOutput(hidden, aux)
+
+    def _choose_experts(self, rows: int) -> None:
+        """Have mixtures gather the weights of each token's experts in small windows, and group larger ones by
+        expert."""
+        text = self.model.config.get_text_config()
+        for config in {id(each): each for each in (self.model.config, text)}.values():
+            if hasattr(config, "_experts_implementation_internal"):
+                wanted = "batched_mm" if rows <= GATHERED_ROWS else "grouped_mm"
+                config._experts_implementation_internal = wanted
+
+
+class _Capture:
+    """Hook that keeps a layer's input, where the forward under way asks for it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward = current()
+        if forward is not None and self._number in forward.capture:
+            states = args[0] if args else kwargs["hidden_states"]
+            forward.captured[self._number] = states[0]
+
+
+def _capture_last(number: int) -> Any:
+    """Hook that keeps the last layer's output under ``number``."""
+
+    def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        forward = current()
+        if forward is not None and number in forward.capture:
+            forward.captured[number] = (out[0] if isinstance(out, tuple) else out)[0]
+
+    return keep
+
+
+def _replace_linears(model: nn.Module) -> None:
+    """Replace linear layers by ours, which share their weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                with torch.device("meta"):
+                    ours = BridgedLinear(child.in_features, child.out_features, child.bias is not None)
+                ours.weight, ours.bias = child.weight, child.bias
+                setattr(parent, name, ours)
+
+
+def _pin_rope(model: nn.Module) -> None:
+    """Keep the angles of RoPE scalings that would change them with the longest text of a batch."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in PINNED_ROPE:
+            module.rope_type = "default"
+
+
+def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
+    for name in LAYER_LISTS:
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == count:
+            return layers
+    raise UserError(
+        f"The {count} layers of {type(decoder).__name__} were not found.",
+        "Use a model of another family; docs/targets.md lists those that work.",
+    )

@@ -1,0 +1,105 @@
+"""What each attention layer of a model of transformers wants, learned from one forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.variant import AttentionVariant, Limits
+from eagle_kit.models.bridge.attention import Call, Forward, running
+
+PROBE_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One attention layer: numbers of query and key heads, sizes of a key and of a value, and how it attends.
+
+    Attributes:
+        sinks: finds the layer's sinks, which move with the model's weights; None where it has none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    limits: Limits = Limits()
+    soft_cap: float | None = None
+    sinks: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def variant(self) -> AttentionVariant:
+        """How the layer attends, with its sinks as they are now."""
+        sinks = None if self.sinks is None else self.sinks()
+        return AttentionVariant(self.scale, self.limits, self.soft_cap, sinks)
+
+
+class Probe:
+    """Handler that records what layers ask for, and gives zeros."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.records: list[LayerRecord] = []
+
+    def __call__(self, call: Call) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.bridge.attention.Handler`."""
+        (_, heads, size), kv_heads, value_dim = call.q.shape, call.k.shape[1], call.v.shape[-1]
+        if not getattr(call.module, "is_causal", True):
+            raise UserError(
+                "A layer of this model attends to later tokens, or to another text.",
+                "Use a model that writes from left to right.",
+            )
+        if call.k.shape[0] != call.q.shape[0]:
+            raise UserError(
+                f"A layer of this model attends to {call.k.shape[0]} keys for {call.q.shape[0]} tokens.",
+                "Such attention is not supported.",
+            )
+        limits = self._limits(call)
+        sinks = None if call.sinks is None else _finder(call.module, call.sinks)
+        kept = heads, kv_heads, size, value_dim, call.scale, limits, call.soft_cap or None, sinks
+        self.records.append(LayerRecord(*kept))
+        return call.q.new_zeros(*call.q.shape[:2], value_dim)
+
+    def _limits(self, call: Call) -> Limits:
+        """Limits by the layer's keyword argument, or else by the config's types of layers."""
+        number = getattr(call.module, "layer_idx", None)
+        types = getattr(self._config, "layer_types", None)
+        kind = types[number] if types and number is not None and number < len(types) else None
+        if kind == "chunked_attention":
+            return Limits(chunk=int(self._config.attention_chunk_size))
+        window = call.window
+        if window is None and kind == "sliding_attention":
+            window = getattr(self._config, "sliding_window", None)
+        return Limits(window=int(window or 0))
+
+
+def _finder(module: torch.nn.Module, sinks: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Function that finds the parameter of a module that is ``sinks``."""
+    names = [name for name, value in module.named_parameters() if value is sinks]
+    if not names:
+        raise UserError(
+            "The sinks of a layer of this model are no parameter of it.", "Such attention is not supported."
+        )
+    return lambda: module.get_parameter(names[0]).detach()
+
+
+def probe(model: Any, decoder: Any, config: Any) -> list[LayerRecord]:
+    """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> its attention layers.
+
+    Raises:
+        UserError: no layer calls the attention function.
+    """
+    handler = Probe(config)
+    device = model.get_input_embeddings().weight.device
+    positions = torch.arange(PROBE_TOKENS, device=device)[None]
+    with torch.no_grad(), running(Forward(handler)):
+        decoder(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
+    if not handler.records:
+        raise UserError(
+            f"No layer of {type(model).__name__} calls transformers' attention interface.",
+            "Use a model of another family; docs/targets.md lists those that work.",
+        )
+    return handler.records

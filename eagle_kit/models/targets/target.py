@@ -1,0 +1,100 @@
+"""What every target is to the rest of the package, whoever wrote its layers.
+
+Legend: T packed tokens, H hidden, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.packed_attention import packed_attention
+from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.config import TargetConfig
+
+
+class TargetOutput(NamedTuple):
+    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states
+    concatenated."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor
+
+
+class Target(nn.Module, ABC):
+    """Causal language model without caches, windows or batches, which ``attend`` implements.
+
+    Attributes:
+        config: its architecture.
+        embed_tokens: embedding ``[V, H]``. Heads read its plain rows, as other engines do: a target that scales
+            its embeddings does so for itself.
+        lm_head: output layer.
+        soft_cap: logits are ``soft_cap tanh(x / soft_cap)`` of the output layer's; None without a cap.
+    """
+
+    config: TargetConfig
+    embed_tokens: nn.Embedding
+    lm_head: Linear
+    soft_cap: float | None = None
+
+    @property
+    @abstractmethod
+    def variants(self) -> Sequence[AttentionVariant]:
+        """How each of its attention layers attends."""
+
+    @abstractmethod
+    def place_layers(self, devices: Sequence[torch.device] | None) -> None:
+        """Place layer i on ``devices[i]`` and everything else on ``devices[L]``, the device of the inputs;
+        states are then moved between layers. None: all on one device.
+
+        Raises:
+            UserError: a target that cannot be split.
+        """
+
+    @abstractmethod
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Run the decoder.
+
+        Args:
+            ids: ``[T]`` int64.
+            positions: ``[T]`` int64, RoPE positions.
+            attend: attention of every layer.
+            capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
+                layer's output before the final norm.
+        """
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Output matrix ``[V, H]``, tied to the embedding or not."""
+        return self.lm_head.weight
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
+        return F.embedding(ids, self.embed_tokens.weight)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
+        return capped(self.lm_head(hidden), self.soft_cap)
+
+    def causal(self) -> Attend:
+        """Attention of one text, all of which is in the forward."""
+        variants = self.variants
+        return lambda layer, q, k, v: prefill_attention(q, k, v, variants[layer])
+
+    def packed(self, spans: list[tuple[int, int]]) -> Attend:
+        """Attention of several texts (start, stop), packed into one row."""
+        variants = self.variants
+        return lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer])
+
+
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """``soft_cap tanh(logits / soft_cap)``; the logits themselves where there is no cap."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
