@@ -1,4 +1,5 @@
-"""`eagle-kit data preview | prepare | vocab | regenerate | capture | store`: work before training."""
+"""`eagle-kit data preview | prepare | vocab | regenerate | texts | capture | import-states | store`: work
+before training."""
 
 import argparse
 import os
@@ -24,6 +25,7 @@ from eagle_kit.core.errors import UserError
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
     from eagle_kit.data.chat.dataset import PreparedData
+    from eagle_kit.train.replies.responder import Responder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
 
     def action(run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(run.__name__.removeprefix("_"), help=text)
+        added = actions.add_parser(run.__name__.removeprefix("_").replace("_", "-"), help=text)
         added.set_defaults(action_run=run)
         return added
 
@@ -57,6 +59,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         regenerate.add_argument(flag, type=int, default=default, metavar="N", help=text)
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
+    server = regenerate.add_argument_group("another engine", "in place of --target and its engine's options")
+    server.add_argument("--base-url", metavar="URL", help="a server that speaks OpenAI's protocol")
+    server.add_argument("--model", metavar="NAME", help="its name there; default the server's only one")
+    server.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="requests under way (default %(default)s)"
+    )
+    server.add_argument(
+        "--retries", type=int, default=6, metavar="N", help="of a request that fails (default %(default)s)"
+    )
+    server.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
     capture = action(_capture, "keep the target's states of a config's data in a folder")
     add_config(capture)
     capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
@@ -65,6 +77,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the estimate of disk and time, then stop"
     )
     capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
+    capture.add_argument(
+        "--engine", choices=("eagle-kit", "vllm"), default="eagle-kit", help="that computes (default %(default)s)"
+    )
+    capture.add_argument(
+        "--engine-python", default=sys.executable, metavar="PYTHON", help="of an environment with vLLM"
+    )
+    texts = action(_texts, "write the texts of a config's data as tokens, for another engine to compute")
+    add_config(texts)
+    texts.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or replaced")
+    importing = action(_import_states, "make a store of states that another engine has computed")
+    add_config(importing)
+    importing.add_argument("--from", required=True, type=Path, metavar="DIR", dest="folder", help="its files")
+    importing.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
+    importing.add_argument(
+        "--layers", nargs="+", metavar="LAYER", help="of the states of a token, in their order; 'final' is normed"
+    )
+    importing.add_argument(
+        "--convention", choices=("inputs", "outputs"), default="inputs", help="what layers' numbers name"
+    )
+    importing.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
+    for parser in (capture, importing):
+        parser.add_argument(
+            "--no-check", action="store_true", help="do not compare a row of another engine's with the target here"
+        )
     store = action(_store, "say what is in a folder of captured states, and check it")
     store.add_argument("folder", type=Path, metavar="DIR")
     store.add_argument("--verify", action="store_true", help="read every byte")
@@ -173,8 +209,7 @@ def _vocab(args: argparse.Namespace) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
-    from eagle_kit.cli.generate import check_shape
-    from eagle_kit.train.regenerate import RegenerateOptions, check_out, regenerate
+    from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
     options = RegenerateOptions(
         sampling=sampling_params(args),
@@ -184,18 +219,10 @@ def _regenerate(args: argparse.Namespace) -> int:
         with_ids=args.ids,
         shard=args.shard,
     )
-    context = args.max_prompt_tokens + args.max_tokens
-    config = options_of(args, EngineConfig, DECODING, max_context=context)
-    check_shape(config, args.draft)
     check_out(args.out)
-    from eagle_kit.models.loading.loader import target_fingerprint
-    from eagle_kit.models.loading.source import resolve_target
-    from eagle_kit.serve.llm import LLM
-
-    folder = resolve_target(args.target)
-    llm = LLM(folder, args.draft, config)
+    responder, target = _server(args) if args.base_url else _engine(args)
     try:
-        report = regenerate(llm, args.source, args.out, options, target=target_fingerprint(folder))
+        report = regenerate(responder, args.source, args.out, options, target=target)
     except KeyboardInterrupt:
         print(f"\nWhat is in {args.out} is kept; the same command goes on with it.", file=sys.stderr)
         raise
@@ -211,26 +238,100 @@ def _regenerate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":
+    """Our engine, and its target's fingerprint."""
+    from eagle_kit.cli.generate import check_shape
+
+    if args.model or args.api_key_env:
+        raise UserError("--model and --api-key-env are for a server.", "Give its address with --base-url.")
+    context = args.max_prompt_tokens + args.max_tokens
+    config = options_of(args, EngineConfig, DECODING, max_context=context)
+    check_shape(config, args.draft)
+    from eagle_kit.models.loading.loader import target_fingerprint
+    from eagle_kit.models.loading.source import resolve_target
+    from eagle_kit.serve.llm import LLM
+    from eagle_kit.train.replies.responder import EngineResponder
+
+    folder = resolve_target(args.target)
+    return EngineResponder(LLM(folder, args.draft, config)), target_fingerprint(folder)
+
+
+def _server(args: argparse.Namespace) -> "tuple[Responder, str]":
+    """A server, and what is known of its model: no more than its name."""
+    from eagle_kit.train.replies.server import ServerOptions, ServerResponder
+
+    if args.draft is not None:
+        raise UserError("--draft is for our engine.", "Leave it out, or --base-url.")
+    key = os.environ.get(args.api_key_env) if args.api_key_env else None
+    if args.api_key_env and not key:
+        raise UserError(f"The variable {args.api_key_env} is not set.", "Set it, or leave --api-key-env out.")
+    numbers = {"concurrency": args.concurrency, "retries": args.retries}
+    responder = ServerResponder(ServerOptions(args.base_url, args.model, **numbers, api_key=key, with_ids=args.ids))
+    return responder, f"{responder.model} of a server; revision and template unknown"
+
+
+def _texts(args: argparse.Namespace) -> int:
+    from eagle_kit.core.files import check_writable
+
+    config = _config(args)
+    if args.out.is_dir():
+        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
+    check_writable(args.out.parent, "Give another file with --out.")
+    from eagle_kit.train.states.capture import write_texts
+
+    count, longest = write_texts(_data(config), args.out)
+    print(f"{args.out}: {count} texts of at most {longest} tokens.")
+    return 0
+
+
+def _import_states(args: argparse.Namespace) -> int:
+    config = _config(args)
+    layers = tuple(_layer(each) for each in args.layers) if args.layers else None
+    from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
+
+    more: tuple[str, ...] = ("--from", str(args.folder), "--convention", args.convention)
+    more += ("--layers", *args.layers) if args.layers else ()
+    more += ("--no-check",) if args.no_check else ()
+    about = {"layers": layers, "convention": args.convention, "checks": not args.no_check}
+    other = OtherEngine("import-states", more, args.folder, **about)
+    options = CaptureOptions(
+        out=args.out, verify=args.verify, arguments=(args.config, *args.overrides), other=other
+    )
+    return capture(config, options)
+
+
+def _layer(name: str) -> int | str:
+    if name == "final" or name.isdigit():
+        return name if name == "final" else int(name)
+    raise UserError(f"--layers has {name!r}.", "Give numbers of layers, or final.")
+
+
 def _capture(args: argparse.Namespace) -> int:
     from eagle_kit.train.parallel.launch import check_launcher
 
     config = _config(args)
     check_launcher(os.environ, config.training)
-    from eagle_kit.train.capture import CaptureOptions, capture
+    from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
 
+    other = None
+    if args.engine == "vllm":
+        more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", args.engine_python)
+        more += ("--no-check",) if args.no_check else ()
+        other = OtherEngine("capture", more, python=args.engine_python, checks=not args.no_check)
     options = CaptureOptions(
         out=args.out,
         shard=args.shard,
         dry_run=args.dry_run,
         verify=args.verify,
         arguments=(args.config, *args.overrides),
+        other=other,
     )
     return capture(config, options)
 
 
 def _store(args: argparse.Namespace) -> int:
     from eagle_kit.data.states.store import StateStore
-    from eagle_kit.train.capture import summary, verify
+    from eagle_kit.train.states.capture import summary, verify
 
     store = StateStore(args.folder)
     print(summary(store), flush=True)

@@ -1,11 +1,14 @@
 """Number of weights of a target's layers, from its config alone."""
 
+from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import TargetConfig
 
 
 def layer_weights(config: TargetConfig, *, active: bool) -> int:
     """Number of matrix elements of all decoder layers; with ``active``, only of the experts chosen per
     token."""
+    if isinstance(config, BridgedConfig):
+        return config.active_weights if active else config.layer_weights
     return sum(_attention(config) + _mlp(config, i, active) for i in range(config.num_layers))
 
 

@@ -23,6 +23,9 @@ REFUSED = {
 PINNED_ROPE = ("longrope", "dynamic")
 """RoPE scalings whose angles depend on the longest text of a batch: the context ends where they would change."""
 
+NORMS = "norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f"
+LAYER_LISTS = "layers", "h", "blocks", "decoder_layers"
+
 
 @dataclass(frozen=True)
 class BridgedConfig(TargetConfig):
@@ -33,12 +36,17 @@ class BridgedConfig(TargetConfig):
         records: its attention layers, without their sinks.
         logit_scale: factor of the final states before the output layer.
         soft_cap: of the logits.
+        active_weights, layer_weights, all_weights: elements of the matrices that a token meets in the layers, of
+            all that are in them, and of the whole model's.
     """
 
     source: dict[str, Any] | None = None
     records: tuple[LayerRecord, ...] = ()
     logit_scale: float = 1.0
     soft_cap: float | None = None
+    active_weights: int = 0
+    layer_weights: int = 0
+    all_weights: int = 0
 
     @property
     def cache(self) -> KVSpec:
@@ -113,6 +121,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         records=records,
         logit_scale=_logit_scale(text),
         soft_cap=getattr(text, "final_logit_softcapping", None),
+        **_count(model, text),
     )
 
 
@@ -159,6 +168,48 @@ def _logit_scale(config: Any) -> float:
     """Factor of logits by its names in configs: of Cohere, Granite and Falcon-H1."""
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     return float(_first(config, "logit_scale", "lm_head_multiplier") or 1.0) / divisor
+
+
+def _count(model: Any, config: Any) -> dict[str, int]:
+    """Numbers of matrix elements; experts are matrices of three dimensions, the first of which is theirs."""
+    chosen = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token") or 1
+    chosen = max(chosen) if isinstance(chosen, list) else chosen
+    matrices = [p for p in layers_of(decoder_of(model), config.num_hidden_layers).parameters() if p.ndim > 1]
+    met = [p.numel() if p.ndim == 2 else p.numel() * chosen // p.shape[0] for p in matrices]
+    return {
+        "active_weights": sum(met),
+        "layer_weights": sum(p.numel() for p in matrices),
+        "all_weights": sum(p.numel() for p in model.parameters() if p.ndim > 1),
+    }
+
+
+def layers_of(decoder: torch.nn.Module, count: int) -> torch.nn.ModuleList:
+    """Find the layers of a decoder. Raises UserError where there is no list of ``count``."""
+    for name in LAYER_LISTS:
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == count:
+            return layers
+    raise UserError(
+        f"The {count} layers of {type(decoder).__name__} were not found.",
+        "Use a model of another family; docs/targets.md lists those that work.",
+    )
+
+
+def norm_of(decoder: torch.nn.Module) -> torch.nn.Module:
+    """Find the norm behind the last layer of a decoder. Raises UserError where there is none."""
+    name = norm_name(decoder)
+    return getattr(decoder, name)
+
+
+def norm_name(decoder: torch.nn.Module) -> str:
+    """Name of the norm behind the last layer of a decoder. Raises UserError where there is none."""
+    name = next((name for name in NORMS if isinstance(getattr(decoder, name, None), torch.nn.Module)), None)
+    if name is None:
+        raise UserError(
+            f"The norm behind the layers of {type(decoder).__name__} was not found.",
+            "Use a model of another family; docs/targets.md lists those that work.",
+        )
+    return name
 
 
 def _check_alike(records: tuple[LayerRecord, ...], where: str) -> None:

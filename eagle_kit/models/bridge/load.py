@@ -1,15 +1,29 @@
 """Loading of bridged targets."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import NAME, register
-from eagle_kit.models.bridge.config import BridgedConfig
+from eagle_kit.models.bridge.config import (
+    BridgedConfig,
+    decoder_of,
+    new_model,
+    norm_name,
+    transformers_config,
+)
 from eagle_kit.models.bridge.gate import check
 from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.targets.target import Target, TargetOutput
+
+OUTPUTS = "lm_head.weight", "embed_out.weight", "output.weight"
 
 
 def load_bridged(
@@ -46,6 +60,81 @@ def load_bridged(
             "Use a complete, matching checkpoint.",
         )
     return bridge(model.to(device), config)
+
+
+class BridgedEnds(Target):
+    """Embedding and output layer of a target, for training on states that were captured before."""
+
+    def __init__(
+        self, config: BridgedConfig, embedding: torch.Tensor, output: torch.Tensor, norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.config, self.soft_cap, self.layers = config, config.soft_cap, nn.ModuleList()
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        with torch.device("meta"):
+            self.lm_head = Linear(output.shape[1], output.shape[0], bias=False)
+        self.lm_head.weight = self.embed_tokens.weight if output is embedding else nn.Parameter(output)
+
+    @property
+    def variants(self) -> list[AttentionVariant]:
+        """See :class:`~eagle_kit.models.targets.target.Target`."""
+        return [record.variant for record in self.config.records]
+
+    def place_layers(self, devices: Sequence[torch.device] | None) -> None:
+        """See :class:`~eagle_kit.models.targets.target.Target`; there are none."""
+
+    def final_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.targets.target.Target`."""
+        return self.norm(states) * self.config.logit_scale
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Raise an error: there are no layers."""
+        raise AssertionError("the target was loaded without its layers")
+
+
+def load_ends(
+    folder: Path, config: BridgedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> BridgedEnds:
+    """Make a target without layers of those of its ``tensors`` that are outside of them.
+
+    Raises:
+        UserError: no embedding, or no output layer, or several.
+    """
+    shape = config.vocab_size, config.hidden_size
+    matrices = {name: tensor for name, tensor in tensors.items() if tuple(tensor.shape) == shape}
+    outputs = [name for name in matrices if name.endswith(OUTPUTS)]
+    inputs = [name for name in matrices if name not in outputs]
+    if len(inputs) != 1 or len(outputs) != (not config.tie_word_embeddings):
+        raise UserError(
+            f"The weights in {folder} have the matrices {', '.join(matrices) or 'none'} outside of the layers, "
+            "which are not one embedding and its output layer.",
+            "Train with the whole target.",
+        )
+    embedding = matrices[inputs[0]].to(dtype)
+    output = matrices[outputs[0]].to(dtype) if outputs else embedding
+    norm = _norm(folder, config, tensors, dtype)
+    return BridgedEnds(config, embedding, output, norm).eval().requires_grad_(False)
+
+
+def _norm(folder: Path, config: BridgedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+    """The final norm, with its weights out of ``tensors``."""
+    assert config.source is not None
+    decoder = decoder_of(new_model(transformers_config(config.source, str(folder)), str(folder)))
+    name = norm_name(decoder)
+    norm: nn.Module = getattr(decoder, name)
+    for leaf, parameter in list(norm.named_parameters()):
+        shape = tuple(parameter.shape)
+        found = [t for key, t in tensors.items() if key.endswith(f"{name}.{leaf}") and tuple(t.shape) == shape]
+        if len(found) != 1:
+            raise UserError(
+                f"The weights in {folder} have {len(found)} tensors {name}.{leaf} outside of the layers.",
+                "Train with the whole target.",
+            )
+        setattr(norm, leaf, nn.Parameter(found[0].to(dtype)))
+    return norm
 
 
 def bridge(model: Any, config: BridgedConfig) -> BridgedModel:

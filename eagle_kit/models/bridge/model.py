@@ -14,14 +14,13 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import Attended, Forward, current, running
-from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of
+from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of, layers_of, norm_of
 from eagle_kit.models.bridge.records import LayerRecord, probe
 from eagle_kit.models.targets.target import Target, TargetOutput
 
 GATHERED_ROWS = 64
 """Rows up to which the weights of a token's experts are gathered: the same bits for any number of rows, and
 nothing is read on the host."""
-LAYER_LISTS = "layers", "h", "blocks", "decoder_layers"
 
 
 class BridgedLinear(Linear):
@@ -50,7 +49,7 @@ class BridgedModel(Target):
         _replace_linears(model)
         _pin_rope(model)
         self._decoder = [decoder_of(model)]  # a list, since it is registered as a part of the model
-        layers = _layers_of(self._decoder[0], config.num_layers)
+        layers = layers_of(self._decoder[0], config.num_layers)
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(_Capture(number), with_kwargs=True)
         layers[-1].register_forward_hook(_capture_last(config.num_layers))
@@ -91,6 +90,10 @@ class BridgedModel(Target):
                 f"A target of the type {self.config.model_type} cannot be spread over devices.",
                 "Give each process the whole target, or train from states that were captured before.",
             )
+
+    def final_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.targets.target.Target`."""
+        return norm_of(self._decoder[0])(states) * self.config.logit_scale
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
@@ -155,14 +158,3 @@ def _pin_rope(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", None) in PINNED_ROPE:
             module.rope_type = "default"
-
-
-def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
-    for name in LAYER_LISTS:
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, nn.ModuleList) and len(layers) == count:
-            return layers
-    raise UserError(
-        f"The {count} layers of {type(decoder).__name__} were not found.",
-        "Use a model of another family; docs/targets.md lists those that work.",
-    )

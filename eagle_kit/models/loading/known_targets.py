@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.loader import parse_target, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
 
 
@@ -29,7 +29,7 @@ class KnownTarget:
     @property
     def architecture(self) -> TargetConfig:
         """The config as parsed by the loader."""
-        return TargetConfig.from_dict(self.config)
+        return parse_target(self.config)
 
 
 _LLAMA_3_ROPE = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
-from eagle_kit.models.bridge.load import load_bridged
+from eagle_kit.models.bridge.load import load_bridged, load_ends
 from eagle_kit.models.config import FAMILIES, TargetConfig
 from eagle_kit.models.config_parts import read_architecture, read_table
 from eagle_kit.models.loading.published import (
@@ -34,6 +35,7 @@ SAMPLE = 4096
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
+LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
@@ -49,11 +51,17 @@ def read_target_config(folder: Path) -> TargetConfig:
     if generation.is_file():
         eos = read_object(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
-    if read_architecture(config, str(folder)) not in FAMILIES:
-        return read_bridged_config(config, str(folder))
-    read_fp8_block(config, str(folder))
-    check_activation(config, str(folder))
-    return TargetConfig.from_dict(config, str(folder))
+    if read_architecture(config, str(folder)) in FAMILIES:
+        read_fp8_block(config, str(folder))
+        check_activation(config, str(folder))
+    return parse_target(config, str(folder))
+
+
+def parse_target(config: dict[str, Any], where: str = "the model's folder") -> TargetConfig:
+    """Parse a Hugging Face config: of an architecture that is written here, or bridged."""
+    if read_architecture(config, where) in FAMILIES:
+        return TargetConfig.from_dict(config, where)
+    return read_bridged_config(config, where)
 
 
 def check_activation(config: dict[str, Any], where: str) -> None:
@@ -151,7 +159,9 @@ def load_target(
     folder = resolve_target(str(name_or_path))
     config = read_target_config(folder)
     if isinstance(config, BridgedConfig):
-        return load_bridged(folder, config, dtype, device)
+        if with_layers:
+            return load_bridged(folder, config, dtype, device)
+        return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
     block = read_fp8_block(read_object(folder / "config.json"), str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)
@@ -173,7 +183,7 @@ def load_target(
 
 
 def _is_outside_layers(name: str) -> bool:
-    return not name.removeprefix("model.").startswith("layers.")
+    return not LAYER_NAME.search(name)
 
 
 def fill(

@@ -78,6 +78,10 @@ class LlamaModel(Target):
         assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
         self._devices = devices
 
+    def final_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`Target`."""
+        return self.norm(states)
+
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> TargetOutput:

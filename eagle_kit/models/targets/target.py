@@ -35,12 +35,14 @@ class Target(nn.Module, ABC):
         embed_tokens: embedding ``[V, H]``. Heads read its plain rows, as other engines do: a target that scales
             its embeddings does so for itself.
         lm_head: output layer.
+        layers: its decoder layers; empty where it was loaded without them.
         soft_cap: logits are ``soft_cap tanh(x / soft_cap)`` of the output layer's; None without a cap.
     """
 
     config: TargetConfig
     embed_tokens: nn.Embedding
     lm_head: Linear
+    layers: nn.ModuleList
     soft_cap: float | None = None
 
     @property
@@ -70,6 +72,10 @@ class Target(nn.Module, ABC):
             capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
                 layer's output before the final norm.
         """
+
+    @abstractmethod
+    def final_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """Final-normed states ``[T, H]`` from the last layer's output ``[T, H]``."""
 
     @property
     def head_weight(self) -> torch.Tensor:

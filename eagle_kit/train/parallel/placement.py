@@ -92,14 +92,10 @@ def shard_target(target: Target, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    whole = {
-        parameter
-        for name, parameter in target.named_parameters()
-        if not name.startswith("layers.") or parameter.ndim < 2
-    }
-    for parameter in whole:
-        parameter.data = parameter.data.to(device)
-    target.rope.to(device)
+    sharded = {parameter for parameter in target.layers.parameters() if parameter.ndim > 1}
+    whole = set(target.parameters()) - sharded
+    for tensor in (*whole, *target.buffers()):
+        tensor.data = tensor.data.to(device)
     for layer in target.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     fully_shard(target, mesh=mesh, reshard_after_forward=True, ignored_params=whole)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -30,6 +31,8 @@ class HeadSizes(NamedTuple):
 
 def num_weights(target: TargetConfig) -> tuple[int, int]:
     """Matmul weights of the decoder layers that one token meets, and all matrices of the target."""
+    if isinstance(target, BridgedConfig):
+        return target.active_weights, target.all_weights
     with torch.device("meta"):
         model = LlamaModel(target)
     met = sum(_met(parameter, target) for parameter in model.layers.parameters())

@@ -46,8 +46,14 @@ class TrainingComponents:
     data: PreparedData
 
 
-def load_components(config: TrainConfig, accelerator: "Accelerator | PartialState") -> TrainingComponents:
-    """Resolve and load the target, prepare the data. The main process goes first and fills the caches."""
+def load_components(
+    config: TrainConfig, accelerator: "Accelerator | PartialState", *, with_layers: bool | None = None
+) -> TrainingComponents:
+    """Resolve and load the target, prepare the data. The main process goes first and fills the caches.
+
+    Args:
+        with_layers: load the whole target; default where the run computes its states.
+    """
     with accelerator.local_main_process_first():
         folder = resolve_target(config.target)
         tokenizer = load_tokenizer(folder)
@@ -61,7 +67,10 @@ def load_components(config: TrainConfig, accelerator: "Accelerator | PartialStat
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     device = loading_device(config.training.target_placement, accelerator)
     target = load_target(
-        folder, dtype=dtype, device=str(device), with_layers=training_kind(config).runs_target(config)
+        folder,
+        dtype=dtype,
+        device=str(device),
+        with_layers=training_kind(config).runs_target(config) if with_layers is None else with_layers,
     )
     return TrainingComponents(target, folder, tokenizer, data)
 

@@ -21,7 +21,7 @@ from eagle_kit.models.loading.source import target_revision
 from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
 from eagle_kit.train.algorithm.batch import make_micro_batch
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 HERE = torch.device("cpu")
 STEPS = ("--max-steps", "4")
 
@@ -343,7 +343,7 @@ def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
     code = (
         "import sys; from pathlib import Path; from eagle_kit.config import load_config; "
         "from eagle_kit.config.train import TrainConfig; "
-        "from eagle_kit.train.capture import CaptureOptions, capture; "
+        "from eagle_kit.train.states.capture import CaptureOptions, capture; "
         f"sys.exit(capture(load_config(TrainConfig, {str(run.config)!r}), "  # type: ignore[attr-defined]
         f"CaptureOptions(Path({str(out)!r}), shard_bytes=500_000, arguments=('c.yaml',))))"
     )

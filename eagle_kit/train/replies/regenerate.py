@@ -1,4 +1,4 @@
-"""Replies by the target itself: the human turns of a conversation source, answered by its own engine.
+"""Replies by the target itself: the human turns of a conversation source, answered by our engine or a server.
 
 A draft is judged by the target's own replies, so it should learn from those; the replies of ShareGPT are
 another model's. The result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines in the order of
@@ -16,20 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, parse_json, read_object, sole_writer, write_json_atomically
-from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.records import Conversation, SkipLog, read_conversations
-
-if TYPE_CHECKING:
-    from eagle_kit.serve.llm import LLM
+from eagle_kit.train.replies.responder import Messages, Reply, Responder
 
 GROUP_FACTOR = 8
 """Conversations answered together per running request, so that short replies do not leave the batch empty."""
+REASONING = "reasoning_content"
+"""Key of what a server's model thought before a reply."""
 ANOTHER_FILE = "Give --out another file."
 _Key = tuple[str, str]
 """A conversation's id and its first human turn: ids alone need not be different."""
@@ -93,7 +92,7 @@ class _Dialogue:
     """One conversation being answered: ``waiting`` human turns, oldest first."""
 
     id: str
-    messages: list[dict[str, str]]
+    messages: Messages
     waiting: list[str]
     finish_reasons: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -104,16 +103,20 @@ class _Dialogue:
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         return replace(sampling, seed=seed)
 
-    def ask(self) -> list[dict[str, str]]:
-        """The prompt of the next turn as messages."""
-        return [*self.messages, {"role": "user", "content": self.waiting[0]}]
+    def ask(self) -> Messages:
+        """The prompt of the next turn as messages, without what was thought before earlier ones."""
+        said = [{k: v for k, v in turn.items() if k != REASONING} for turn in self.messages]
+        return [*said, {"role": "user", "content": self.waiting[0]}]
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, reply: Reply) -> None:
         """Put the next turn and its reply into the conversation; a cut or empty reply ends it."""
-        self.messages = [*self.ask(), {"role": "assistant", "content": output.text}]
-        self.waiting = self.waiting[1:] if output.finish_reason == "stop" and output.text.strip() else []
-        self.finish_reasons.append(output.finish_reason)
-        self.ids = [*output.prompt_ids, *output.token_ids]
+        said = {"role": "assistant", "content": reply.text}
+        if reply.reasoning is not None:
+            said[REASONING] = reply.reasoning
+        self.messages = [*self.messages, self.ask()[-1], said]
+        self.waiting = self.waiting[1:] if reply.finish_reason == "stop" and reply.text.strip() else []
+        self.finish_reasons.append(reply.finish_reason)
+        self.ids = reply.ids or []
 
     def line(self, with_ids: bool) -> str:
         """Line of the file."""
@@ -122,7 +125,7 @@ class _Dialogue:
 
 
 def regenerate(
-    llm: "LLM",
+    responder: Responder,
     source: str,
     out: str | Path,
     options: RegenerateOptions,
@@ -130,18 +133,18 @@ def regenerate(
     target: str = "",
     progress: bool = True,
 ) -> RegenerateReport:
-    """Answer the human turns of ``source`` with ``llm`` and append the conversations to ``out``, as the only
+    """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``, as the only
     process that does.
 
     Conversations with the same system messages and first ``max_turns`` human turns are answered once. The
     settings that decide the replies are kept beside ``out``, in ``NAME.settings.json``.
 
     Args:
-        llm: the target, with or without a draft: the replies are the same.
+        responder: the target in our engine, with or without a draft: the replies are the same; or a server.
         source: as :func:`eagle_kit.data.chat.records.read_conversations` takes it.
         out: a JSONL file, made or continued; a half-written last line is dropped.
         options: conversations and decoding.
-        target: fingerprint of its weights; empty is not compared.
+        target: fingerprint of its weights, or what is known of a server's; empty is not compared.
         progress: show a bar.
 
     Raises:
@@ -151,11 +154,11 @@ def regenerate(
     path = Path(out)
     check_out(path)
     with sole_writer(path, path.with_name(f".{path.name}.lock")):
-        return _continue(llm, source, path, options, target, progress)
+        return _continue(responder, source, path, options, target, progress)
 
 
 def _continue(
-    llm: "LLM", source: str, path: Path, options: RegenerateOptions, target: str, progress: bool
+    responder: Responder, source: str, path: Path, options: RegenerateOptions, target: str, progress: bool
 ) -> RegenerateReport:
     """Answer the conversations that ``path`` lacks; the caller is its only writer."""
     from tqdm import tqdm
@@ -168,7 +171,7 @@ def _continue(
     left = None if options.limit is None else max(options.limit - report.num_found, 0)
     if left == 0:
         return report
-    dialogues = islice(_new_dialogues(llm, source, options, done, report.skipped), left)
+    dialogues = islice(_new_dialogues(responder, source, options, done, report.skipped), left)
     try:
         write_json_atomically(settings_path(path), settings, indent=1)
         opened = path.open("a", encoding="utf-8")
@@ -176,21 +179,29 @@ def _continue(
         raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
     shown = tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress)
     with opened as file, shown as bar:
-        while group := deque(islice(dialogues, GROUP_FACTOR * llm.max_batch_size)):
+        while group := deque(islice(dialogues, GROUP_FACTOR * responder.batch_size)):
 
-            def write(unwritten: deque[_Dialogue] = group) -> None:
-                ready = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
+            def write(is_last: bool = False, unwritten: deque[_Dialogue] = group) -> None:
+                if is_last:  # the others will not be answered now
+                    ready = [dialogue for dialogue in unwritten if not dialogue.waiting]
+                else:
+                    ready = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
                 if not ready:
                     return
-                for _ in ready:
-                    file.write(unwritten.popleft().line(options.with_ids))
+                for dialogue in ready:
+                    unwritten.remove(dialogue)
+                    file.write(dialogue.line(options.with_ids))
                 file.flush()
                 os.fsync(file.fileno())
                 report.num_written += len(ready)
                 bar.set_postfix_str(str(report), refresh=False)
                 bar.update(len(ready))
 
-            _answer(llm, list(group), options, report, write)
+            try:
+                _answer(responder, list(group), options, report, write)
+            except BaseException:
+                write(is_last=True)
+                raise
     return report
 
 
@@ -202,7 +213,7 @@ def check_out(path: Path) -> None:
 
 
 def _answer(
-    llm: "LLM",
+    responder: Responder,
     group: Sequence[_Dialogue],
     options: RegenerateOptions,
     report: RegenerateReport,
@@ -215,30 +226,31 @@ def _answer(
     """
 
     while asking := [dialogue for dialogue in group if dialogue.waiting]:
-        prompts = [llm.tokenize(dialogue.ask()) for dialogue in asking]
-        fits = [len(prompt) <= options.max_prompt_tokens for prompt in prompts]
+        sizes = [responder.num_tokens(dialogue.ask()) for dialogue in asking]
+        fits = [size is None or size <= options.max_prompt_tokens for size in sizes]
         for dialogue, fit in zip(asking, fits, strict=True):
             if not fit:
                 dialogue.waiting = []
         asking = [dialogue for dialogue, fit in zip(asking, fits, strict=True) if fit]
         params = [dialogue.params(options.sampling) for dialogue in asking]
-        asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
 
-        def take(i: int, output: RequestOutput, asking: Sequence[_Dialogue] = asking) -> None:
-            asking[i].take(output)
-            report.num_reply_tokens += len(output.token_ids)
-            report.stats.add(output.stats)
+        def take(i: int, reply: Reply, asking: Sequence[_Dialogue] = asking) -> None:
+            asking[i].take(reply)
+            report.num_reply_tokens += reply.num_tokens
+            report.stats.add(reply.stats)
             write()
 
-        llm.generate(asked, params, on_finish=take)
+        responder.answer([dialogue.ask() for dialogue in asking], params, take)
         write()  # those that did not fit
 
 
 def _new_dialogues(
-    llm: "LLM", source: str, options: RegenerateOptions, done: Counter[_Key], skipped: SkipLog
+    responder: Responder, source: str, options: RegenerateOptions, done: Counter[_Key], skipped: SkipLog
 ) -> Iterator[_Dialogue]:
     """The conversations of ``source`` that are still to be answered, each once."""
     seen: set[str] = set()
+    limits = options.max_prompt_tokens, responder.max_prompt_tokens
+    longest = min(limit for limit in limits if limit is not None)
     for conversation in read_conversations(source, skipped=skipped):
         system, turns = _human_turns(conversation, options.max_turns)
         if not turns:
@@ -254,7 +266,7 @@ def _new_dialogues(
             done[conversation.id, turns[0]] -= 1
             continue
         dialogue = _Dialogue(conversation.id, system, turns)
-        if len(llm.tokenize(dialogue.ask())) > min(options.max_prompt_tokens, llm.max_context - 1):
+        if (responder.num_tokens(dialogue.ask()) or 0) > longest:
             skipped.add(conversation.where, "the first human turn is longer than max_prompt_tokens")
             continue
         yield dialogue

@@ -1,4 +1,4 @@
-"""Capture of the target's states over every packed row into a store.
+"""Capture of the target's states over every packed row into a store, from its own forward or another engine's.
 
 Any number of processes share the rows, row r belongs to process r mod n; what is stored already is not done
 again. A process that is killed loses the rows of the shard it was at. A target that is sharded over the
@@ -6,6 +6,7 @@ processes (``training.target_placement=fsdp``) runs in all of them or in none, s
 """
 
 import datetime
+import json
 import os
 import shlex
 import shutil
@@ -14,13 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, check_writable, nearest_folder
+from eagle_kit.core.files import check_disk_space, check_writable, nearest_folder, replacing
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.algorithm.target_features import capture_features
@@ -34,10 +40,15 @@ from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents, load_components, states_manifest
+from eagle_kit.train.states.files import FINAL, FileLayout, FileSource, StateFiles
+from eagle_kit.train.states.source import TargetSource
+from eagle_kit.train.states.vllm import compute_states
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+CHECKED_GAP = 0.1
+"""Relative distance up to which two engines' states of a layer are the same, in bf16 or quantised."""
 ANOTHER_OUT = "Give another folder with --out."
 
 
@@ -52,6 +63,7 @@ class CaptureOptions:
         verify: read every byte of the store when it is whole.
         shard_bytes: most bytes of a shard that has more than one row.
         arguments: config file and overrides, for :attr:`command`.
+        other: engine that computes the states; None computes them here.
     """
 
     out: Path
@@ -60,13 +72,38 @@ class CaptureOptions:
     verify: bool = False
     shard_bytes: int = SHARD_BYTES
     arguments: tuple[str, ...] = ()
+    other: "OtherEngine | None" = None
 
     @property
     def command(self) -> str:
         """Command that goes on with this capture."""
         part, parts = self.shard
         shard = ("--shard", f"{part}/{parts}") if parts > 1 else ()
-        return shlex.join(["eagle-kit", "data", "capture", *self.arguments, "--out", str(self.out), *shard])
+        action, more = ("capture", ()) if self.other is None else (self.other.action, self.other.arguments)
+        words = ["eagle-kit", "data", action, *self.arguments, "--out", str(self.out), *shard, *more]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class OtherEngine:
+    """An engine that computes the states in place of the target's forward here.
+
+    Attributes:
+        action: of ``eagle-kit data``, and its ``arguments``.
+        folder: files with states; None computes them by vLLM, beside the store.
+        python: of an environment with vLLM; None reads what is in ``folder``.
+        layers: what lies beside one another in the files; None is what the head needs, in ascending order.
+        convention: of :class:`~eagle_kit.train.states.files.FileLayout`.
+        checks: compare one text with the target's forward here, which takes all its weights.
+    """
+
+    action: str
+    arguments: tuple[str, ...]
+    folder: Path | None = None
+    python: str | None = None
+    layers: tuple[int | str, ...] | None = None
+    convention: str = "inputs"
+    checks: bool = True
 
 
 def capture(config: TrainConfig, options: CaptureOptions) -> int:
@@ -82,7 +119,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = options.out.expanduser()
     _check_out(out)
     process = make_process_state(config)
-    found = load_components(config, process)
+    found = load_components(config, process, with_layers=options.other is None)
     unjudged = config.judge.model_copy(update={"every": 0})
     place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
     draft = head_architecture(config, found.target.config, found.tokenizer)
@@ -93,6 +130,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         command=options.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=describe_versions(),
+        engine="eagle-kit" if options.other is None else "vLLM" if options.other.python else "unknown",
     )
     store = StateStore(out, manifest, found.data.folder, shard_bytes=options.shard_bytes)
     missing, (part, parts) = store.missing(), options.shard
@@ -102,22 +140,96 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         print(_estimate(config, found, store, draft, missing, len(mine)), flush=True)
     if options.dry_run:
         return 0
+    source = TargetSource(found.target) if options.other is None else _foreign(config, found, draft, options)
     promise = "this row is finished and the shard is written first"
     with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
         keeps_step = config.training.target_placement == "fsdp"
         for row in _rows_to_run(mine, keeps_step, interrupt, process):
             micro_batch = make_micro_batch(found.data, [0 if row is None else row], 1, process.device)
-            features = capture_features(
-                found.target,
-                micro_batch.ids,
-                micro_batch.doc_start,
-                draft.aux_layer_ids,
-                micro_batch.plan.needed,
-            )
+            features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
                 store.add([row], micro_batch.lengths, features._asdict())
         store.flush()
     return _conclude(store, options, interrupt.requested, process)
+
+
+def _foreign(
+    config: TrainConfig, found: TrainingComponents, draft: HeadArchitecture, options: CaptureOptions
+) -> FileSource:
+    """Files of another engine, computed now if it is to be driven; one text of them is checked."""
+    other, target = options.other, found.target
+    assert other is not None
+    last = target.config.num_layers
+    layers = other.layers or tuple(sorted({*draft.aux_layer_ids, last}))
+    layout = FileLayout(layers, other.convention)
+    layout.places(draft.aux_layer_ids, last)
+    folder = other.folder or options.out.with_name(options.out.name + ".vllm")
+    if other.python is not None:
+        texts = folder.with_name(folder.name + ".texts.jsonl")
+        count, longest = write_texts(found.data, texts)
+        numbers = [int(layer) for layer in layers]
+        dtype = "bfloat16" if config.training.precision == "bfloat16" else "float32"
+        compute_states(other.python, found.folder, texts, folder, numbers, dtype, longest, count)
+    source = FileSource(StateFiles(folder), layout, target)
+    if other.checks:
+        check_against_target(source, found, draft.aux_layer_ids)
+    return source
+
+
+def write_texts(data: PreparedData, path: Path) -> tuple[int, int]:
+    """Write every text of the packed rows once, as lines of ``{"input_ids"}`` -> their number and the tokens of
+    the longest."""
+    seen: set[bytes] = set()
+    longest = 0
+    with replacing(path) as work, work.open("w", encoding="utf-8") as file:
+        for row in range(len(data)):
+            packed = data.row(row)
+            starts = np.unique(packed.doc_start)
+            for ids in np.split(np.asarray(packed.ids), starts[1:]):
+                if (key := ids.tobytes()) not in seen:
+                    seen.add(key)
+                    longest = max(longest, len(ids))
+                    file.write(json.dumps({"input_ids": ids.tolist()}) + "\n")
+    return len(seen), longest
+
+
+def check_against_target(source: FileSource, found: TrainingComponents, layer_ids: tuple[int, ...]) -> None:
+    """Compare the states of one packed row with those of the target's forward here.
+
+    Raises:
+        UserError: they are other layers' states, or another model's.
+    """
+    config = found.target.config
+    device, dtype = found.target.embed_tokens.weight.device, found.target.embed_tokens.weight.dtype
+    batch = make_micro_batch(found.data, [0], 1, device)
+    theirs = source.states(batch, layer_ids)
+    target = load_target(found.folder, dtype=dtype, device=device)
+    everything = tuple(range(config.num_layers + 1))
+    ours = capture_features(target, batch.ids, batch.doc_start, everything, batch.plan.needed)
+    states = ours.aux.split(config.hidden_size, -1)
+    for layer, state in zip(layer_ids, theirs.aux.split(config.hidden_size, -1), strict=True):
+        if (gap := _gap(state, states[layer])) > CHECKED_GAP:
+            nearest = min(everything, key=lambda other: _gap(state, states[other]))
+            is_other = _gap(state, states[nearest]) <= CHECKED_GAP
+            raise UserError(
+                f"The states given for the input of layer {layer} are "
+                + (f"the input of layer {nearest}" if is_other else f"{gap:.0%} off those of the target here")
+                + ".",
+                "Name layers and convention as the engine had them (--layers, --convention)."
+                if is_other
+                else "Compute them with the same weights and the same texts.",
+            )
+    if (gap := _gap(theirs.hidden, ours.hidden)) > CHECKED_GAP:
+        raise UserError(
+            f"The last states are {gap:.0%} off those of the target here, behind its final norm.",
+            f"Name the last layer's output as layer {config.num_layers}, or as {FINAL} where it was normed.",
+        )
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Distance of ``a`` from ``b`` beside the size of ``b``, the median over tokens."""
+    distance = (a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-12)
+    return float(distance.median())
 
 
 def _rows_to_run(

@@ -1,0 +1,1 @@
+"""The target's states of all packed rows, computed here or by another engine, into a store."""

@@ -1,0 +1,115 @@
+"""Bridged targets against transformers' own forward: capture, logits, and the decode cycle."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.models.bridge.gate import own_logits
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.llm import LLM
+from tests.support.families import FAMILIES, family_config, family_model
+from tests.support.tiny import tiny_head
+
+QUICK = ("gemma2", "gpt_oss", "llama4_text")
+"""Run without the slow ones: between them they have every variant of attention."""
+SOME = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=SOME)
+def folder(request, tmp_path_factory):
+    if family_config(request.param) is None:
+        pytest.skip(f"this transformers does not know {request.param}")
+    place = tmp_path_factory.mktemp(request.param)
+    model = family_model(request.param)
+    model.save_pretrained(place)
+    config = json.loads((place / "config.json").read_text())
+    config["architectures"] = ["Bridged" + config["architectures"][0]]  # no target of our own
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder)
+
+
+def texts(vocab_size, *lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, vocab_size, (n,), generator=generator) for n in lengths]
+
+
+def test_states_and_logits_of_packed_texts_are_those_of_transformers(target):
+    first, second = texts(target.config.vocab_size, 23, 9)
+    layers = (0, 2, 3, target.config.num_layers)
+    ids = torch.cat((first, second))
+    positions = torch.cat((torch.arange(23), torch.arange(9)))
+    out = target(ids, positions, target.packed([(0, 23), (23, 32)]), layers)
+    states = out.aux.split(target.config.hidden_size, -1)
+    before = 0
+    for text in (first, second):
+        mine = slice(before, before + len(text))
+        exact = own_logits(target.model, text)
+        torch.testing.assert_close(target.logits(out.hidden[mine]), exact, rtol=1e-4, atol=1e-4)
+        with pre_hooks(target) as seen:
+            own_logits(target.model, text)
+        for layer, state in zip(layers, states, strict=True):
+            torch.testing.assert_close(state[mine], seen[layer], rtol=1e-4, atol=1e-4)
+        before += len(text)
+
+
+class pre_hooks:
+    """Inputs of the layers in a forward of the model's own, and the last one's output."""
+
+    def __init__(self, target):
+        self.layers = list(target.layers)
+
+    def __enter__(self):
+        seen = {}
+
+        def keep(number):
+            def hook(module, args, kwargs):
+                seen[number] = (args[0] if args else kwargs["hidden_states"])[0]
+
+            return hook
+
+        def last(module, args, out):
+            seen[len(self.layers)] = (out[0] if isinstance(out, tuple) else out)[0]
+
+        self.hooks = [
+            layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in enumerate(self.layers)
+        ]
+        self.hooks.append(self.layers[-1].register_forward_hook(last))
+        return seen
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def greedy(target, prompt, count):
+    """Greedy continuation by transformers' own forward, whole at every step."""
+    ids = prompt.clone()
+    for _ in range(count):
+        logits = own_logits(target.model, ids)[-1]
+        ids = torch.cat((ids, logits.argmax()[None]))
+    return ids[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("shape", ["none", "3,1,4", "3,2,6"])
+def test_greedy_text_of_a_batch_is_that_of_transformers(target, shape):
+    draft = None if shape == "none" else tiny_head(target, 67)
+    if draft is not None:
+        from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+
+        draft = HeadDraftModel(draft, target)
+    prompts = texts(target.config.vocab_size, 4, 17, 9)
+    llm = LLM(target, draft, shape=shape, max_batch_size=4, max_context=128, page_size=4)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    for _ in range(2):  # the second time the prompts' prefixes are cached
+        replies = llm.generate([p.tolist() for p in prompts], params)
+        for prompt, reply in zip(prompts, replies, strict=True):
+            assert reply.token_ids == greedy(target, prompt, 14)

@@ -1,0 +1,162 @@
+"""Tiny random models of families of transformers, made from their own config classes."""
+
+import torch
+
+COMMON = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 64,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MANY = {key: value for key, value in COMMON.items() if key not in ("num_key_value_heads", "head_dim")}
+WINDOW = 7
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
+
+FAMILIES = {
+    "llama": COMMON,
+    "mistral": {**COMMON, "sliding_window": WINDOW},
+    "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": COMMON,
+    "qwen2_moe": {**COMMON, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3": COMMON,
+    "qwen3_moe": {**COMMON, **EXPERTS, "num_experts": 4},
+    "gemma": COMMON,
+    "gemma2": {
+        **COMMON,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        **COMMON,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 12,
+        "layer_types": THREE_TO_ONE,
+    },
+    "gpt_oss": {
+        **COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "phi3": {**COMMON, "sliding_window": WINDOW},
+    "phi": MANY,
+    "phimoe": {
+        **COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "olmo": COMMON,
+    "olmo2": COMMON,
+    "olmo3": {**COMMON, "sliding_window": WINDOW, "layer_types": THREE_TO_ONE},
+    "olmoe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2},
+    "granite": {**COMMON, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "granitemoe": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
+    "cohere": {**COMMON, "logit_scale": 0.25},
+    "cohere2": {**COMMON, "sliding_window": WINDOW, "layer_types": THREE_TO_ONE, "logit_scale": 0.25},
+    "glm": COMMON,
+    "glm4": COMMON,
+    "glm4_moe": {
+        **COMMON,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax_m2": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 6},
+    "starcoder2": {**COMMON, "sliding_window": WINDOW},
+    "smollm3": COMMON,
+    "exaone4": {**COMMON, "sliding_window": WINDOW, "layer_types": THREE_TO_ONE},
+    "ernie4_5": COMMON,
+    "seed_oss": COMMON,
+    "hunyuan_v1_dense": COMMON,
+    "hunyuan_v1_moe": {**COMMON, **EXPERTS, "num_experts": 4, "moe_topk": 2},
+    "arcee": COMMON,
+    "apertus": COMMON,
+    "nemotron": COMMON,
+    "stablelm": COMMON,
+    "ministral": {**COMMON, "sliding_window": WINDOW},
+    "gpt_neox": MANY,
+    "gpt2": {
+        "n_embd": 48,
+        "n_layer": 4,
+        "n_head": 4,
+        "vocab_size": 131,
+        "n_positions": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "opt": {**MANY, "ffn_dim": 64, "word_embed_proj_dim": 48},
+    "deepseek_v3": {
+        **COMMON,
+        **EXPERTS,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "dots1": {
+        **COMMON,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "llama4_text": {
+        **COMMON,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attn_temperature_tuning": False,
+    },
+}
+"""Keyword arguments of a small config by type of model."""
+
+
+def family_config(kind: str):
+    """Config of a tiny model; None where the installed transformers does not know its type."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind](**FAMILIES[kind]) if kind in CONFIG_MAPPING else None
+
+
+def family_model(kind: str, seed: int = 0, std: float = 0.15):
+    """Model with random weights, biases and sinks, in transformers' own classes."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(family_config(kind), attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.ndim == 1 and name.endswith("weight") and bool((parameter == 1).all())
+            parameter.copy_(1 + 0.2 * noise if is_norm else std * noise)
+    return model.requires_grad_(False)
