@@ -186,3 +186,38 @@ def test_training_time_test_with_a_window(triton_device, backend, step):
     mine = torch.autograd.grad(out, tensors, dout.to(triton_device))
     for a, b in zip(mine, torch.autograd.grad(torch.cat(wanted), exact, dout.double()), strict=True):
         torch.testing.assert_close(a.double().cpu(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["window", "wide window", "wide chunk", "all"])
+def test_a_token_has_the_same_bits_in_a_chain_of_any_length(name):
+    """Columns before the window are left out in runs that do not change the order of sums."""
+    variant = VARIANTS[name]
+    k, v = normal(2, KV_HEADS, 1400 + 3 * 16 + 1, SIZE)
+    q = normal(4, HEADS, SIZE, seed=2)
+
+    def attend(prefix, nodes):
+        """Attention of the last of ``nodes`` nodes of a chain behind ``prefix`` slots."""
+        table = torch.arange(175)[None]
+        keys, values = k.clone(), v.clone()
+        keys[:, 1400 : 1400 + nodes], values[:, 1400 : 1400 + nodes] = (
+            x[:, prefix : prefix + nodes] for x in (k, v)
+        )
+        bits = ancestor_bits(torch.arange(-1, nodes - 1).clamp(min=0)[None], nodes)
+        plan = WindowPlan(
+            page_table=table,
+            page_size=PAGE,
+            prefix_lens=torch.tensor([prefix]),
+            first_slot=0,
+            scratch_start=1400,
+            scratch_stride=16,
+            num_keys=nodes,
+            ancestors=bits,
+            num_columns=prefix + nodes,
+            dummy_row=1448,
+            dtype=torch.float32,
+        )
+        return window_attention(q[None, 4 - nodes :], keys, values, plan, variant)[0, -1]
+
+    for position in (*range(370, 400), 500, 767, 768, 769, 830, *range(1150, 1160)):
+        alone = attend(position, 1)
+        assert all(attend(position - nodes + 1, nodes).equal(alone) for nodes in (2, 4)), position

@@ -89,7 +89,7 @@ FAMILIES = {
     "arcee": COMMON,
     "apertus": COMMON,
     "nemotron": COMMON,
-    "stablelm": COMMON,
+    "stablelm": {**COMMON, "head_dim": 16, "hidden_size": 64},
     "ministral": {**COMMON, "sliding_window": WINDOW},
     "gpt_neox": MANY,
     "gpt2": {
@@ -106,6 +106,7 @@ FAMILIES = {
         **COMMON,
         **EXPERTS,
         "num_key_value_heads": 4,
+        "head_dim": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 8,

@@ -87,10 +87,12 @@ def attend_matrices(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask
-    out = torch.bmm(scores.view(*queries.shape[:2], k.shape[1]).softmax(-1).to(v.dtype), v)
+    weights = scores.view(*queries.shape[:2], k.shape[1]).softmax(-1)
+    out = torch.bmm(weights.to(v.dtype), v)
     if sinks is None:
         return out
-    kept = torch.sigmoid(scores.logsumexp(-1) - sinks.float())
+    # exp(logsumexp) is that of the best score over its weight; torch's log and sigmoid have other bits elsewhere
+    kept = 1.0 / (1.0 + torch.exp(sinks.float() - scores.amax(-1)) * weights.amax(-1).view(shape[:-1]))
     return (out * kept.view(*out.shape[:2], 1)).to(out.dtype)
 
 

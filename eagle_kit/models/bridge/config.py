@@ -143,7 +143,8 @@ def new_model(config: Any, where: str) -> Any:
 
 def decoder_of(model: Any) -> Any:
     """The text decoder inside a causal language model."""
-    return model.get_decoder()
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
 
 
 def _first(config: Any, *names: str) -> Any:

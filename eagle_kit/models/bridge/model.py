@@ -15,7 +15,7 @@ from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import Attended, Forward, current, running
 from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of, layers_of, norm_of
-from eagle_kit.models.bridge.records import LayerRecord, probe
+from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.targets.target import Target, TargetOutput
 
 GATHERED_ROWS = 64
@@ -99,7 +99,7 @@ class BridgedModel(Target):
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> TargetOutput:
         """See :class:`~eagle_kit.models.targets.target.Target`."""
-        self._choose_experts(len(ids))
+        use_experts(self.model, GATHERED if len(ids) <= GATHERED_ROWS else GROUPED)
         with running(Forward(Attended(attend), capture)) as forward:
             out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden = out.last_hidden_state[0]
@@ -107,15 +107,6 @@ class BridgedModel(Target):
             hidden = hidden * self.config.logit_scale
         aux = torch.cat([forward.captured[i] for i in capture], -1) if capture else hidden[:, :0]
         return TargetOutput(hidden, aux)
-
-    def _choose_experts(self, rows: int) -> None:
-        """Have mixtures gather the weights of each token's experts in small windows, and group larger ones by
-        expert."""
-        text = self.model.config.get_text_config()
-        for config in {id(each): each for each in (self.model.config, text)}.values():
-            if hasattr(config, "_experts_implementation_internal"):
-                wanted = "batched_mm" if rows <= GATHERED_ROWS else "grouped_mm"
-                config._experts_implementation_internal = wanted
 
 
 class _Capture:

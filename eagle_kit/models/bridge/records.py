@@ -11,6 +11,8 @@ from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.models.bridge.attention import Call, Forward, running
 
 PROBE_TOKENS = 3
+GATHERED, GROUPED = "batched_mm", "grouped_mm"
+"""Experts that gather the weights of each token's, and that group tokens by expert."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,14 @@ def _finder(module: torch.nn.Module, sinks: torch.Tensor) -> Callable[[], torch.
     return lambda: module.get_parameter(names[0]).detach()
 
 
+def use_experts(model: Any, implementation: str) -> None:
+    """Have mixtures of a model compute by one of transformers' implementations of experts."""
+    config = model.config
+    for each in {id(each): each for each in (config, config.get_text_config())}.values():
+        if hasattr(each, "_experts_implementation_internal"):
+            each._experts_implementation_internal = implementation
+
+
 def probe(model: Any, decoder: Any, config: Any) -> list[LayerRecord]:
     """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> its attention layers.
 
@@ -93,6 +103,7 @@ def probe(model: Any, decoder: Any, config: Any) -> list[LayerRecord]:
         UserError: no layer calls the attention function.
     """
     handler = Probe(config)
+    use_experts(model, GATHERED)
     device = model.get_input_embeddings().weight.device
     positions = torch.arange(PROBE_TOKENS, device=device)[None]
     with torch.no_grad(), running(Forward(handler)):

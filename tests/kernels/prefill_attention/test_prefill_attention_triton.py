@@ -165,7 +165,9 @@ def test_fake_tensors_pass(triton_device):
         p.max_rows,
         0.25,
         1.0,
-        1.0,
+        [0, 0],
+        None,
+        None,
     )
     torch.library.opcheck(paged_prefill_attention_op, args, test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:

@@ -7,12 +7,19 @@ from collections import Counter
 import pytest
 import torch
 
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention import chain_bits, gathered, window_attention
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout, Segment
 
 LAYERS, HEADS, GROUP, SIZE, PAGE = 2, 3, 3, 8, 4
 NUM_PAGES, WIDTH = 160, 48
+SINKS = torch.linspace(-1, 1, HEADS * GROUP)
+VARIANTS = (
+    AttentionVariant(0.3),
+    AttentionVariant(0.3, Limits(window=20)),
+    AttentionVariant(0.3, Limits(chunk=64), 2.0, SINKS),
+)
 
 
 class Life:
@@ -77,8 +84,9 @@ class Life:
             k_rows, v_rows = self.kv.k[layer], self.kv.v[layer]
             k_rows[:, rows], v_rows[:, rows] = self.normal(2, HEADS, batch * n, SIZE)
             q = self.normal(batch, n, HEADS * GROUP, SIZE)
-            mine = gathered.attend(q, k_rows, v_rows, update, 0.3)
-            found.append((mine, window_attention(q, k_rows, v_rows, plan, 0.3)))
+            for variant in VARIANTS:
+                mine = gathered.attend(q, k_rows, v_rows, update, variant)
+                found.append((mine, window_attention(q, k_rows, v_rows, plan, variant)))
         kept = torch.tensor([self.rng.randrange(1, n + 1) for _ in range(batch)])
         self.kv.commit_window(tables, torch.arange(n).expand(batch, n), lengths, kept)
         for request, count in zip(self.running, kept.tolist(), strict=True):

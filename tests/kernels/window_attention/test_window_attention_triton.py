@@ -164,7 +164,7 @@ def test_any_number_of_parts_gives_the_same(triton_device, splits):
     q, k, v, p = case.make(torch.float32, triton_device)
     out = window_attention_op(
         *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
-        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, 2.0, splits),
+        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 2.0, [0, 0], None, None, splits),
     )
     assert_close(out / 2, case.expected(q, k, v, p, 0.25), torch.float32)
 
@@ -253,7 +253,7 @@ def test_fake_tensors_pass(triton_device):
     q, k, v, p = Case((40,), 2).make(torch.bfloat16, triton_device)
     args = (
         *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
-        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, 1.0),
+        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, [0, 0], None, None),
     )
     torch.library.opcheck(window_attention_op, args, test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:

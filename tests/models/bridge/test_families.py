@@ -1,18 +1,17 @@
 """Bridged targets against transformers' own forward: capture, logits, and the decode cycle."""
 
 import json
-import warnings
 
 import pytest
 import torch
 
-from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.bridge.gate import own_logits
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
-from tests.support.families import FAMILIES, family_config, family_model
-from tests.support.tiny import tiny_head
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from families import FAMILIES, family_config, family_model
+from tiny import tiny_head
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text")
 """Run without the slow ones: between them they have every variant of attention."""
@@ -30,6 +29,11 @@ def folder(request, tmp_path_factory):
     config["architectures"] = ["Bridged" + config["architectures"][0]]  # no target of our own
     (place / "config.json").write_text(json.dumps(config))
     return place
+
+
+@pytest.fixture(scope="module")
+def is_quick(folder):
+    return any(folder.name.startswith(kind) for kind in QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -90,26 +94,24 @@ class pre_hooks:
             hook.remove()
 
 
-def greedy(target, prompt, count):
-    """Greedy continuation by transformers' own forward, whole at every step."""
-    ids = prompt.clone()
-    for _ in range(count):
-        logits = own_logits(target.model, ids)[-1]
-        ids = torch.cat((ids, logits.argmax()[None]))
-    return ids[len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def wanted(target):
+    """Prompts and their greedy continuations by transformers' own forward, whole at every step."""
+    found = []
+    for prompt in texts(target.config.vocab_size, 4, 17, 9):
+        ids = prompt
+        for _ in range(14):
+            ids = torch.cat((ids, own_logits(target.model, ids)[-1].argmax()[None]))
+        found.append((prompt.tolist(), ids[len(prompt) :].tolist()))
+    return found
 
 
 @pytest.mark.parametrize("shape", ["none", "3,1,4", "3,2,6"])
-def test_greedy_text_of_a_batch_is_that_of_transformers(target, shape):
-    draft = None if shape == "none" else tiny_head(target, 67)
-    if draft is not None:
-        from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-
-        draft = HeadDraftModel(draft, target)
-    prompts = texts(target.config.vocab_size, 4, 17, 9)
-    llm = LLM(target, draft, shape=shape, max_batch_size=4, max_context=128, page_size=4)
+def test_greedy_text_of_a_batch_is_that_of_transformers(target, wanted, shape, is_quick):
+    draft = None if shape == "none" else HeadDraftModel(tiny_head(target, 67), target)
+    options = {"max_batch_size": 4, "max_context": 128, "page_size": 4}
+    llm = LLM(target, draft, shape=shape, graph_mode="cycle" if is_quick else "off", **options)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     for _ in range(2):  # the second time the prompts' prefixes are cached
-        replies = llm.generate([p.tolist() for p in prompts], params)
-        for prompt, reply in zip(prompts, replies, strict=True):
-            assert reply.token_ids == greedy(target, prompt, 14)
+        replies = llm.generate([prompt for prompt, _ in wanted], params)
+        assert [reply.token_ids for reply in replies] == [text for _, text in wanted]

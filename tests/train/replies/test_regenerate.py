@@ -9,7 +9,8 @@ from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.train.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
+from eagle_kit.train.replies.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
+from eagle_kit.train.replies.responder import EngineResponder
 
 
 class Parrot:
@@ -54,7 +55,7 @@ def _records(path: Path) -> list[dict]:
 
 def _run(llm: Parrot, source: str, out: Path, **options):
     options = {"sampling": SamplingParams(max_tokens=512, seed=0), **options}
-    return regenerate(llm, source, out, RegenerateOptions(**options), progress=False)
+    return regenerate(EngineResponder(llm), source, out, RegenerateOptions(**options), progress=False)
 
 
 def test_every_reply_is_the_targets_own_and_later_turns_see_it(tmp_path):

@@ -1,0 +1,180 @@
+"""Replies of servers: order, retries, refusals, a server that dies, reasoning and token ids."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from eagle_kit.cli.app import main
+from eagle_kit.train.replies import server as module
+
+
+class Script:
+    """A chat server that answers a turn with itself reversed.
+
+    Args:
+        fails: status to answer for the number of a request, or None to answer it.
+        extra: entries of a message; ``answer``: of the whole answer; ``choice``: of the choice.
+    """
+
+    def __init__(self, fails=lambda number: None, message=None, answer=None, choice=None, models=("m",)):
+        self.fails, self.models = fails, models
+        self.message, self.answer, self.choice = message or {}, answer or {}, choice or {}
+        self.bodies, self.headers, self.running, self.most = [], [], 0, 0
+        self.lock = threading.Lock()
+
+    def post(self, body, headers):
+        with self.lock:
+            self.bodies.append(body)
+            self.headers.append(headers)
+            number = len(self.bodies)
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.01)
+        with self.lock:
+            self.running -= 1
+        if status := self.fails(number):
+            return status, {"error": {"message": f"failure {number}"}}
+        turn = body["messages"][-1]["content"]
+        message = {"role": "assistant", "content": turn[::-1], **self.message}
+        choice = {"message": message, "finish_reason": "stop", **self.choice}
+        return 200, {"choices": [choice], "usage": {"completion_tokens": len(turn)}, **self.answer}
+
+
+@contextmanager
+def serving(script):
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def send(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.send(200, {"data": [{"id": name} for name in script.models]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send(*script.post(body, dict(self.headers)))
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}"
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def source(tmp_path):
+    lines = []
+    for number in range(20):
+        turns = [f"question {number}", f"more of {number}"]
+        messages = [{"role": "user", "content": turn} for turn in turns]
+        lines.append(json.dumps({"id": f"c{number}", "messages": [m for turn in messages for m in (turn, {"role": "assistant", "content": "x"})]}))
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def ask(source, url, *arguments):
+    out = source.with_name("out.jsonl")
+    command = ["data", "regenerate", "--source", str(source), "--out", str(out), "--base-url", url]
+    code = main([*command, "--max-tokens", "32", "--concurrency", "4", *arguments])
+    records = out.read_text().splitlines() if out.exists() else []
+    return code, [json.loads(line) for line in records]
+
+
+def test_conversations_come_in_order_and_later_turns_see_earlier_replies(source):
+    script = Script()
+    with serving(script) as url:
+        code, records = ask(source, url, "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
+    assert code == 0 and [record["id"] for record in records] == [f"c{n}" for n in range(20)]
+    assert [m["content"] for m in records[4]["messages"]] == [
+        "question 4", "4 noitseuq", "more of 4", "4 fo erom",
+    ]  # fmt: skip
+    body = next(b for b in script.bodies if len(b["messages"]) == 3)
+    assert body["model"] == "m" and (body["temperature"], body["top_p"]) == (0.7, 0.9)
+    assert len({b["seed"] for b in script.bodies}) == 40 and 1 < script.most <= 4
+    about = json.loads(source.with_name("out.settings.json").read_text())
+    assert "unknown" in about["target"]
+
+
+def test_passing_failures_are_retried(source):
+    script = Script(fails=lambda number: 503 if number % 3 == 0 else 429 if number % 3 == 1 and number < 9 else None)
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 0 and len(records) == 20 and len(script.bodies) > 40
+
+
+def test_a_server_that_dies_half_way_loses_nothing(source, capsys):
+    script = Script(fails=lambda number: 500 if number > 25 else None)
+    with serving(script) as url:
+        code, records = ask(source, url, "--retries", "1")
+    error = capsys.readouterr().err
+    assert code == 2 and "2 times in a row" in error and "failure" in error
+    whole = len(records)
+    assert 0 < whole < 20
+    with serving(Script()) as url:
+        code, records = ask(source, url)
+    assert code == 0 and sorted(r["id"] for r in records) == sorted(f"c{n}" for n in range(20))
+    assert all(len(record["messages"]) == 4 for record in records)
+
+
+def test_a_refused_request_is_not_retried(source, capsys):
+    script = Script(fails=lambda number: 400)
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 2 and not records and len(script.bodies) <= 4
+    assert "failure" in capsys.readouterr().err
+
+
+def test_no_server_is_one_sentence(source, capsys):
+    code, records = ask(source, "http://127.0.0.1:9", "--retries", "0")
+    assert code == 2 and not records
+    assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_is_kept_beside_the_text(source, key):
+    script = Script(message={key: "thought"})
+    with serving(script) as url:
+        code, records = ask(source, url, "--limit", "2")
+    assert code == 0 and records[0]["messages"][1]["reasoning_content"] == "thought"
+    assert all("reasoning_content" not in m for body in script.bodies for m in body["messages"])
+
+
+def test_token_ids_are_kept_where_the_server_returns_them(source, capsys):
+    script = Script(answer={"prompt_token_ids": [5, 6]}, choice={"token_ids": [7]})
+    with serving(script) as url:
+        code, records = ask(source, url, "--ids", "--limit", "2")
+    assert code == 0 and records[0]["ids"] == [5, 6, 7] and script.bodies[0]["return_token_ids"] is True
+    source.with_name("out.jsonl").unlink()
+    with serving(Script()) as url:
+        code, _ = ask(source, url, "--ids")
+    assert code == 2 and "token ids" in capsys.readouterr().err
+
+
+def test_several_models_need_a_name_and_keys_come_from_the_environment(source, capsys, monkeypatch):
+    script = Script(models=("one", "two"))
+    with serving(script) as url:
+        assert ask(source, url)[0] == 2
+        assert "one, two" in capsys.readouterr().err
+        assert ask(source, url, "--model", "two", "--api-key-env", "NO_SUCH_KEY")[0] == 2
+        monkeypatch.setenv("A_KEY", "secret")
+        assert ask(source, url, "--model", "two", "--api-key-env", "A_KEY", "--limit", "1")[0] == 0
+    assert script.bodies[0]["model"] == "two" and script.headers[0]["Authorization"] == "Bearer secret"
