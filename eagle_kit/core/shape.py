@@ -154,5 +154,6 @@ def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecSh
         model_type: from the target's ``config.json``.
         drafts_are_expensive: True for a whole model as draft.
     """
-    is_mixture = model_type.startswith("deepseek") or model_type.endswith("_moe") or model_type == "mixtral"
+    is_mixture = model_type.startswith(("deepseek", "llama4", "minimax")) or "moe" in model_type
+    is_mixture |= model_type in ("mixtral", "gpt_oss")
     return SpecShape(3, 1, 4) if drafts_are_expensive or is_mixture else SpecShape(5, 4, 8)

@@ -32,10 +32,13 @@ from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entr
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import tree_build
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 
 TOLERANCE = 2e-5
 """Largest error allowed, relative to the largest value: fp32 sums of a few hundred terms of order one."""
+
+PLAIN = AttentionVariant(16**-0.5)
 
 
 class Check(NamedTuple):
@@ -87,7 +90,9 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         *checks,
         ("prefill_attention", "dense", _prefill),
         ("prefill_attention", "torch, paged", _paged_prefill),
+        ("prefill_attention", "torch, window, cap, sinks", lambda: _prefill(_variant())),
         ("window_attention", "torch", _window),
+        ("window_attention", "torch, window, cap, sinks", lambda: _window(_variant())),
         ("mla_attention", "torch", _mla),
         ("small_linear", "torch", _small_linear),
         ("experts", "torch", _experts),
@@ -97,6 +102,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("sampling", "torch, distribution", _distribution),
         ("sampling", "torch, samples", _samples),
         ("packed_attention", "torch", _packed_attention),
+        ("packed_attention", "torch, window, cap, sinks", lambda: _packed_attention(_variant())),
         ("ttt_attention", "torch", lambda: _ttt(backend)),
         ("ttt_attention", "CPU flash", lambda: _ttt("cpu")),
         ("soft_cross_entropy", "torch", _soft_cross_entropy),
@@ -118,12 +124,34 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """q ``[T, Hq, D]``, k and v ``[C, Hkv, D]``, seen bool ``[T, C]`` -> ``[T, Hq, D]`` in fp64."""
-    group = q.shape[1] // k.shape[1]
+def _variant() -> AttentionVariant:
+    """A sliding window of five tokens, capped scores and sinks of six heads."""
+    return AttentionVariant(PLAIN.scale, Limits(window=5), 2.0, _randn(6, seed=9))
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    variant: AttentionVariant = PLAIN,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """q ``[T, Hq, D]``, k and v ``[C, Hkv, D]``, seen bool ``[T, C]`` -> ``[T, Hq, D]`` in fp64. ``places`` are
+    the positions of queries and keys; default those of the last of C tokens."""
+    group, c = q.shape[1] // k.shape[1], len(k)
+    mine, theirs = places or (torch.arange(c - len(q), c), torch.arange(c))
+    if variant.limits.window:
+        seen = seen & (mine[:, None] - theirs < variant.limits.window)
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("thd,chd->htc", q.double(), k) / q.shape[2] ** 0.5
-    return torch.einsum("htc,chd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    scores = torch.einsum("thd,chd->htc", q.double(), k) * variant.scale
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    weights = scores.masked_fill(~seen, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if variant.sinks is not None:
+        total = total + variant.sinks.double().exp()[:, None, None]
+    return torch.einsum("htc,chd->thd", weights / total, v)
 
 
 def _linear(backend: str) -> float:
@@ -178,10 +206,10 @@ def _draft_topk() -> float:
     return max(_error(logprobs, expected.values), _error(ids, expected.indices))
 
 
-def _prefill() -> float:
+def _prefill(variant: AttentionVariant = PLAIN) -> float:
     q, k, v = _randn(19, 6, 16), _randn(30, 2, 16, seed=1), _randn(30, 2, 16, seed=2)
     seen = torch.ones(19, 30, dtype=torch.bool).tril(11)
-    return _error(prefill_attention(q, k, v, 16**-0.5), _dense(q, k, v, seen))
+    return _error(prefill_attention(q, k, v, variant), _dense(q, k, v, seen, variant))
 
 
 def _paged_prefill() -> float:
@@ -231,7 +259,7 @@ def _small_linear() -> float:
     return _error(got, x.double() @ weight.double().T)
 
 
-def _window() -> float:
+def _window(variant: AttentionVariant = PLAIN) -> float:
     """Five nodes, two of them siblings, behind a prefix of seven slots on three shuffled pages of four."""
     pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
     k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
@@ -242,8 +270,10 @@ def _window() -> float:
     seen = torch.zeros(5, 12, dtype=torch.bool)
     for node, ancestors in enumerate(nodes):
         seen[node, [*range(7), *(7 + ancestor for ancestor in ancestors)]] = True
-    expected = _dense(q[0], k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1), seen)
-    return _error(window_attention(q, k, v, plan, 16**-0.5)[0], expected)
+    depths = torch.tensor([7 + len(ancestors) - 1 for ancestors in nodes])
+    places = depths, torch.cat((torch.arange(7), depths))
+    expected = _dense(q[0], k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1), seen, variant, places)
+    return _error(window_attention(q, k, v, plan, variant)[0], expected)
 
 
 def _tree() -> float:
@@ -292,11 +322,11 @@ def _samples() -> float:
     return _error(counts / 1024, probs)
 
 
-def _packed_attention() -> float:
+def _packed_attention(variant: AttentionVariant = PLAIN) -> float:
     q, k, v = _randn(23, 6, 16), _randn(23, 2, 16, seed=1), _randn(23, 2, 16, seed=2)
     document = torch.tensor([0] * 9 + [1] * 14)
     seen = torch.ones(23, 23, dtype=torch.bool).tril() & (document[:, None] == document)
-    return _error(packed_attention(q, k, v, [(0, 9), (9, 23)], 16**-0.5), _dense(q, k, v, seen))
+    return _error(packed_attention(q, k, v, [(0, 9), (9, 23)], variant), _dense(q, k, v, seen, variant))
 
 
 def _ttt(backend: Backend | Literal["cpu"]) -> float:

@@ -54,7 +54,7 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
     settings = frozenset(
         {
             *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
-            *("head.lm_head_init", "head.intermediate_size", "head.start_from"),
+            *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
             *("training.loss", "training.feature_noise"),
         }
     )
@@ -89,6 +89,7 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
             norm_before_residual=read_flag(config, "norm_before_residual", where),
             attention_bias=read_flag(config, "attention_bias", where),
             mla=mla,
+            sliding_window=_sliding_window(config, where),
             **files.about,
         )
 
@@ -103,6 +104,7 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
             "attention_bias": config.attention_bias,
             "draft_vocab_size": config.draft_vocab_size,
             **{flag: getattr(config, flag) for flag in FLAGS},
+            **_window_to_dict(config),
             "eagle_config": {
                 LAYER_IDS: list(config.aux_layer_ids),
                 CONVENTION: "input",
@@ -189,6 +191,8 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         if settings.start_from is not None:
             return _old_config(settings, target)
         latent = settings.kind == "eagle3-mla"
+        if latent and settings.sliding_window is not None:
+            raise UserError("head.sliding_window is for a Llama layer.", "Leave it out, or set head.kind=eagle3.")
         if latent and target.mla is None:
             raise UserError(
                 "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
@@ -202,6 +206,8 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         overrides: dict[str, Any] = {flag: getattr(settings, flag) for flag in FLAGS}
         if settings.intermediate_size is not None:
             overrides["intermediate_size"] = settings.intermediate_size
+        if settings.sliding_window is not None:
+            overrides["sliding_window"] = settings.sliding_window
         if (ids := settings.aux_layer_ids) is not None:
             if not ids or not all(0 <= layer <= target.num_layers for layer in ids):
                 raise UserError(
@@ -233,6 +239,31 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
 
 
 EAGLE3 = Eagle3Kind()
+
+
+def _sliding_window(config: dict[str, Any], where: str) -> int | None:
+    """Window of a head's layer, where its config says that it has one: a Llama's ``sliding_window`` alone says
+    nothing."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        slides = kinds[0] == "sliding_attention"
+    else:
+        slides = read_flag(config, "use_sliding_window", where)
+    if not slides:
+        return None
+    if config.get("kv_lora_rank"):
+        raise UserError(
+            f"The draft in {where} has latent attention with a sliding window, which is not supported.",
+            "Use a head without one.",
+        )
+    return read_size(config, "sliding_window", where, most=MAX_POSITIONS)
+
+
+def _window_to_dict(config: Eagle3Config) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {}
+    kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention"]}
+    return {"sliding_window": config.sliding_window, **kinds}
 
 
 def _flipped(flag: str, config: Eagle3Config) -> Convention:

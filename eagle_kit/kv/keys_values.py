@@ -23,6 +23,7 @@ class PagedKV(PagedStore):
 
     Args:
         variants: how each layer attends; default plainly, with the usual scale.
+        heads: of ``num_heads``, those that each layer uses; default all.
         gathers: keep those of running requests together for recorded cycles, where the store is on a CPU and
             of the dtype of the queries. For targets: what a window commits must never change afterwards.
     """
@@ -35,6 +36,7 @@ class PagedKV(PagedStore):
         layout: PoolLayout,
         *,
         variants: Sequence[AttentionVariant] | None = None,
+        heads: Sequence[int] | None = None,
         gathers: bool = False,
         **options: Any,
     ) -> None:
@@ -42,9 +44,15 @@ class PagedKV(PagedStore):
         shape = (num_layers, num_heads, self.num_rows, head_dim)
         self.k, self.v = self._empty(*shape), self._empty(*shape)
         self.variants = variants or [AttentionVariant(head_dim**-0.5)] * num_layers
-        assert len(self.variants) == num_layers
+        self.heads = heads or [num_heads] * num_layers
+        assert len(self.variants) == len(self.heads) == num_layers
+        gathers = gathers and min(self.heads) == num_heads
         if gathers and self.k.device.type == "cpu" and self.k.dtype == self.dtype:
             self.gathered = GatheredRows(num_layers, num_heads, head_dim, layout.num_pages + 1, self.dtype)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[Hkv, R, D]`` of a layer."""
+        return self.k[layer, : self.heads[layer]], self.v[layer, : self.heads[layer]]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,15 +87,16 @@ class PagedKV(PagedStore):
             spaces.append(space)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k_rows, v_rows = self.k[layer], self.v[layer]
+            k_rows, v_rows = self.layer(layer)
             k_rows.index_copy_(1, target_rows, k.transpose(0, 1))
             v_rows.index_copy_(1, target_rows, v.transpose(0, 1))
             out = []
             parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, spaces, strict=True)
             for my_q, my_k, my_v, rows, space in parts:
-                _join(k_rows, rows, my_k, space[0])
-                _join(v_rows, rows, my_v, space[1])
-                out.append(chunk_attention(my_q, space[0], space[1], self.variants[layer], start=len(rows)))
+                keys, values = space[:, : len(k_rows)]
+                _join(k_rows, rows, my_k, keys)
+                _join(v_rows, rows, my_v, values)
+                out.append(chunk_attention(my_q, keys, values, self.variants[layer], start=len(rows)))
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return attend
@@ -127,7 +136,7 @@ class _StoreAttend:
 
     def kv_slots(self, layer: int) -> KVSlots:
         """Store rows of the tokens."""
-        return KVSlots(self.kv.k[layer], self.kv.v[layer], self.rows)
+        return KVSlots(*self.kv.layer(layer), self.rows)
 
     def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write ``k`` and ``v`` -> the layer's keys and values, these included."""

@@ -23,4 +23,4 @@ def open_store(
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
     sizes = spec.num_layers, spec.num_heads, spec.head_dim
-    return PagedKV(*sizes, layout, variants=variants, gathers=gathers, **options)
+    return PagedKV(*sizes, layout, variants=variants, heads=spec.heads, gathers=gathers, **options)

@@ -21,11 +21,12 @@ SCORINGS = ("softmax", "sigmoid")
 @dataclass(frozen=True)
 class KVSpec:
     """Cache layout of a key and a value of ``num_heads`` heads of ``head_dim`` in each of ``num_layers``
-    layers."""
+    layers; ``heads`` are those that each layer uses of them, where they differ."""
 
     num_layers: int
     num_heads: int
     head_dim: int
+    heads: tuple[int, ...] | None = None
 
     @property
     def values_per_token(self) -> int:

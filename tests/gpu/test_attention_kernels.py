@@ -11,6 +11,7 @@ import torch
 
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
+from eagle_kit.kernels.variant import ALL_BUT_SIGN, AttentionVariant, Limits, count_bits
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, FP8, HALVES, generator, pick, randn
@@ -63,13 +64,25 @@ WINDOWS = pick(
 
 
 def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of one request: ``q [N, Hq, D]``, fp64 ``k`` and ``v [Hkv, C, D]``, ``seen [N, C]``."""
+    """Of one request: ``q [N, Hq, D]``, fp64 ``k`` and ``v [Hkv, C, D]``, ``seen [N, C]``, ``sinks [Hq]``."""
     n, hq, _ = q.shape
     q = q.double().unflatten(1, (k.shape[0], -1)).transpose(0, 1)
     scores = torch.einsum("hngd,hcd->hngc", q, k) * scale
-    p = scores.masked_fill_(~seen[None, :, None], float("-inf")).softmax(-1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill_(~seen[None, :, None], float("-inf"))
+    if sinks is not None:
+        extra = sinks.double().view(k.shape[0], 1, -1, 1).expand(-1, n, -1, 1)
+        scores = torch.cat((scores, extra), -1)
+    p = scores.softmax(-1)[..., : k.shape[1]]
     return torch.einsum("hngc,hcd->hngd", p, v).transpose(0, 1).reshape(n, hq, -1)
 
 
@@ -160,6 +173,47 @@ def test_window_attention(name, dtype, stored):
         ]
         keys, values = (part.double() for part in mine)
         right = exact(q[b], keys, values, seen, k_scale * size**-0.5) * v_scale
+        assert_near(f"{name}, request {b}", out[b], right)
+
+
+GPT_OSS, GEMMA_2, LLAMA_4 = (64, 8, 64), (8, 4, 256), (40, 8, 128)
+VARIANTS = pick(
+    {
+        "gpt-oss, decode": (Case(GPT_OSS, ragged(16, 32 * K)), Limits(window=128), None, True),
+        "gpt-oss, tree of 16": (Case(GPT_OSS, ragged(8, 16 * K), 16), Limits(window=128), None, True),
+        "gpt-oss, full layer": (Case(GPT_OSS, ragged(8, 16 * K), 8), Limits(), None, True),
+        "Gemma 2, chain of 5": (Case(GEMMA_2, ragged(8, 16 * K), 5), Limits(window=4096), 50.0, False),
+        "Llama 4, chunks": (Case(LLAMA_4, (8 * K - 3, 8 * K, 20 * K), 8), Limits(chunk=8192), None, False),
+    },
+    {
+        "window, cap and sinks": (Case((4, 2, 16), (40, 1, 3), 5), Limits(window=6), 2.0, True),
+        "chunks": (Case((4, 2, 16), (30, 32, 70), 5), Limits(chunk=32), None, False),
+    },
+)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=kind_name)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_window_attention_of_other_kinds(name, dtype):
+    (case, limits, soft_cap, has_sinks), by = VARIANTS[name], generator(5)
+    hq, hkv, size = case.heads
+    store, plan, columns = window(case, dtype, hkv, size, by)
+    q = randn(len(case.lens), case.nodes, hq, size, dtype=dtype, by=by)
+    sinks = randn(hq, dtype=dtype, by=by) if has_sinks else None
+    k, v = (part.to(dtype) for part in store.parts)
+    variant = AttentionVariant(size**-0.5, limits, soft_cap, sinks)
+    out = window_attention(q, k, v, plan, variant, backend="triton")
+    for b, (rows, seen) in enumerate(columns):
+        prefix = torch.arange(len(rows) - plan.num_keys, device=DEVICE)
+        bits = plan.ancestors[b][:, None]
+        depth = count_bits(bits) - 1
+        behind = count_bits(((bits >> 1) & ALL_BUT_SIGN) >> torch.arange(plan.num_keys, device=DEVICE))
+        position = case.lens[b] + depth
+        places = torch.cat((prefix.expand(case.nodes, -1), position - behind), 1)
+        mine = seen & (places >= limits.firsts(position))
+        keys, values = (part[:, rows].double() for part in (k, v))
+        right = exact(q[b], keys, values, mine, variant.scale, soft_cap, sinks)
         assert_near(f"{name}, request {b}", out[b], right)
 
 

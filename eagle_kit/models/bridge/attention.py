@@ -19,6 +19,8 @@ from torch.nn.functional import pad
 from eagle_kit.models.blocks.layers import Attend
 
 NAME = "eagle_kit"
+TUNING = "_query_scale"
+"""Name of a module's function from positions to factors of its queries."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,25 @@ def current() -> Forward | None:
 
 
 class Attended:
-    """Handler that computes by ``attend``. Values narrower than keys are padded with zeros, and the results
-    cut, both exactly."""
+    """Handler that computes by ``attend`` at ``positions [T]``. Queries, keys and values narrower than ``head_dim``, the widest of any
+    layer's, are padded with zeros, and the results cut, both exactly."""
 
-    def __init__(self, attend: Attend) -> None:
-        self._attend, self._layer = attend, 0
+    def __init__(self, attend: Attend, head_dim: int, positions: torch.Tensor) -> None:
+        self._attend, self._head_dim, self._positions, self._layer = attend, head_dim, positions, 0
 
     def __call__(self, call: Call) -> torch.Tensor:
         """See :class:`Handler`."""
         layer, size = self._layer, call.v.shape[-1]
         self._layer += 1
-        missing = call.k.shape[-1] - size
-        v = pad(call.v, (0, missing)) if missing else call.v
-        return self._attend(layer, call.q, call.k, v)[..., :size]
+        q = call.q
+        if (tuning := getattr(call.module, TUNING, None)) is not None:
+            q = q * tuning(self._positions).to(q.dtype)[:, None, None]
+        parts = [self._wide(part) for part in (q, call.k, call.v)]
+        return self._attend(layer, *parts)[..., :size]
+
+    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+        missing = self._head_dim - x.shape[-1]
+        return pad(x, (0, missing)) if missing else x
 
 
 def register() -> None:

@@ -50,8 +50,10 @@ class BridgedConfig(TargetConfig):
 
     @property
     def cache(self) -> KVSpec:
-        """Keys and values of the attention layers; values are as wide as keys."""
-        return KVSpec(len(self.records), self.records[0].num_kv_heads, self.records[0].head_dim)
+        """Keys and values of the attention layers, all as wide as the widest key."""
+        heads = tuple(record.num_kv_heads for record in self.records)
+        differ = heads if min(heads) < max(heads) else None
+        return KVSpec(len(heads), max(heads), max(record.head_dim for record in self.records), differ)
 
     def __hash__(self) -> int:
         return hash((self.model_type, self.num_layers, self.hidden_size, self.vocab_size))
@@ -95,7 +97,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
     text = whole.get_text_config()
     model = new_model(whole, where)
     records = tuple(replace(each, sinks=None) for each in probe(model, decoder_of(model), text))
-    _check_alike(records, where)
+    _check_values(records, where)
     heads = int(text.num_attention_heads)
     rope = _rope(text)
     context = int(getattr(text, "max_position_embeddings", None) or 2048)
@@ -173,14 +175,16 @@ def _logit_scale(config: Any) -> float:
 
 def _count(model: Any, config: Any) -> dict[str, int]:
     """Numbers of matrix elements; experts are matrices of three dimensions, the first of which is theirs."""
+    decoder = decoder_of(model)
+    parts = {*decoder.parameters(), *model.get_output_embeddings().parameters()}
     chosen = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token") or 1
     chosen = max(chosen) if isinstance(chosen, list) else chosen
-    matrices = [p for p in layers_of(decoder_of(model), config.num_hidden_layers).parameters() if p.ndim > 1]
+    matrices = [p for p in layers_of(decoder, config.num_hidden_layers).parameters() if p.ndim > 1]
     met = [p.numel() if p.ndim == 2 else p.numel() * chosen // p.shape[0] for p in matrices]
     return {
         "active_weights": sum(met),
         "layer_weights": sum(p.numel() for p in matrices),
-        "all_weights": sum(p.numel() for p in model.parameters() if p.ndim > 1),
+        "all_weights": sum(p.numel() for p in parts if p.ndim > 1),
     }
 
 
@@ -213,15 +217,8 @@ def norm_name(decoder: torch.nn.Module) -> str:
     return name
 
 
-def _check_alike(records: tuple[LayerRecord, ...], where: str) -> None:
-    """Raise UserError where layers keep keys of several sizes: their store has one."""
-    kinds = {(record.num_kv_heads, record.head_dim) for record in records}
-    if len(kinds) > 1:
-        found = " and ".join(f"{heads} heads of {size}" for heads, size in sorted(kinds))
-        raise UserError(
-            f"The layers of the target in {where} keep keys of different sizes ({found}).",
-            "This is not supported; docs/targets.md lists what is.",
-        )
+def _check_values(records: tuple[LayerRecord, ...], where: str) -> None:
+    """Raise UserError where values are wider than keys: their store has the width of keys."""
     if any(record.value_dim > record.head_dim for record in records):
         raise UserError(
             f"The target in {where} has values that are wider than its keys.",

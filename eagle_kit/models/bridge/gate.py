@@ -13,8 +13,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.models.bridge.attention import NAME
-from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.bridge.model import BridgedModel, as_published
 
 TREE = (-1, 0, 0, 1, 2)
 """Parents of the nodes of the tree, the root's is the end of its text."""
@@ -86,11 +85,8 @@ class DenseAttend:
 @torch.no_grad()
 def own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits ``[T, V]`` of the model's own forward over one text."""
-    model.set_attn_implementation("eager")
-    try:
+    with as_published(model):
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
-    finally:
-        model.set_attn_implementation(NAME)
     return logits
 
 

@@ -3,7 +3,9 @@
 Legend: T packed tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
-from eagle_kit.models.bridge.attention import Attended, Forward, current, running
+from eagle_kit.models.bridge.attention import NAME, TUNING, Attended, Forward, current, running
 from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of, layers_of, norm_of
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.targets.target import Target, TargetOutput
@@ -48,6 +50,7 @@ class BridgedModel(Target):
         self.soft_cap = config.soft_cap
         _replace_linears(model)
         _pin_rope(model)
+        _take_over_tuning(model)
         self._decoder = [decoder_of(model)]  # a list, since it is registered as a part of the model
         layers = layers_of(self._decoder[0], config.num_layers)
         for number, layer in enumerate(layers):
@@ -100,7 +103,7 @@ class BridgedModel(Target):
     ) -> TargetOutput:
         """See :class:`~eagle_kit.models.targets.target.Target`."""
         use_experts(self.model, GATHERED if len(ids) <= GATHERED_ROWS else GROUPED)
-        with running(Forward(Attended(attend), capture)) as forward:
+        with running(Forward(Attended(attend, self.config.cache.head_dim, positions), capture)) as forward:
             out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden = out.last_hidden_state[0]
         if self.config.logit_scale != 1.0:
@@ -118,8 +121,7 @@ class _Capture:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = current()
         if forward is not None and self._number in forward.capture:
-            states = args[0] if args else kwargs["hidden_states"]
-            forward.captured[self._number] = states[0]
+            forward.captured[self._number] = _rows(args[0] if args else kwargs["hidden_states"])
 
 
 def _capture_last(number: int) -> Any:
@@ -128,9 +130,42 @@ def _capture_last(number: int) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         forward = current()
         if forward is not None and number in forward.capture:
-            forward.captured[number] = (out[0] if isinstance(out, tuple) else out)[0]
+            forward.captured[number] = _rows(out[0] if isinstance(out, tuple) else out)
 
     return keep
+
+
+def _take_over_tuning(model: nn.Module) -> None:
+    """Scale queries of Llama 4's layers without RoPE by their positions: it takes the number of the row."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            setattr(module, TUNING, partial(_temperature, float(module.floor_scale), float(module.attn_scale)))
+            module.attn_temperature_tuning = False
+
+
+def _temperature(floor_scale: float, scale: float, positions: torch.Tensor) -> torch.Tensor:
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * scale + 1.0
+
+
+@contextmanager
+def as_published(model: Any) -> Iterator[None]:
+    """Have a model run by itself, as transformers does, over one text at a time."""
+    tuned = [module for module in model.modules() if hasattr(module, TUNING)]
+    model.set_attn_implementation("eager")
+    for module in tuned:
+        module.attn_temperature_tuning = True
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+        for module in tuned:
+            module.attn_temperature_tuning = False
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """States ``[T, H]`` of ``[1, T, H]``; of several streams ``[S, 1, T, H]`` (Gemma 3n) the first, which is the
+    one that layers compute on."""
+    return states[0] if states.ndim == 3 else states[0, 0]
 
 
 def _replace_linears(model: nn.Module) -> None:

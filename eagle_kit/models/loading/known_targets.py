@@ -20,7 +20,8 @@ class KnownTarget:
 
     Attributes:
         config: keys of its ``config.json``.
-        num_parameters: as published, without next-token-prediction layers.
+        num_parameters: as published, without next-token-prediction layers; of the text model, where there are
+            others beside it.
     """
 
     config: dict[str, Any]
@@ -130,6 +131,38 @@ _DEEPSEEK_V3 = _MLA | {
     "num_nextn_predict_layers": 1,
     "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+_GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "sliding_window": 1024,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+_GEMMA_3_WHOLE = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
 
 KNOWN_TARGETS: dict[str, KnownTarget] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": KnownTarget(
@@ -229,6 +262,140 @@ KNOWN_TARGETS: dict[str, KnownTarget] = {
             "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         },
         15_706_484_224,
+    ),
+    "openai/gpt-oss-20b": KnownTarget(
+        _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}, 20_914_757_184
+    ),
+    "openai/gpt-oss-120b": KnownTarget(
+        _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116_829_156_672
+    ),
+    "google/gemma-3-12b-it": KnownTarget(
+        _GEMMA_3_WHOLE
+        | {
+            "text_config": _GEMMA_3
+            | {
+                "hidden_size": 3840,
+                "intermediate_size": 15360,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 256,
+                "query_pre_attn_scalar": 256,
+            }
+        },
+        11_766_034_176,
+    ),
+    "google/gemma-3-27b-it": KnownTarget(
+        _GEMMA_3_WHOLE
+        | {
+            "text_config": _GEMMA_3
+            | {
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "num_hidden_layers": 62,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 16,
+                "head_dim": 128,
+                "query_pre_attn_scalar": 168,
+            }
+        },
+        27_009_346_304,
+    ),
+    "zai-org/GLM-4.5-Air": KnownTarget(
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "attention_bias": True,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+        106_852_245_504,
+    ),
+    "microsoft/phi-4": KnownTarget(
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "vocab_size": 100352,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 250000,
+            "sliding_window": None,
+            "max_position_embeddings": 16384,
+            "pad_token_id": 100349,
+            "tie_word_embeddings": False,
+        },
+        14_659_507_200,
+    ),
+    "MiniMaxAI/MiniMax-M2": KnownTarget(
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "model_type": "minimax_m2",
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rotary_dim": 64,
+            "vocab_size": 200064,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 5000000,
+            "max_position_embeddings": 196608,
+            "tie_word_embeddings": False,
+        },
+        228_689_748_992,
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": KnownTarget(
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "model_type": "llama4",
+            "text_config": {
+                "model_type": "llama4_text",
+                "hidden_size": 5120,
+                "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "num_local_experts": 16,
+                "num_experts_per_tok": 1,
+                "attention_chunk_size": 8192,
+                "attn_temperature_tuning": True,
+                "vocab_size": 202048,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "rope_scaling": _LLAMA_3_ROPE | {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+                "max_position_embeddings": 10485760,
+            },
+        },
+        107_769_861_120,
     ),
     "deepseek-ai/DeepSeek-V3": KnownTarget(_DEEPSEEK_V3, 671_026_419_200),
     "deepseek-ai/DeepSeek-R1": KnownTarget(_DEEPSEEK_V3, 671_026_419_200),

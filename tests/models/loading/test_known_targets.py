@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, new_model, transformers_config
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS, known_target, target_architecture
 from eagle_kit.models.targets.llama import LlamaModel
@@ -12,6 +13,11 @@ ACTIVE = {  # as the model cards round them, in billions
     "Qwen/Qwen3-30B-A3B": (3.3, 0.06),
     "deepseek-ai/DeepSeek-V2-Lite-Chat": (2.4, 0.3),
     "deepseek-ai/DeepSeek-V3": (37, 1),
+    "openai/gpt-oss-20b": (3.6, 0.6),
+    "openai/gpt-oss-120b": (5.1, 0.7),
+    "zai-org/GLM-4.5-Air": (12, 1.5),
+    "MiniMaxAI/MiniMax-M2": (10, 1.1),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (17, 0.3),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (12.9, 0.05),
 }
 
@@ -19,9 +25,15 @@ ACTIVE = {  # as the model cards round them, in billions
 @pytest.mark.parametrize("name", KNOWN_TARGETS)
 def test_modules_have_the_published_number_of_parameters(name: str) -> None:
     known = KNOWN_TARGETS[name]
-    with torch.device("meta"):
-        model = LlamaModel(known.architecture)
-    assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
+    architecture = known.architecture
+    if isinstance(architecture, BridgedConfig):
+        model = new_model(transformers_config(known.config, name), name)
+        parts = {*decoder_of(model).parameters(), *model.get_output_embeddings().parameters()}
+        assert sum(parameter.numel() for parameter in parts) == known.num_parameters
+    else:
+        with torch.device("meta"):
+            model = LlamaModel(architecture)
+        assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
     assert layer_weights(known.architecture, active=True) == num_weights(known.architecture)[0]
 
 

@@ -1,0 +1,137 @@
+"""The bridge beside our own models, what it refuses, and what it pins."""
+
+import json
+
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
+from eagle_kit.models.bridge.load import bridge
+from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.loading.loader import load_target, read_target_config
+from eagle_kit.models.targets.llama import LlamaModel
+from families import COMMON, family_model
+
+
+def save(model, folder, **changes):
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def logits(target, ids, capture=()):
+    out = target(ids, torch.arange(len(ids)), target.causal(), capture)
+    return target.logits(out.hidden), out.aux
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_our_own_models_and_bridged_ones_are_the_same(kind, tmp_path):
+    model = family_model(kind)
+    ours = load_target(save(model, tmp_path / "ours"))
+    bridged = load_target(save(model, tmp_path / "bridged", architectures=["AnotherForCausalLM"]))
+    assert isinstance(ours, LlamaModel) and isinstance(bridged, BridgedModel)
+    ids = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(0))
+    for mine, theirs in zip(logits(ours, ids, (1, 3, 4)), logits(bridged, ids, (1, 3, 4)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    names = "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size vocab_size rms_norm_eps"
+    for name in (*names.split(), "rope_theta", "max_position_embeddings", "tie_word_embeddings", "eos_token_ids"):
+        assert getattr(ours.config, name) == getattr(bridged.config, name), name
+    assert ours.config.cache == bridged.config.cache
+
+
+def test_a_target_without_its_layers_has_the_same_ends(tmp_path):
+    folder = save(family_model("gemma2"), tmp_path)
+    whole, ends = load_target(folder), load_target(folder, with_layers=False)
+    assert not len(ends.layers) and ends.soft_cap == whole.soft_cap == 3.0
+    states = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
+    normed = whole.final_norm(states)
+    torch.testing.assert_close(ends.final_norm(states), normed, rtol=0, atol=0)
+    torch.testing.assert_close(ends.logits(normed), whole.logits(normed), rtol=0, atol=0)
+    ids = torch.arange(9)
+    torch.testing.assert_close(ends.embed(ids), whole.embed(ids), rtol=0, atol=0)
+
+
+def test_the_last_state_and_the_final_norm_make_the_hidden_state(tmp_path):
+    for kind in ("granite", "gemma2", "gpt_oss"):
+        target = load_target(save(family_model(kind), tmp_path / kind))
+        ids = torch.arange(3, 20)
+        out = target(ids, torch.arange(17), target.causal(), (4,))
+        torch.testing.assert_close(target.final_norm(out.aux), out.hidden, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131}, "ALiBi"),
+        ("no_such_model", {}, "does not know"),
+        (None, {}, "does not know"),
+        ("bert", {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}, "."),
+        ("gpt_oss", {**COMMON, "num_hidden_layers": "four"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_a_target_is_refused_with_its_name(kind, sizes, message):
+    config = {"architectures": ["SomeForCausalLM"], **sizes} | ({} if kind is None else {"model_type": kind})
+    with pytest.raises(UserError, match=message):
+        read_bridged_config(config)
+
+
+HYBRIDS = {
+    "qwen3_next": {
+        **COMMON,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_that_mix_rows_are_found_by_the_gate(kind):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    raw = CONFIG_MAPPING[kind](**HYBRIDS[kind])
+    config = read_bridged_config({**raw.to_dict(), "architectures": ["HybridForCausalLM"]})
+    model = AutoModelForCausalLM.from_config(raw, attn_implementation="eagle_kit").eval()
+    with pytest.raises(UserError, match="several texts in a forward than alone"):
+        bridge(model, config)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_long_neighbour_does_not_change_a_short_text(kind, tmp_path):
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in COMMON.items() if key != "max_position_embeddings"}
+    raw = Phi3Config(**sizes, max_position_embeddings=32 if kind == "dynamic" else 128, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(raw).eval()
+    target = load_target(save(model, tmp_path))
+    assert target.config.max_position_embeddings == 32
+    short, long = torch.arange(3, 13), torch.arange(3, 103)
+    alone = logits(target, short)[0]
+    both = target(
+        torch.cat((short, long)), torch.cat((torch.arange(10), torch.arange(100))), target.packed([(0, 10), (10, 110)])
+    )
+    torch.testing.assert_close(target.logits(both.hidden[:10]), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_configs_are_read_without_weights(tmp_path):
+    folder = save(family_model("gpt_oss"), tmp_path)
+    (folder / "model.safetensors").unlink()
+    config = read_target_config(folder)
+    assert isinstance(config, BridgedConfig) and config.model_type == "gpt_oss"
+    assert [record.limits.window for record in config.records] == [7, 0, 7, 0]
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_target(folder)
