@@ -8,7 +8,7 @@ from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.registry import find_kind
 from eagle_kit.kinds.support.files import open_draft
-from eagle_kit.kinds.support.findings import Finding, Target
+from eagle_kit.kinds.support.findings import Finding, TargetFolder
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 
@@ -28,7 +28,7 @@ def validate_draft(draft: str | Path, target: str | Path) -> list[Finding]:
         UserError: the target cannot be found or read.
     """
     folder = resolve_target(target)
-    against = Target(folder, read_target_config(folder))
+    against = TargetFolder(folder, read_target_config(folder))
     try:
         files = open_draft(resolve_draft(draft, against.config))
         kind = find_kind(files)

@@ -78,7 +78,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
     capture.add_argument(
-        "--engine", choices=("eagle-kit", "vllm"), default="eagle-kit", help="that computes (default %(default)s)"
+        "--engine",
+        choices=("eagle-kit", "vllm"),
+        default="eagle-kit",
+        help="that computes (default %(default)s)",
     )
     capture.add_argument(
         "--engine-python", default=sys.executable, metavar="PYTHON", help="of an environment with vLLM"
@@ -91,7 +94,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("--from", required=True, type=Path, metavar="DIR", dest="folder", help="its files")
     importing.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
     importing.add_argument(
-        "--layers", nargs="+", metavar="LAYER", help="of the states of a token, in their order; 'final' is normed"
+        "--layers",
+        nargs="+",
+        metavar="LAYER",
+        help="of the states of a token, in their order; 'final' is normed",
     )
     importing.add_argument(
         "--convention", choices=("inputs", "outputs"), default="inputs", help="what layers' numbers name"
@@ -99,7 +105,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
     for parser in (capture, importing):
         parser.add_argument(
-            "--no-check", action="store_true", help="do not compare a row of another engine's with the target here"
+            "--no-check",
+            action="store_true",
+            help="do not compare a row of another engine's with the target here",
         )
     store = action(_store, "say what is in a folder of captured states, and check it")
     store.add_argument("folder", type=Path, metavar="DIR")
@@ -266,7 +274,9 @@ def _server(args: argparse.Namespace) -> "tuple[Responder, str]":
     if args.api_key_env and not key:
         raise UserError(f"The variable {args.api_key_env} is not set.", "Set it, or leave --api-key-env out.")
     numbers = {"concurrency": args.concurrency, "retries": args.retries}
-    responder = ServerResponder(ServerOptions(args.base_url, args.model, **numbers, api_key=key, with_ids=args.ids))
+    responder = ServerResponder(
+        ServerOptions(args.base_url, args.model, **numbers, api_key=key, with_ids=args.ids)
+    )
     return responder, f"{responder.model} of a server; revision and template unknown"
 
 

@@ -137,8 +137,8 @@ def _dense(
     variant: AttentionVariant = PLAIN,
     places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """q ``[T, Hq, D]``, k and v ``[C, Hkv, D]``, seen bool ``[T, C]`` -> ``[T, Hq, D]`` in fp64. ``places`` are
-    the positions of queries and keys; default those of the last of C tokens."""
+    """q ``[T, Hq, D]``, k and v ``[C, Hkv, D]``, seen bool ``[T, C]`` -> ``[T, Hq, D]`` in fp64. ``places``
+    are the positions of queries and keys; default those of the last of C tokens."""
     group, c = q.shape[1] // k.shape[1], len(k)
     mine, theirs = places or (torch.arange(c - len(q), c), torch.arange(c))
     if variant.limits.window:

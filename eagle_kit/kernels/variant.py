@@ -37,6 +37,9 @@ class Limits(NamedTuple):
         return min(reaches) + num_queries if reaches else None
 
 
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionVariant:
     """Attention of a layer: causal, and
@@ -49,7 +52,7 @@ class AttentionVariant:
     """
 
     scale: float
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
 

@@ -192,7 +192,9 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
             return _old_config(settings, target)
         latent = settings.kind == "eagle3-mla"
         if latent and settings.sliding_window is not None:
-            raise UserError("head.sliding_window is for a Llama layer.", "Leave it out, or set head.kind=eagle3.")
+            raise UserError(
+                "head.sliding_window is for a Llama layer.", "Leave it out, or set head.kind=eagle3."
+            )
         if latent and target.mla is None:
             raise UserError(
                 "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
@@ -242,8 +244,8 @@ EAGLE3 = Eagle3Kind()
 
 
 def _sliding_window(config: dict[str, Any], where: str) -> int | None:
-    """Window of a head's layer, where its config says that it has one: a Llama's ``sliding_window`` alone says
-    nothing."""
+    """Window of a head's layer, where its config says that it has one: a Llama's ``sliding_window`` alone
+    says nothing."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and kinds:
         slides = kinds[0] == "sliding_attention"

@@ -22,7 +22,7 @@ from eagle_kit.kinds.support import findings
 from eagle_kit.kinds.support.conventions import Convention, shared_conventions
 from eagle_kit.kinds.support.copies import warn_unless_copy
 from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.kinds.support.findings import Finding, Target
+from eagle_kit.kinds.support.findings import Finding, TargetFolder
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, check_tensors, fill, in_dtype
@@ -68,7 +68,7 @@ class DraftKind(ABC):
         """True when ``files`` are of this kind, by config and names of tensors."""
 
     @abstractmethod
-    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+    def validate(self, files: DraftFiles, target: TargetFolder) -> list[Finding]:
         """Check a draft against a target. Raises UserError when its config cannot be read."""
 
     @abstractmethod
@@ -250,7 +250,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
 
     # Checked and described
 
-    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+    def validate(self, files: DraftFiles, target: TargetFolder) -> list[Finding]:
         """See :class:`DraftKind`."""
         config = self.read_config(files, target.config)
         return [
@@ -394,4 +394,4 @@ def soften(norm: nn.Module, target: Target) -> None:
     """Start a final norm at a tenth of the target's: a new layer says nothing yet, and at full size its first
     logits would be confidently wrong (loss 15 where guessing evenly costs 9)."""
     with torch.no_grad():
-        norm.weight.copy_(target.norm.weight * FIRST_NORM)  # type: ignore[operator]
+        norm.weight.copy_(target.norm_weight * FIRST_NORM)  # type: ignore[operator]

@@ -8,7 +8,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.kind import DraftKind
 from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.kinds.support.findings import Finding, Target, check_context, check_values
+from eagle_kit.kinds.support.findings import Finding, TargetFolder, check_context, check_values
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.loading.source import load_tokenizer
@@ -27,7 +27,7 @@ class StandaloneKind(DraftKind):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`: everything that is no head."""
         return True
 
-    def validate(self, files: DraftFiles, target: Target) -> list[Finding]:
+    def validate(self, files: DraftFiles, target: TargetFolder) -> list[Finding]:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`: vocabulary, tokenizer, context."""
         folder = Path(files.where)
         draft = read_target_config(folder)

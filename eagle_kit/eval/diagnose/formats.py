@@ -74,9 +74,7 @@ class FormatReading(NamedTuple):
     follow: Estimate
 
 
-def read_formats(
-    head: DraftHead, target: Target, tokenizer: Any, replies: Replies
-) -> list[FormatReading]:
+def read_formats(head: DraftHead, target: Target, tokenizer: Any, replies: Replies) -> list[FormatReading]:
     """Read a head behind prompts of every format, the target's own first.
 
     Raises:

@@ -27,7 +27,8 @@ def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, variant: AttentionVariant
 ) -> torch.Tensor:
     """Packed attention of ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` -> ``[T, Hq, D]``; ``doc_start``
-    int32 ``[T]`` is the first token of each token's document. Differentiable where the softmax is ordinary."""
+    int32 ``[T]`` is the first token of each token's document. Differentiable where the softmax is
+    ordinary."""
     tokens, kv_heads, size = k.shape
     none = k.new_empty(tokens, kv_heads, 0, size)
     stops = torch.arange(1, tokens + 1, dtype=torch.int32, device=k.device)
@@ -38,8 +39,8 @@ def packed_attention(
 
 
 def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with sinks
-    and Gemma 2's with a cap."""
+    """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with
+    sinks and Gemma 2's with a cap."""
     shipped = (
         ("bf16", 64, 90),
         ("bf16", 128, 90),

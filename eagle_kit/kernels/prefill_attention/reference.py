@@ -55,8 +55,8 @@ def _masked_attention(
     c]`` -> ``[t, Hq, E]``, with explicit scores where they are no ordinary softmax."""
     group = q.shape[1] // k.shape[1]
     if variant.is_softmax:
-        heads = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=variant.scale)
+        k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen, scale=variant.scale)
         return out.transpose(0, 1)
     queries = q.unflatten(1, (-1, group)).float()
     scores = torch.einsum("thgd,chd->hgtc", queries, k.float()) * variant.scale

@@ -33,8 +33,8 @@ def ttt_attention(
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, own_k, own_v))
     for start, stop, key_start, key_stop in blocks.extents:
         at, seen = slice(start, stop), slice(key_start, key_stop)
-        mask = span_mask(blocks.firsts[at], blocks.rows[at], key_start, key_stop)
-        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], mask, scale)
+        spans = blocks.firsts[at], blocks.rows[at], key_start
+        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], *spans, scale)
         out.append(checkpoint(_attend, *args, use_reentrant=False) if keeps else _attend(*args))
     return torch.cat(out)
 
@@ -45,12 +45,15 @@ def _attend(
     v: torch.Tensor,
     own_k: torch.Tensor,
     own_v: torch.Tensor,
-    mask: torch.Tensor,
+    first_of: torch.Tensor,
+    last_of: torch.Tensor,
+    key_start: int,
     scale: float,
 ) -> torch.Tensor:
     """Attention of one block of rows; recomputed in the backward pass, where autograd would keep R x T
     scores."""
     rows = q.unflatten(1, (k.shape[1], -1)).float()
+    mask = span_mask(first_of, last_of, key_start, key_start + k.shape[0])
     prefix = torch.einsum("nhgd,thd->nhgt", rows, k.float()) * scale + mask[:, None, None]
     own = torch.einsum("nhgd,nhjd->nhgj", rows, own_k.float()) * scale
     weights = torch.cat((prefix, own), -1).softmax(-1)

@@ -49,7 +49,8 @@ MAX_HEAD_SIZE = 256
 @triton.jit
 def _attend(
     acc, top, total, queries, k, v, begin, gap, resume, end, starts, stops, scale, cap,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Accumulate keys ``begin .. end - 1`` except ``gap .. resume - 1`` into the online softmax, in blocks;
     not MASKED if every row attends to all of them."""

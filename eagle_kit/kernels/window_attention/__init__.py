@@ -48,8 +48,15 @@ def window_attention(
         return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(
-            q, k_rows, v_rows, plan.number, variant.scale * k_scale, v_scale,
-            [*variant.limits], variant.soft_cap, variant.sinks
+            q,
+            k_rows,
+            v_rows,
+            plan.number,
+            variant.scale * k_scale,
+            v_scale,
+            [*variant.limits],
+            variant.soft_cap,
+            variant.sinks,
         )
         return out
     columns = reference_columns(plan, q, backend, variant.limits)

@@ -188,7 +188,9 @@ def attend(
         q = F.pad(q, (0, 0, 0, 0, 0, missing))
     m = q.shape[1]
     sinks = None if variant.sinks is None else variant.sinks.view(1, hkv, 1, g)
-    queries = (q.float() * variant.scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
+    queries = (
+        (q.float() * variant.scale).view(b, m, hkv, g, d).permute(0, 2, 1, 3, 4).reshape(b * hkv, m * g, d)
+    )
     parts = []
     for first, stop, mask, column in update.runs(variant.limits, missing):
         mine, held = slice(first * hkv, stop * hkv), slice(column, column + mask.shape[-1])

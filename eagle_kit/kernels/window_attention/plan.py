@@ -13,7 +13,7 @@ import torch
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.recording import VIEWED_TYPES, guarded_choice, is_recording
 from eagle_kit.kernels.summation import COLUMNS, SPLIT_TERMS, round_columns
-from eagle_kit.kernels.variant import Limits, seen_within
+from eagle_kit.kernels.variant import NO_LIMITS, Limits, seen_within
 
 
 class Columns(NamedTuple):
@@ -151,7 +151,7 @@ def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
 
 
 def reference_columns(
-    plan: WindowPlan, q: torch.Tensor, backend: Backend | None, limits: Limits = Limits()
+    plan: WindowPlan, q: torch.Tensor, backend: Backend | None, limits: Limits = NO_LIMITS
 ) -> list[Columns]:
     """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
     tensors that the host must not read, those of all requests together."""

@@ -23,8 +23,8 @@ def window_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node; ``variant``
-    may cap the scores or add sinks.
+    """``softmax(q k^T * scale + mask) v`` over each request's prefix and the ancestors of each node;
+    ``variant`` may cap the scores or add sinks.
 
     Args:
         q: ``[B, N, Hq, D]``.
@@ -64,7 +64,9 @@ def attend_dense(
     if (missing := least_nodes(g) - n) > 0:
         q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
-    queries = (q.float() * variant.scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
+    queries = (
+        (q.float() * variant.scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
+    )
     sinks = None if variant.sinks is None else variant.sinks.view(hkv, 1, 1, g)
     shape = hkv, b, m, g, c
     out = attend_matrices(queries, k, v, mask[None, :, :, None], shape, variant.soft_cap, sinks)
@@ -91,7 +93,8 @@ def attend_matrices(
     out = torch.bmm(weights.to(v.dtype), v)
     if sinks is None:
         return out
-    # exp(logsumexp) is that of the best score over its weight; torch's log and sigmoid have other bits elsewhere
+    # exp(logsumexp) is that of the best score over its weight; torch's log and sigmoid have other bits in
+    # other places of a tensor
     kept = 1.0 / (1.0 + torch.exp(sinks.float() - scores.amax(-1)) * weights.amax(-1).view(shape[:-1]))
     return (out * kept.view(*out.shape[:2], 1)).to(out.dtype)
 

@@ -206,9 +206,9 @@ def _window(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        if part == 0:
-            top = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
-            total += 1.0
+        sink = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
+        top = tl.where(part == 0, sink, top)
+        total = tl.where(part == 0, 1.0, total)
     acc, odd, top, total = fold_blocks(
         acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
         D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
@@ -407,7 +407,14 @@ def window_attention_op(
     _window[(triton.cdiv(rows, blocks.m) * hkv, splits, b)](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
         *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, partial, lse),
-        *(*score_factors(scale, soft_cap), v_scale, rows, store_rows, page_table.stride(0), *ancestors.stride()),
+        *(
+            *score_factors(scale, soft_cap),
+            v_scale,
+            rows,
+            store_rows,
+            page_table.stride(0),
+            *ancestors.stride(),
+        ),
         *(scratch_start, scratch_stride, num_keys),
         **shape,
         PAIR=pair,
@@ -493,7 +500,13 @@ def _variant(
         {
             **{"q": f"*{kind}", "k_rows": f"*{store}", "page_table": "*i64"},
             "v_rows": "*i16" if pair == 2 else f"*{store}",
-            **{"prefix_lens": "*i64", "ancestors": "*i64", "sinks": f"*{kind}", "out": f"*{out}", "lse": f"*{out}"},
+            **{
+                "prefix_lens": "*i64",
+                "ancestors": "*i64",
+                "sinks": f"*{kind}",
+                "out": f"*{out}",
+                "lse": f"*{out}",
+            },
             **{"factor": "fp32", "cap": "fp32", "v_scale": "fp32"},
             **dict.fromkeys(counts, "i32"),
         },

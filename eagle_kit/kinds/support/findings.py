@@ -35,7 +35,7 @@ class Finding:
     remedy: str = ""
 
 
-class Target(NamedTuple):
+class TargetFolder(NamedTuple):
     """A target to check against: its folder, of which config and tokenizer are read, and its sizes."""
 
     folder: Path
@@ -132,7 +132,7 @@ def check_rope(draft: DecoderConfig, target: TargetConfig) -> Finding:
     return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
 
 
-def check_template(draft: HeadArchitecture, target: Target) -> Finding:
+def check_template(draft: HeadArchitecture, target: TargetFolder) -> Finding:
     """Compare the target's chat template with the one that the draft was trained with."""
     subject = "chat template"
     if not draft.template_hash:
@@ -156,7 +156,7 @@ def check_template(draft: HeadArchitecture, target: Target) -> Finding:
     )
 
 
-def check_name(draft: HeadArchitecture, target: Target) -> Finding:
+def check_name(draft: HeadArchitecture, target: TargetFolder) -> Finding:
     """Compare the target's name with the one in the draft. Names may differ for the same weights (a folder,
     a hub id), so this only warns."""
     here = target_name(target.folder)

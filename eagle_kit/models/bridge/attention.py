@@ -80,8 +80,8 @@ def current() -> Forward | None:
 
 
 class Attended:
-    """Handler that computes by ``attend`` at ``positions [T]``. Queries, keys and values narrower than ``head_dim``, the widest of any
-    layer's, are padded with zeros, and the results cut, both exactly."""
+    """Handler that computes by ``attend`` at ``positions [T]``. Queries, keys and values narrower than
+    ``head_dim``, the widest of any layer's, are padded with zeros, and the results cut, both exactly."""
 
     def __init__(self, attend: Attend, head_dim: int, positions: torch.Tensor) -> None:
         self._attend, self._head_dim, self._positions, self._layer = attend, head_dim, positions, 0

@@ -10,7 +10,7 @@ from eagle_kit.core.files import COPY_AGAIN
 from eagle_kit.models.bridge.attention import NAME, register
 from eagle_kit.models.bridge.records import LayerRecord, probe
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import KVSpec, read_ids
+from eagle_kit.models.config_parts import KVSpec, read_architecture, read_ids
 
 REFUSED = {
     "bloom": "adds a bias to its scores that depends on the distance (ALiBi)",
@@ -21,7 +21,8 @@ REFUSED = {
 }
 """Types of models that are refused by name, since they may run and be wrong."""
 PINNED_ROPE = ("longrope", "dynamic")
-"""RoPE scalings whose angles depend on the longest text of a batch: the context ends where they would change."""
+"""RoPE scalings whose angles depend on the longest text of a batch: the context ends where they would
+change."""
 
 NORMS = "norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f"
 LAYER_LISTS = "layers", "h", "blocks", "decoder_layers"
@@ -36,8 +37,8 @@ class BridgedConfig(TargetConfig):
         records: its attention layers, without their sinks.
         logit_scale: factor of the final states before the output layer.
         soft_cap: of the logits.
-        active_weights, layer_weights, all_weights: elements of the matrices that a token meets in the layers, of
-            all that are in them, and of the whole model's.
+        active_weights, layer_weights, all_weights: elements of the matrices that a token meets in the layers,
+            of all that are in them, and of the whole model's.
     """
 
     source: dict[str, Any] | None = None
@@ -66,7 +67,9 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
         UserError: a type of model that it does not know, or that is refused.
     """
     from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+    name = read_architecture(config, where)
     kind = config.get("model_type")
     if kind in REFUSED:
         raise UserError(
@@ -78,13 +81,17 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
             f"The target in {where} is of the type {kind!r}, which transformers {__version__} does not know.",
             "Upgrade transformers, or use another target.",
         )
+    if name in CLASSES.values() and CLASSES.get(kind) != name:
+        raise UserError(
+            f"The config.json in {where} says the architecture {name}, and the type {kind}, "
+            "which has another.",
+            COPY_AGAIN,
+        )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # configs check their values by errors of many kinds
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"The config.json in {where} cannot be read ({reason[0]}).", COPY_AGAIN
-        ) from error
+        raise UserError(f"The config.json in {where} cannot be read ({reason[0]}).", COPY_AGAIN) from error
 
 
 def read_bridged_config(config: dict[str, Any], where: str = "the model's folder") -> BridgedConfig:
@@ -100,6 +107,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
     _check_values(records, where)
     heads = int(text.num_attention_heads)
     rope = _rope(text)
+    active, in_layers, in_all = _count(model, text)
     context = int(getattr(text, "max_position_embeddings", None) or 2048)
     eos = config.get("eos_token_id", getattr(text, "eos_token_id", None))
     bos = config.get("bos_token_id", getattr(text, "bos_token_id", None))
@@ -110,9 +118,13 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         num_heads=heads,
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-        intermediate_size=int(_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size),
+        intermediate_size=int(
+            _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
+        ),
         vocab_size=int(text.vocab_size),
-        rms_norm_eps=float(_first(text, "rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon") or 1e-6),
+        rms_norm_eps=float(
+            _first(text, "rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon") or 1e-6
+        ),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
         rope_scaling=None,
         max_position_embeddings=_pinned_context(rope, text, context),
@@ -123,7 +135,9 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         records=records,
         logit_scale=_logit_scale(text),
         soft_cap=getattr(text, "final_logit_softcapping", None),
-        **_count(model, text),
+        active_weights=active,
+        layer_weights=in_layers,
+        all_weights=in_all,
     )
 
 
@@ -173,19 +187,17 @@ def _logit_scale(config: Any) -> float:
     return float(_first(config, "logit_scale", "lm_head_multiplier") or 1.0) / divisor
 
 
-def _count(model: Any, config: Any) -> dict[str, int]:
-    """Numbers of matrix elements; experts are matrices of three dimensions, the first of which is theirs."""
+def _count(model: Any, config: Any) -> tuple[int, int, int]:
+    """Matrix elements that a token meets in the layers, those in them, and those of the model; experts are
+    matrices of three dimensions, the first of which is theirs."""
     decoder = decoder_of(model)
     parts = {*decoder.parameters(), *model.get_output_embeddings().parameters()}
     chosen = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token") or 1
     chosen = max(chosen) if isinstance(chosen, list) else chosen
     matrices = [p for p in layers_of(decoder, config.num_hidden_layers).parameters() if p.ndim > 1]
     met = [p.numel() if p.ndim == 2 else p.numel() * chosen // p.shape[0] for p in matrices]
-    return {
-        "active_weights": sum(met),
-        "layer_weights": sum(p.numel() for p in matrices),
-        "all_weights": sum(p.numel() for p in parts if p.ndim > 1),
-    }
+    in_layers, in_all = (sum(p.numel() for p in each if p.ndim > 1) for each in (matrices, parts))
+    return sum(met), in_layers, in_all
 
 
 def layers_of(decoder: torch.nn.Module, count: int) -> torch.nn.ModuleList:

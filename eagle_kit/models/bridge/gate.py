@@ -110,7 +110,7 @@ def check(target: BridgedModel) -> None:
         largest = max(largest, float(exact.abs().max()))
     if not worst <= TOLERANCE[target.embed_tokens.weight.dtype] * max(largest, 1.0):
         raise UserError(
-            f"{type(target.model).__name__} gives other logits with several texts in a forward than alone: they "
-            f"differ by {worst:.2g}, where the largest is {largest:.2g}.",
+            f"{type(target.model).__name__} gives other logits with several texts in a forward than alone: "
+            f"they differ by {worst:.2g}, where the largest is {largest:.2g}.",
             "It cannot be a target here; docs/targets.md lists what can.",
         )

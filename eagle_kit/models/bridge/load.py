@@ -38,7 +38,7 @@ def load_bridged(
 
     register()
     try:
-        model, about = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation=NAME,
@@ -46,6 +46,7 @@ def load_bridged(
             output_loading_info=True,
             local_files_only=True,
         )
+        model, about = loaded
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
@@ -70,7 +71,8 @@ class BridgedEnds(Target):
     ) -> None:
         super().__init__()
         self.norm = norm
-        self.config, self.soft_cap, self.layers = config, config.soft_cap, nn.ModuleList()
+        self.config: BridgedConfig = config
+        self.soft_cap, self.layers = config.soft_cap, nn.ModuleList()
         self.embed_tokens = nn.Embedding.from_pretrained(embedding)
         with torch.device("meta"):
             self.lm_head = Linear(output.shape[1], output.shape[0], bias=False)
@@ -109,8 +111,8 @@ def load_ends(
     inputs = [name for name in matrices if name not in outputs]
     if len(inputs) != 1 or len(outputs) != (not config.tie_word_embeddings):
         raise UserError(
-            f"The weights in {folder} have the matrices {', '.join(matrices) or 'none'} outside of the layers, "
-            "which are not one embedding and its output layer.",
+            f"The weights in {folder} have the matrices {', '.join(matrices) or 'none'} outside of the "
+            "layers, which are not one embedding and its output layer.",
             "Train with the whole target.",
         )
     embedding = matrices[inputs[0]].to(dtype)
@@ -119,7 +121,9 @@ def load_ends(
     return BridgedEnds(config, embedding, output, norm).eval().requires_grad_(False)
 
 
-def _norm(folder: Path, config: BridgedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+def _norm(
+    folder: Path, config: BridgedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> nn.Module:
     """The final norm, with its weights out of ``tensors``."""
     assert config.source is not None
     decoder = decoder_of(new_model(transformers_config(config.source, str(folder)), str(folder)))
@@ -127,7 +131,9 @@ def _norm(folder: Path, config: BridgedConfig, tensors: dict[str, torch.Tensor],
     norm: nn.Module = getattr(decoder, name)
     for leaf, parameter in list(norm.named_parameters()):
         shape = tuple(parameter.shape)
-        found = [t for key, t in tensors.items() if key.endswith(f"{name}.{leaf}") and tuple(t.shape) == shape]
+        found = [
+            t for key, t in tensors.items() if key.endswith(f"{name}.{leaf}") and tuple(t.shape) == shape
+        ]
         if len(found) != 1:
             raise UserError(
                 f"The weights in {folder} have {len(found)} tensors {name}.{leaf} outside of the layers.",

@@ -64,7 +64,7 @@ class BridgedModel(Target):
         self.records = probe(self.model, self._decoder[0], self.model.config.get_text_config())
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
         """The decoder's layers."""
         return self._layers[0]
 
@@ -137,9 +137,12 @@ def _capture_last(number: int) -> Any:
 
 def _take_over_tuning(model: nn.Module) -> None:
     """Scale queries of Llama 4's layers without RoPE by their positions: it takes the number of the row."""
+    module: Any
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            setattr(module, TUNING, partial(_temperature, float(module.floor_scale), float(module.attn_scale)))
+            setattr(
+                module, TUNING, partial(_temperature, float(module.floor_scale), float(module.attn_scale))
+            )
             module.attn_temperature_tuning = False
 
 
@@ -163,8 +166,8 @@ def as_published(model: Any) -> Iterator[None]:
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
-    """States ``[T, H]`` of ``[1, T, H]``; of several streams ``[S, 1, T, H]`` (Gemma 3n) the first, which is the
-    one that layers compute on."""
+    """States ``[T, H]`` of ``[1, T, H]``; of several streams ``[S, 1, T, H]`` (Gemma 3n) the first, which
+    is the one that layers compute on."""
     return states[0] if states.ndim == 3 else states[0, 0]
 
 
@@ -181,6 +184,7 @@ def _replace_linears(model: nn.Module) -> None:
 
 def _pin_rope(model: nn.Module) -> None:
     """Keep the angles of RoPE scalings that would change them with the longest text of a batch."""
+    module: Any
     for module in model.modules():
         if getattr(module, "rope_type", None) in PINNED_ROPE:
             module.rope_type = "default"

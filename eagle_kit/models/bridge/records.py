@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.variant import AttentionVariant, Limits
+from eagle_kit.kernels.variant import NO_LIMITS, AttentionVariant, Limits
 from eagle_kit.models.bridge.attention import Call, Forward, running
 
 PROBE_TOKENS = 3
@@ -28,7 +28,7 @@ class LayerRecord:
     head_dim: int
     value_dim: int
     scale: float
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
     soft_cap: float | None = None
     sinks: Callable[[], torch.Tensor] | None = None
 

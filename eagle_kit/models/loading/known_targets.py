@@ -391,7 +391,8 @@ KNOWN_TARGETS: dict[str, KnownTarget] = {
                 "vocab_size": 202048,
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 500000.0,
-                "rope_scaling": _LLAMA_3_ROPE | {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+                "rope_scaling": _LLAMA_3_ROPE
+                | {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
                 "max_position_embeddings": 10485760,
             },
         },

@@ -78,6 +78,11 @@ class LlamaModel(Target):
         assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
         self._devices = devices
 
+    @property
+    def norm_weight(self) -> torch.Tensor:
+        """See :class:`Target`."""
+        return self.norm.weight
+
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`Target`."""
         return self.norm(states)

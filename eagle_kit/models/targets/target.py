@@ -32,8 +32,8 @@ class Target(nn.Module, ABC):
 
     Attributes:
         config: its architecture.
-        embed_tokens: embedding ``[V, H]``. Heads read its plain rows, as other engines do: a target that scales
-            its embeddings does so for itself.
+        embed_tokens: embedding ``[V, H]``. Heads read its plain rows, as other engines do: a target that
+            scales its embeddings does so for itself.
         lm_head: output layer.
         layers: its decoder layers; empty where it was loaded without them.
         soft_cap: logits are ``soft_cap tanh(x / soft_cap)`` of the output layer's; None without a cap.
@@ -76,6 +76,16 @@ class Target(nn.Module, ABC):
     @abstractmethod
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """Final-normed states ``[T, H]`` from the last layer's output ``[T, H]``."""
+
+    @property
+    def norm_weight(self) -> torch.Tensor:
+        """Weight ``[H]`` of the final norm, whatever it is called and however it is kept: what it makes of
+        states of size 1 and mean 0."""
+        size = self.config.hidden_size
+        ones = torch.ones(size, dtype=self.embed_tokens.weight.dtype, device=self.embed_tokens.weight.device)
+        ones[1::2] = -1.0
+        both = self.final_norm(torch.stack((ones, -ones)))
+        return (both[0] - both[1]) / 2 * ones
 
     @property
     def head_weight(self) -> torch.Tensor:

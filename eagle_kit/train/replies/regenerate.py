@@ -133,8 +133,8 @@ def regenerate(
     target: str = "",
     progress: bool = True,
 ) -> RegenerateReport:
-    """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``, as the only
-    process that does.
+    """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``, as
+    the only process that does.
 
     Conversations with the same system messages and first ``max_turns`` human turns are answered once. The
     settings that decide the replies are kept beside ``out``, in ``NAME.settings.json``.
@@ -200,7 +200,7 @@ def _continue(
             try:
                 _answer(responder, list(group), options, report, write)
             except BaseException:
-                write(is_last=True)
+                write(is_last=not responder.repeats)
                 raise
     return report
 

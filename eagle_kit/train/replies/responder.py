@@ -40,8 +40,11 @@ class Responder(Protocol):
     Attributes:
         batch_size: replies that are made together.
         max_prompt_tokens: longest prompt that it takes; None where it does not say.
+        repeats: it gives the same replies when asked again, so that those behind an unfinished one need not
+            be kept when it is stopped.
     """
 
+    repeats: bool
     batch_size: int
     max_prompt_tokens: int | None
 
@@ -61,8 +64,11 @@ class Responder(Protocol):
 class EngineResponder:
     """Our engine."""
 
+    repeats = True
+
     def __init__(self, llm: "LLM") -> None:
-        self._llm, self.batch_size, self.max_prompt_tokens = llm, llm.max_batch_size, llm.max_context - 1
+        self._llm, self.batch_size = llm, llm.max_batch_size
+        self.max_prompt_tokens: int | None = llm.max_context - 1
 
     def num_tokens(self, messages: Messages) -> int | None:
         """See :class:`Responder`."""

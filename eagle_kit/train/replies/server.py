@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -43,7 +42,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
-            raise UserError(f"--base-url is {shown(self.base_url)}.", "Give an address such as http://HOST:8000/v1.")
+            raise UserError(
+                f"--base-url is {shown(self.base_url)}.", "Give an address such as http://HOST:8000/v1."
+            )
         if self.concurrency < 1 or self.retries < 0:
             raise UserError(
                 f"The concurrency is {self.concurrency} and the retries are {self.retries}.",
@@ -65,7 +66,8 @@ class ServerResponder:
         UserError: no server there, or none or several models where none was named.
     """
 
-    max_prompt_tokens = None
+    max_prompt_tokens: int | None = None
+    repeats = False
 
     def __init__(self, options: ServerOptions) -> None:
         import httpx
@@ -106,8 +108,8 @@ class ServerResponder:
         """See :class:`~eagle_kit.train.replies.responder.Responder`.
 
         Raises:
-            UserError: the server refuses a request, or has failed too often in a row. What was answered by then
-                has been taken.
+            UserError: the server refuses a request, or has failed too often in a row. What was answered by
+                then has been taken.
         """
         self._stopped.clear()
         pool = ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="replies")
@@ -175,7 +177,9 @@ class ServerResponder:
             except ValueError:
                 problem = "answers with something that is no JSON"
             if status is not None and status not in PASSING and not 200 <= status < 300:
-                raise UserError(f"The server at {url} {problem}.", "Correct the request's settings, or the server's.")
+                raise UserError(
+                    f"The server at {url} {problem}.", "Correct the request's settings, or the server's."
+                )
             if not left or self._stopped.wait(_seconds(wanted, pause)):
                 break
             pause = min(2 * pause, MOST_WAIT)

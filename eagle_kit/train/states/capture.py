@@ -1,4 +1,4 @@
-"""Capture of the target's states over every packed row into a store, from its own forward or another engine's.
+"""Capture of the target's states over every packed row into a store, by its own forward or by another engine.
 
 Any number of processes share the rows, row r belongs to process r mod n; what is stored already is not done
 again. A process that is killed loses the rows of the shard it was at. A target that is sharded over the
@@ -177,8 +177,8 @@ def _foreign(
 
 
 def write_texts(data: PreparedData, path: Path) -> tuple[int, int]:
-    """Write every text of the packed rows once, as lines of ``{"input_ids"}`` -> their number and the tokens of
-    the longest."""
+    """Write every text of the packed rows once, as lines of ``{"input_ids"}`` -> their number and the tokens
+    of the longest."""
     seen: set[bytes] = set()
     longest = 0
     with replacing(path) as work, work.open("w", encoding="utf-8") as file:

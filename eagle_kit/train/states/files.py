@@ -37,8 +37,8 @@ class FileLayout:
 
     Attributes:
         layers: of each state of a token, in this order: the layer, or :data:`FINAL`.
-        convention: layers are named by their ``inputs``, as here and by vLLM, or their ``outputs``: output i is
-            the input of layer i + 1.
+        convention: layers are named by their ``inputs``, as here and by vLLM, or their ``outputs``: output i
+            is the input of layer i + 1.
     """
 
     layers: tuple[int | str, ...]
@@ -46,7 +46,9 @@ class FileLayout:
 
     def __post_init__(self) -> None:
         if self.convention not in CONVENTIONS:
-            raise UserError(f"The convention is {shown(self.convention)}.", f"Use one of {', '.join(CONVENTIONS)}.")
+            raise UserError(
+                f"The convention is {shown(self.convention)}.", f"Use one of {', '.join(CONVENTIONS)}."
+            )
         if len(set(self.layers)) != len(self.layers):
             raise UserError("A layer is named twice.", "Name each once, in the order of the files.")
 
@@ -65,8 +67,8 @@ class FileLayout:
         if missing or (last not in held and FINAL not in held):
             wanted = [str(layer - shift) for layer in layer_ids] + [f"{last - shift} or {FINAL}"]
             raise UserError(
-                f"The files have the {self.convention} of layers {', '.join(map(str, self.layers))}, and the head "
-                f"needs {', '.join(wanted)}.",
+                f"The files have the {self.convention} of layers {', '.join(map(str, self.layers))}, and the "
+                f"head needs {', '.join(wanted)}.",
                 "Compute those, or name what the files have with --layers.",
             )
         is_raw = FINAL not in held
@@ -113,7 +115,8 @@ class StateFiles:
         place = self._places.get(_key(ids))
         if place is None:
             raise UserError(
-                f"The states of a text of {len(ids)} tokens are not in {self.folder}, which has {len(self)} texts.",
+                f"The states of a text of {len(ids)} tokens are not in {self.folder}, which has {len(self)} "
+                "texts.",
                 MAKE_THEM,
             )
         states = _read_states(place)

@@ -5,6 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
@@ -38,7 +39,12 @@ def compute_states(
     """
     from tqdm import tqdm
 
-    spec = {"model": str(model), "texts": str(texts), "out": str(out), "layers": sorted(layers)}
+    spec: dict[str, Any] = {
+        "model": str(model),
+        "texts": str(texts),
+        "out": str(out),
+        "layers": sorted(layers),
+    }
     spec |= {"dtype": dtype, "max_length": max_length}
     place = texts.with_suffix(".spec.json")
     write_json_atomically(place, spec)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +18,12 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 AT_A_TIME = 64
 
 
-def name_of(ids):
+def name_of(ids: list[int]) -> str:
     """Name of a text's file."""
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).hexdigest()[:24]
 
 
-def make_connector():
+def make_connector() -> Any:
     """Connector that writes on any device: vLLM's own needs pinned memory and CUDA's streams."""
     from safetensors.torch import save_file
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -33,14 +34,14 @@ def make_connector():
     class Written:
         """Stands for the end of a copy, which is over."""
 
-        def query(self):
+        def query(self) -> bool:
             """Return True."""
             return True
 
     class PlainConnector(ExampleHiddenStatesConnector):
         """vLLM's connector, which writes at once."""
 
-        def _submit_async_write(self, pending):
+        def _submit_async_write(self, pending: Any) -> None:
             if not self._is_tp_rank_zero:
                 return
             blocks = torch.tensor(pending.block_ids, dtype=torch.long)[:, None] * self._block_size
@@ -58,7 +59,7 @@ def make_connector():
     return PlainConnector
 
 
-def main(spec_path):
+def main(spec_path: str) -> None:
     """Compute what is missing."""
     spec = json.loads(Path(spec_path).read_text())
     out = Path(spec["out"])
@@ -104,7 +105,7 @@ def main(spec_path):
 if __name__ == "__main__":
     import types
 
-    module = types.ModuleType("eagle_kit_states")
+    module: Any = types.ModuleType("eagle_kit_states")
     module.PlainConnector = make_connector()
     sys.modules["eagle_kit_states"] = module
     main(sys.argv[1])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from families import COMMON, family_model
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
@@ -11,7 +12,6 @@ from eagle_kit.models.bridge.load import bridge
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
-from families import COMMON, family_model
 
 
 def save(model, folder, **changes):
@@ -36,7 +36,13 @@ def test_our_own_models_and_bridged_ones_are_the_same(kind, tmp_path):
     for mine, theirs in zip(logits(ours, ids, (1, 3, 4)), logits(bridged, ids, (1, 3, 4)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     names = "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size vocab_size rms_norm_eps"
-    for name in (*names.split(), "rope_theta", "max_position_embeddings", "tie_word_embeddings", "eos_token_ids"):
+    for name in (
+        *names.split(),
+        "rope_theta",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "eos_token_ids",
+    ):
         assert getattr(ours.config, name) == getattr(bridged.config, name), name
     assert ours.config.cache == bridged.config.cache
 
@@ -108,21 +114,27 @@ def test_layers_that_mix_rows_are_found_by_the_gate(kind):
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_long_neighbour_does_not_change_a_short_text(kind, tmp_path):
-    from transformers import AutoModelForCausalLM, Phi3Config
+    from transformers import AutoModelForCausalLM, Olmo2Config, Phi3Config
 
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "original_max_position_embeddings": 32}
     torch.manual_seed(0)
     sizes = {key: value for key, value in COMMON.items() if key != "max_position_embeddings"}
-    raw = Phi3Config(**sizes, max_position_embeddings=32 if kind == "dynamic" else 128, rope_parameters=rope)
+    if kind == "longrope":
+        sizes |= {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+        raw = Phi3Config(**sizes, rope_parameters=rope)
+    else:
+        raw = Olmo2Config(**sizes, max_position_embeddings=32, rope_parameters=rope)
     model = AutoModelForCausalLM.from_config(raw).eval()
     target = load_target(save(model, tmp_path))
     assert target.config.max_position_embeddings == 32
     short, long = torch.arange(3, 13), torch.arange(3, 103)
     alone = logits(target, short)[0]
     both = target(
-        torch.cat((short, long)), torch.cat((torch.arange(10), torch.arange(100))), target.packed([(0, 10), (10, 110)])
+        torch.cat((short, long)),
+        torch.cat((torch.arange(10), torch.arange(100))),
+        target.packed([(0, 10), (10, 110)]),
     )
     torch.testing.assert_close(target.logits(both.hidden[:10]), alone, rtol=1e-5, atol=1e-5)
 

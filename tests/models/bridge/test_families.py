@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
+from families import FAMILIES, family_config, family_model
+from tiny import tiny_head
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.bridge.gate import own_logits
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-from families import FAMILIES, family_config, family_model
-from tiny import tiny_head
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text")
 """Run without the slow ones: between them they have every variant of attention."""
