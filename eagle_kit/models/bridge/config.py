@@ -148,13 +148,23 @@ def new_model(config: Any, where: str) -> Any:
     register()
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+        pin_rope(model)
+        return model
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"The target in {where} is no causal language model whose attention can be replaced ({reason}).",
             "Use a model of another family; docs/targets.md lists those that work.",
         ) from error
+
+
+def pin_rope(model: torch.nn.Module) -> None:
+    """Keep the angles of RoPE scalings that would change them with the longest text of a batch."""
+    module: Any
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in PINNED_ROPE:
+            module.rope_type = "default"
 
 
 def decoder_of(model: Any) -> Any:

@@ -16,7 +16,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import NAME, TUNING, Attended, Forward, current, running
-from eagle_kit.models.bridge.config import PINNED_ROPE, BridgedConfig, decoder_of, layers_of, norm_of
+from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, layers_of, norm_of, pin_rope
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.targets.target import Target, TargetOutput
 
@@ -49,7 +49,7 @@ class BridgedModel(Target):
         self.model = model
         self.soft_cap = config.soft_cap
         _replace_linears(model)
-        _pin_rope(model)
+        pin_rope(model)
         _take_over_tuning(model)
         self._decoder = [decoder_of(model)]  # a list, since it is registered as a part of the model
         layers = layers_of(self._decoder[0], config.num_layers)
@@ -180,11 +180,3 @@ def _replace_linears(model: nn.Module) -> None:
                     ours = BridgedLinear(child.in_features, child.out_features, child.bias is not None)
                 ours.weight, ours.bias = child.weight, child.bias
                 setattr(parent, name, ours)
-
-
-def _pin_rope(model: nn.Module) -> None:
-    """Keep the angles of RoPE scalings that would change them with the longest text of a batch."""
-    module: Any
-    for module in model.modules():
-        if getattr(module, "rope_type", None) in PINNED_ROPE:
-            module.rope_type = "default"
