@@ -68,7 +68,10 @@ def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, lo
         values.append(value.repeat_interleave(group, 1))
         q = rotate(q, table)
         scores = torch.einsum("ihd,jhd->hij", q, keys[0]) / sa.head_dim**0.5
-        scores = scores.masked_fill(~causal, float("-inf"))
+        seen = causal
+        if window := head.config.sliding_window:
+            seen = causal & (torch.arange(length)[:, None] + k - torch.arange(length) < window)
+        scores = scores.masked_fill(~seen, float("-inf"))
         own = [((q * later).sum(-1) / sa.head_dim**0.5).t()[..., None] for later in keys[1:]]
         p = torch.cat([scores, *own], -1).softmax(-1)
         out = torch.einsum("hij,jhd->ihd", p[..., :length], values[0])
@@ -100,6 +103,7 @@ def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, lo
         ({}, "ce", "serving"),
         ({"fc_norm": True, "norm_output": True}, "ce", "serving"),
         ({"norm_before_residual": True}, "ce", "serving"),
+        ({"sliding_window": STEPS + 3}, "ce", "serving"),
         ({}, "ce", "published"),
         ({}, "kl", "serving"),
         ({}, "reverse-kl", "serving"),
