@@ -86,6 +86,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     capture.add_argument(
         "--engine-python", default=sys.executable, metavar="PYTHON", help="of an environment with vLLM"
     )
+    capture.add_argument(
+        "--engine-args", metavar="JSON", help="of vLLM's LLM, such as '{\"tensor_parallel_size\": 8}'"
+    )
     texts = action(_texts, "write the texts of a config's data as tokens, for another engine to compute")
     add_config(texts)
     texts.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or replaced")
@@ -317,6 +320,7 @@ def _layer(name: str) -> int | str:
 
 
 def _capture(args: argparse.Namespace) -> int:
+    from eagle_kit.core.files import parse_json
     from eagle_kit.train.parallel.launch import check_launcher
 
     config = _config(args)
@@ -326,8 +330,15 @@ def _capture(args: argparse.Namespace) -> int:
     other = None
     if args.engine == "vllm":
         more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", args.engine_python)
+        more += ("--engine-args", args.engine_args) if args.engine_args else ()
         more += ("--no-check",) if args.no_check else ()
-        other = OtherEngine("capture", more, python=args.engine_python, checks=not args.no_check)
+        engine_args = parse_json(args.engine_args or "{}", "--engine-args", "Give a JSON object.")
+        if not isinstance(engine_args, dict):
+            raise UserError(
+                "--engine-args is no JSON object.", 'Give one such as {"tensor_parallel_size": 8}.'
+            )
+        python, checks = args.engine_python, not args.no_check
+        other = OtherEngine("capture", more, python=python, engine_args=engine_args, checks=checks)
     options = CaptureOptions(
         out=args.out,
         shard=args.shard,

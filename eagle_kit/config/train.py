@@ -70,8 +70,8 @@ class HeadConfig(Section):
             speculators project do.
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
-        sliding_window: tokens that the layer attends to, its own included: a head's cost and memory then end
-            with it; more than ``training.ttt_length``. Null is all.
+        sliding_window: tokens that the layer attends to, its own included: a head's cost then ends with it;
+            more than ``training.ttt_length``. Null is all.
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
         start_from: a draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary
             the run begins with: all but ``kind`` is left to it.

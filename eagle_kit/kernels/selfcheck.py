@@ -25,6 +25,7 @@ from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.kernels.recurrence import commit_recurrent, recurrent_window
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
@@ -94,6 +95,8 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("window_attention", "torch", _window),
         ("window_attention", "torch, window, cap, sinks", lambda: _window(_variant())),
         ("mla_attention", "torch", _mla),
+        ("recurrence", "torch, delta rule over a tree", lambda: _recurrence(True)),
+        ("recurrence", "torch, decayed sums over a tree", lambda: _recurrence(False)),
         ("small_linear", "torch", _small_linear),
         ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
@@ -237,6 +240,30 @@ def _mla() -> float:
     scores = scores.masked_fill(~torch.ones(3, 8, dtype=torch.bool).tril(5), float("-inf"))
     expected = torch.einsum("hnc,cl->nhl", scores.softmax(-1), keys[:, :64])
     return _error(mla_window_attention(q, rows, plan, 0.2, latent_dim=64)[0], expected)
+
+
+def _recurrence(delta: bool) -> float:
+    """Five nodes, two of them siblings: the path to the last is read token by token, and committed."""
+    nodes, heads, size = 5, 2, 4
+    q, k, v = (
+        _randn(1, nodes, heads, size),
+        _randn(1, nodes, heads, size, seed=1),
+        _randn(1, nodes, heads, 3, seed=2),
+    )
+    g, beta = -_randn(1, nodes, heads, seed=3).abs(), _randn(1, nodes, heads, seed=4).sigmoid()
+    state = _randn(1, heads, size, 3, seed=5)
+    bits = ancestor_bits(torch.tensor([[0, 0, 0, 1, 3]]), 3)
+    out, written = recurrent_window(q, k * 0.5, v, g, beta, state, bits, delta=delta)
+    path, expected = [0, 1, 3, 4], state[0].double()
+    for node in path:
+        expected = expected * g[0, node].double().exp()[:, None, None]
+        key = 0.5 * k[0, node].double()
+        read = torch.einsum("hkv,hk->hv", expected, key) if delta else 0.0
+        u = beta[0, node].double()[:, None] * (v[0, node].double() - read)
+        expected = expected + key[:, :, None] * u[:, None]
+    last = torch.einsum("hkv,hk->hv", expected, q[0, 4].double())
+    committed = commit_recurrent(state, written, torch.tensor([path]), torch.tensor([4]))
+    return max(_error(out[0, 4], last), _error(committed[0], expected))
 
 
 def _experts() -> float:

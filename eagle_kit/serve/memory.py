@@ -81,7 +81,7 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     scratch = per_token * batch * MAX_WINDOW
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
-    activations = values * weight.element_size()
+    activations = values * weight.element_size() + target.working_bytes
     if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
         activations += min(gathered, MAX_BYTES)

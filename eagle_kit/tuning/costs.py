@@ -38,20 +38,31 @@ class Timing(NamedTuple):
     seconds: float
 
 
+SAME_POINT = 1.0
+"""Powers of two by which contexts of cycles at one point may differ."""
+
+
 def join(before: Sequence[Timing], timings: Sequence[Timing]) -> list[Timing]:
     """Put ``timings`` behind those from ``before``. At points that both have, what counts are times beside
     plain decoding: the machine may be slower by now."""
 
-    def plain(part: Sequence[Timing]) -> dict[tuple[int, int], float]:
-        return {_place(each.batch_size, each.context): each.seconds for each in part if not each.shape.steps}
+    def plain(part: Sequence[Timing], like: Timing) -> float | None:
+        """Seconds of plain decoding at the point of a cycle; None where it was not timed."""
+        places = [each for each in part if not each.shape.steps and each.batch_size == like.batch_size]
+        nearest = min(
+            places, key=lambda each: abs(math.log((each.context + 1) / (like.context + 1))), default=None
+        )
+        if nearest is None or abs(math.log2((nearest.context + 1) / (like.context + 1))) > SAME_POINT:
+            return None
+        return nearest.seconds
 
-    then, now = plain(before), plain(timings)
     joined = list(before)
     for each in timings:
-        if (place := _place(each.batch_size, each.context)) not in then:
+        then, now = plain(before, each), plain(timings, each)
+        if then is None or now is None:
             joined.append(each)
         elif each.shape.steps:
-            joined.append(each._replace(seconds=each.seconds * then[place] / now[place]))
+            joined.append(each._replace(seconds=each.seconds * then / now))
     return joined
 
 

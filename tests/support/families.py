@@ -82,6 +82,7 @@ FAMILIES = {
         **COMMON,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "olmo": COMMON,

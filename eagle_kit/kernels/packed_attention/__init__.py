@@ -7,6 +7,9 @@ from eagle_kit.kernels.packed_attention import reference
 from eagle_kit.kernels.packed_attention.reference import document_spans
 from eagle_kit.kernels.variant import AttentionVariant, as_variant
 
+MAX_HEAD_SIZE = 256
+"""Largest size of a head that the kernel takes."""
+
 __all__ = ["document_spans", "packed_attention"]
 
 
@@ -21,7 +24,11 @@ def packed_attention(
 ) -> torch.Tensor:
     """See :func:`eagle_kit.kernels.packed_attention.reference.packed_attention`."""
     variant = as_variant(variant)
-    if uses_triton(q, backend) and (variant.is_softmax or not is_differentiated(q, k, v)):
+    if (
+        uses_triton(q, backend)
+        and q.shape[-1] <= MAX_HEAD_SIZE
+        and (variant.is_softmax or not is_differentiated(q, k, v))
+    ):
         from eagle_kit.kernels.packed_attention import triton
 
         return triton.packed_attention(q, k, v, triton.document_starts(spans, q.device), variant)

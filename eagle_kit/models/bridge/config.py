@@ -37,6 +37,7 @@ class BridgedConfig(TargetConfig):
         records: its attention layers, without their sinks.
         logit_scale: factor of the final states before the output layer.
         soft_cap: of the logits.
+        num_chosen_experts: experts of a token.
         active_weights, layer_weights, all_weights: elements of the matrices that a token meets in the layers,
             of all that are in them, and of the whole model's.
     """
@@ -45,6 +46,7 @@ class BridgedConfig(TargetConfig):
     records: tuple[LayerRecord, ...] = ()
     logit_scale: float = 1.0
     soft_cap: float | None = None
+    num_chosen_experts: int = 1
     active_weights: int = 0
     layer_weights: int = 0
     all_weights: int = 0
@@ -118,7 +120,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         num_heads=heads,
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-        intermediate_size=int(
+        intermediate_size=_largest(
             _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
         ),
         vocab_size=int(text.vocab_size),
@@ -135,6 +137,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         records=records,
         logit_scale=_logit_scale(text),
         soft_cap=getattr(text, "final_logit_softcapping", None),
+        num_chosen_experts=_num_chosen(text),
         active_weights=active,
         layer_weights=in_layers,
         all_weights=in_all,
@@ -148,11 +151,13 @@ def new_model(config: Any, where: str) -> Any:
     register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=NAME, trust_remote_code=False
+            ).eval()
         pin_rope(model)
         return model
-    except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
+    except (ImportError, KeyError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"The target in {where} is no causal language model whose attention can be replaced ({reason}).",
             "Use a model of another family; docs/targets.md lists those that work.",
@@ -171,6 +176,10 @@ def decoder_of(model: Any) -> Any:
     """The text decoder inside a causal language model."""
     decoder = model.get_decoder()
     return model.model if decoder is model else decoder
+
+
+def _largest(size: int | list[int]) -> int:
+    return max(size) if isinstance(size, list) else int(size)
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -197,13 +206,17 @@ def _logit_scale(config: Any) -> float:
     return float(_first(config, "logit_scale", "lm_head_multiplier") or 1.0) / divisor
 
 
+def _num_chosen(config: Any) -> int:
+    chosen = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token") or 1
+    return int(max(chosen) if isinstance(chosen, list) else chosen)
+
+
 def _count(model: Any, config: Any) -> tuple[int, int, int]:
     """Matrix elements that a token meets in the layers, those in them, and those of the model; experts are
     matrices of three dimensions, the first of which is theirs."""
     decoder = decoder_of(model)
     parts = {*decoder.parameters(), *model.get_output_embeddings().parameters()}
-    chosen = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token") or 1
-    chosen = max(chosen) if isinstance(chosen, list) else chosen
+    chosen = _num_chosen(config)
     matrices = [p for p in layers_of(decoder, config.num_hidden_layers).parameters() if p.ndim > 1]
     met = [p.numel() if p.ndim == 2 else p.numel() * chosen // p.shape[0] for p in matrices]
     in_layers, in_all = (sum(p.numel() for p in each if p.ndim > 1) for each in (matrices, parts))

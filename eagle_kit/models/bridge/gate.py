@@ -1,24 +1,31 @@
 """Check at load: a bridged target must say what transformers' own forward says.
 
 A model may ignore the attention interface, mix rows that lie beside each other, or read a row's number where
-its position is meant, all without an error. So one packed forward of two texts, one of which ends in a tree,
-is compared with the model's own forward over every text and every path of the tree.
+its position is meant, all without an error. So a packed forward of two texts, one of which ends in a tree, is
+compared with the model's own forward over every text and every path of the tree: logits and captured states,
+by every implementation of experts that is used. Windows too long for that are compared by the masks that the
+model makes.
 
 Legend: T rows, V vocabulary.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.models.bridge.attention import Call, Forward, running
+from eagle_kit.models.bridge.config import decoder_of
 from eagle_kit.models.bridge.model import BridgedModel, as_published
+from eagle_kit.models.bridge.records import GATHERED, GROUPED
 
 TREE = (-1, 0, 0, 1, 2)
 """Parents of the nodes of the tree, the root's is the end of its text."""
-SHORT, LONG, MOST = 5, 12, 300
-"""Tokens of the texts; the longer one is longer than the layers' limits, where these are at most ``MOST``."""
+SHORT, LONG, MOST, MOST_MASKED = 5, 12, 300, 8192
+"""Tokens of the texts; the longer one is longer than the layers' limits, where these are at most ``MOST``.
+Masks are compared for limits of at most ``MOST_MASKED``."""
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Differences beside the largest logit."""
 
@@ -82,12 +89,23 @@ class DenseAttend:
         return out.to(q.dtype)
 
 
+class OwnForward(NamedTuple):
+    """Of the model's own forward over one text: ``logits [T, V]`` and captured ``states`` by layer."""
+
+    logits: torch.Tensor
+    states: dict[int, torch.Tensor]
+
+
 @torch.no_grad()
-def own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[T, V]`` of the model's own forward over one text."""
-    with as_published(model):
+def own_forward(model: Any, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> OwnForward:
+    """Run the model as transformers does."""
+    with as_published(model), running(Forward(_unused, capture)) as forward:
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
-    return logits
+    return OwnForward(logits, forward.captured)
+
+
+def _unused(call: Call) -> torch.Tensor:
+    raise AssertionError("the model's own attention runs")
 
 
 @torch.no_grad()
@@ -97,20 +115,81 @@ def check(target: BridgedModel) -> None:
     Raises:
         UserError: they differ.
     """
-    limits = [limit for record in target.records for limit in record.limits if limit <= MOST]
-    rows = make_rows(max(LONG, max(limits, default=0) + 3), target.config.vocab_size)
-    device = target.embed_tokens.weight.device
+    text = target.model.config.get_text_config()
+    limits = {limit for record in target.records for limit in record.limits}
+    limits |= {int(getattr(text, name, None) or 0) for name in ("sliding_window", "attention_chunk_size")}
+    _check_masks(target, max((limit for limit in limits if limit <= MOST_MASKED), default=0) + 3)
+    rows = make_rows(
+        max(LONG, max(limit for limit in (0, *limits) if limit <= MOST) + 3), target.config.vocab_size
+    )
+    device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
+    count = target.config.num_layers
+    capture = tuple(sorted({0, count // 2, count}))
+    exact = [own_forward(target.model, rows.ids[path].to(device), capture) for path in rows.paths]
     attend = DenseAttend(rows, list(target.variants))
-    hidden = target(rows.ids.to(device), rows.positions.to(device), attend).hidden
-    ours = target.logits(hidden).float()
-    worst = largest = 0.0
-    for path in rows.paths:
-        exact = own_logits(target.model, rows.ids[path].to(device)).float()
-        worst = max(worst, float((ours[path] - exact).abs().max()))
-        largest = max(largest, float(exact.abs().max()))
-    if not worst <= TOLERANCE[target.embed_tokens.weight.dtype] * max(largest, 1.0):
+    for experts in (GATHERED, GROUPED):
+        target.experts = experts
+        out = target(rows.ids.to(device), rows.positions.to(device), attend, capture)
+        logits, states = target.logits(out.hidden), out.aux.split(target.config.hidden_size, -1)
+        for path, own in zip(rows.paths, exact, strict=True):
+            _compare(target, logits[path], own.logits, "logits", TOLERANCE[dtype])
+            for layer, state in zip(capture, states, strict=True):
+                name = f"inputs of layer {layer}" if layer < count else "last states"
+                _compare(target, state[path], own.states[layer], name, TOLERANCE[dtype])
+        if not target.has_experts:
+            break
+    target.experts = None
+
+
+def _compare(
+    target: BridgedModel, ours: torch.Tensor, exact: torch.Tensor, name: str, tolerance: float
+) -> None:
+    worst, largest = (float(x.float().abs().max()) for x in (ours.float() - exact.float(), exact))
+    if not worst <= tolerance * max(largest, 1.0):
         raise UserError(
-            f"{type(target.model).__name__} gives other logits with several texts in a forward than alone: "
+            f"{type(target.model).__name__} gives other {name} with several texts in a forward than alone: "
             f"they differ by {worst:.2g}, where the largest is {largest:.2g}.",
             "It cannot be a target here; docs/targets.md lists what can.",
         )
+
+
+def _check_masks(target: BridgedModel, length: int) -> None:
+    """Compare the limits that were learned with the masks that the model makes for a text of ``length``
+    tokens. Its layers do not run."""
+    last, found = length - 1, _masks_of_last_token(target, length)
+    for record in target.records:
+        if record.layer is None or record.layer not in found:
+            continue
+        mask, first = found[record.layer], record.limits.first(last)
+        seen = 0 if mask is None else int((mask if mask.dtype == torch.bool else mask == 0).int().argmax())
+        if seen != first:
+            raise UserError(
+                f"Layer {record.layer} of {type(target.model).__name__} attends to tokens from {seen} on in "
+                f"a text of {length}, and what it asked for is {record.variant}.",
+                "It cannot be a target here; docs/targets.md lists what can.",
+            )
+
+
+def _masks_of_last_token(target: BridgedModel, length: int) -> dict[int, torch.Tensor | None]:
+    """Masks ``[T]`` of the last token by layer, as the model makes them for its own attention; None without
+    one."""
+    found: dict[int, torch.Tensor | None] = {}
+
+    def keep(number: int) -> Any:
+        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            mask = kwargs.get("attention_mask")
+            found[number] = mask[0, 0, -1].clone() if isinstance(mask, torch.Tensor) else None
+            return hidden_states
+
+        return forward
+
+    ids = torch.zeros(1, length, dtype=torch.int64, device=target.embed_tokens.weight.device)
+    try:
+        for number, layer in enumerate(target.layers):
+            layer.__dict__["forward"] = keep(number)
+        with as_published(target.model), suppress(IndexError, RuntimeError, TypeError, ValueError):
+            decoder_of(target.model)(input_ids=ids, use_cache=False)  # what comes behind the layers may fail
+    finally:
+        for layer in target.layers:
+            layer.__dict__.pop("forward", None)
+    return found

@@ -1,10 +1,12 @@
 """Loading of bridged targets."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from eagle_kit.core.errors import UserError
@@ -23,6 +25,8 @@ from eagle_kit.models.bridge.gate import check
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.targets.target import Target, TargetOutput
 
+MAX_HEAD_SIZE = 256
+LAYER = re.compile(r"(^|\.)(?:layers|h|blocks|decoder_layers)\.(\d+)\.")
 OUTPUTS = "lm_head.weight", "embed_out.weight", "output.weight"
 
 
@@ -45,9 +49,11 @@ def load_bridged(
             use_safetensors=True,
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
+            **_unpacked(config, folder),
         )
         model, about = loaded
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"The weights in {folder} cannot be loaded ({reason[0]}).",
@@ -60,7 +66,49 @@ def load_bridged(
             f"The weights in {folder} do not fit their config: {shown} are missing or have other shapes.",
             "Use a complete, matching checkpoint.",
         )
+    extra = [name for name in about["unexpected_keys"] if _is_of_a_layer(name, config.num_layers)]
+    if extra:
+        raise UserError(
+            f"The weights in {folder} have tensors that their config does not name: {', '.join(extra[:8])}.",
+            "Use a complete, matching checkpoint.",
+        )
+    if torch.device(device).type == "cuda" and config.cache.head_dim > MAX_HEAD_SIZE:
+        raise UserError(
+            f"The target in {folder} has keys of {config.cache.head_dim}, and kernels take at most "
+            f"{MAX_HEAD_SIZE}.",
+            "Run it on a CPU.",
+        )
     return bridge(model.to(device), config)
+
+
+def _is_of_a_layer(name: str, num_layers: int) -> bool:
+    """Return True for a tensor of one of the decoder's layers, and not of a module behind them."""
+    found = LAYER.search(name)
+    is_text = not any(part in name for part in ("vision", "visual", "audio", "rotary_emb.inv_freq"))
+    return is_text and found is not None and int(found[2]) < num_layers
+
+
+def _unpacked(config: BridgedConfig, folder: Path) -> dict[str, Any]:
+    """Arguments that have published 4-bit or fp8 weights unpacked.
+
+    Raises:
+        UserError: weights quantised in another way.
+    """
+    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+    source = config.source or {}
+    packed = source.get("quantization_config") or source.get("text_config", {}).get("quantization_config")
+    if not packed:
+        return {}
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    if method == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if method == "fp8":
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    raise UserError(
+        f"The target in {folder} is quantised by {method}, which is not supported.",
+        "Use its weights in bf16, fp8 or MXFP4.",
+    )
 
 
 class BridgedEnds(Target):

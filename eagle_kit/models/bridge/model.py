@@ -20,9 +20,9 @@ from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, layers_of,
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.targets.target import Target, TargetOutput
 
-GATHERED_ROWS = 64
-"""Rows up to which the weights of a token's experts are gathered: the same bits for any number of rows, and
-nothing is read on the host."""
+GATHERED_ROWS, GATHERED_BYTES = 64, 2**30
+"""Rows, and bytes, up to which the weights of a token's experts are gathered: the same bits for any number of
+rows, and nothing is read on the host."""
 
 
 class BridgedLinear(Linear):
@@ -38,6 +38,10 @@ class BridgedModel(Target):
 
     Args:
         model: causal language model whose attention function is ours; its linear layers are replaced.
+
+    Attributes:
+        experts: implementation of experts to use; None chooses by the number of rows.
+        has_experts: some of its layers are mixtures.
 
     Raises:
         UserError: its layers cannot be told apart.
@@ -58,6 +62,13 @@ class BridgedModel(Target):
         layers[-1].register_forward_hook(_capture_last(config.num_layers))
         self._layers = [layers]
         self.records: list[LayerRecord] = []
+        self.experts: str | None = None
+        per_row = max(
+            (_gathered_bytes(module, config.num_chosen_experts) for module in layers.modules()), default=0
+        )
+        self.has_experts = per_row > 0
+        self._gathered_rows = min(GATHERED_ROWS, GATHERED_BYTES // max(per_row, 1))
+        self.working_bytes = min(GATHERED_ROWS * per_row, GATHERED_BYTES)
 
     def learn(self) -> None:
         """Learn how the layers attend, from a forward."""
@@ -102,7 +113,7 @@ class BridgedModel(Target):
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> TargetOutput:
         """See :class:`~eagle_kit.models.targets.target.Target`."""
-        use_experts(self.model, GATHERED if len(ids) <= GATHERED_ROWS else GROUPED)
+        use_experts(self.model, self.experts or (GATHERED if len(ids) <= self._gathered_rows else GROUPED))
         with running(Forward(Attended(attend, self.config.cache.head_dim, positions), capture)) as forward:
             out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden = out.last_hidden_state[0]
@@ -110,6 +121,12 @@ class BridgedModel(Target):
             hidden = hidden * self.config.logit_scale
         aux = torch.cat([forward.captured[i] for i in capture], -1) if capture else hidden[:, :0]
         return TargetOutput(hidden, aux)
+
+
+def _gathered_bytes(module: nn.Module, num_chosen: int) -> int:
+    """Bytes of the weights of a token's experts, where a module holds experts."""
+    stacks = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+    return sum(p.nbytes // p.shape[0] for p in stacks) * num_chosen
 
 
 class _Capture:
@@ -155,6 +172,7 @@ def as_published(model: Any) -> Iterator[None]:
     """Have a model run by itself, as transformers does, over one text at a time."""
     tuned = [module for module in model.modules() if hasattr(module, TUNING)]
     model.set_attn_implementation("eager")
+    use_experts(model, "eager")
     for module in tuned:
         module.attn_temperature_tuning = True
     try:

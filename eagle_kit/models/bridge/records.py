@@ -20,6 +20,7 @@ class LayerRecord:
     """One attention layer: numbers of query and key heads, sizes of a key and of a value, and how it attends.
 
     Attributes:
+        layer: number of the decoder layer, None where its attention does not say.
         sinks: finds the layer's sinks, which move with the model's weights; None where it has none.
     """
 
@@ -31,6 +32,7 @@ class LayerRecord:
     limits: Limits = NO_LIMITS
     soft_cap: float | None = None
     sinks: Callable[[], torch.Tensor] | None = None
+    layer: int | None = None
 
     @property
     def variant(self) -> AttentionVariant:
@@ -61,7 +63,8 @@ class Probe:
             )
         limits = self._limits(call)
         sinks = None if call.sinks is None else _finder(call.module, call.sinks)
-        kept = heads, kv_heads, size, value_dim, call.scale, limits, call.soft_cap or None, sinks
+        layer = getattr(call.module, "layer_idx", None)
+        kept = heads, kv_heads, size, value_dim, call.scale, limits, call.soft_cap or None, sinks, layer
         self.records.append(LayerRecord(*kept))
         return call.q.new_zeros(*call.q.shape[:2], value_dim)
 
@@ -73,7 +76,7 @@ class Probe:
         if kind == "chunked_attention":
             return Limits(chunk=int(self._config.attention_chunk_size))
         window = call.window
-        if window is None and kind == "sliding_attention":
+        if window is None and (kind == "sliding_attention" or not types):
             window = getattr(self._config, "sliding_window", None)
         return Limits(window=int(window or 0))
 

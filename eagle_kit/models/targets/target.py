@@ -36,6 +36,7 @@ class Target(nn.Module, ABC):
             scales its embeddings does so for itself.
         lm_head: output layer.
         layers: its decoder layers; empty where it was loaded without them.
+        working_bytes: memory that a forward needs besides its states.
         soft_cap: logits are ``soft_cap tanh(x / soft_cap)`` of the output layer's; None without a cap.
     """
 
@@ -44,6 +45,7 @@ class Target(nn.Module, ABC):
     lm_head: Linear
     layers: nn.ModuleList
     soft_cap: float | None = None
+    working_bytes: int = 0
 
     @property
     @abstractmethod

@@ -190,7 +190,9 @@ def _continue(
                     return
                 for dialogue in ready:
                     unwritten.remove(dialogue)
-                    file.write(dialogue.line(options.with_ids))
+                    if dialogue.finish_reasons:
+                        file.write(dialogue.line(options.with_ids))
+                ready = [dialogue for dialogue in ready if dialogue.finish_reasons]
                 file.flush()
                 os.fsync(file.fileno())
                 report.num_written += len(ready)
@@ -235,7 +237,14 @@ def _answer(
         params = [dialogue.params(options.sampling) for dialogue in asking]
 
         def take(i: int, reply: Reply, asking: Sequence[_Dialogue] = asking) -> None:
-            asking[i].take(reply)
+            dialogue = asking[i]
+            if reply.refused is not None:
+                dialogue.waiting = []
+                report.skipped.add(dialogue.id, reply.refused)
+                return write()
+            dialogue.take(reply)
+            if reply.num_prompt_tokens + reply.num_tokens > options.max_prompt_tokens:
+                dialogue.waiting = []  # what a server does not tell before
             report.num_reply_tokens += reply.num_tokens
             report.stats.add(reply.stats)
             write()

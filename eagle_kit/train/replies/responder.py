@@ -22,6 +22,8 @@ class Reply:
         finish_reason: ``"stop"``, ``"length"``, or whatever else ended it.
         num_tokens: of the reply, as far as known.
         ids: tokens of the prompt and the reply; None where they are not known.
+        num_prompt_tokens: of the prompt; 0 where it is not known.
+        refused: why the responder would not answer this prompt; None where it has.
         reasoning: what was thought before the text, where a server tells the two apart.
         stats: acceptance, where there is a draft.
     """
@@ -31,6 +33,8 @@ class Reply:
     num_tokens: int
     ids: list[int] | None = None
     reasoning: str | None = None
+    num_prompt_tokens: int = 0
+    refused: str | None = None
     stats: SpecStats = field(default_factory=SpecStats)
 
 

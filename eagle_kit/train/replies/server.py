@@ -15,6 +15,13 @@ PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 """Statuses after which the same request may succeed."""
 FIRST_WAIT, MOST_WAIT = 0.5, 30.0
 """Seconds before the first retry, which double from one to the next up to the most."""
+REFUSALS = {400, 413, 422}
+"""Statuses of a prompt that will not be answered, too long or not allowed."""
+MOST_REFUSALS = 8
+"""Refusals without any reply after which the settings are at fault, not the prompts."""
+EXTRAS = ("top_k", "min_p", "repetition_penalty")
+"""Settings that OpenAI's own API does not know. They are sent even where they are neutral, since a server
+would take its model's ``generation_config.json`` for them."""
 START_IT = "Start it, or give its address with --base-url, such as http://127.0.0.1:8000/v1."
 
 
@@ -78,7 +85,8 @@ class ServerResponder:
         self._client = httpx.Client(
             headers=headers, timeout=options.timeout, limits=limits, trust_env=False, follow_redirects=False
         )
-        self._stopped = threading.Event()
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._knows_extras, self._num_replies, self._num_refusals = True, 0, 0
         self.model = options.model or self._only_model()
 
     def _only_model(self) -> str:
@@ -135,6 +143,7 @@ class ServerResponder:
                 raise failure
         except BaseException:
             self._stopped.set()
+            self._client.close()  # ends the requests that its threads wait for
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -146,33 +155,63 @@ class ServerResponder:
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "seed": params.seed,
+            "top_p": params.top_p,
         }
-        if params.top_p < 1.0:
-            body["top_p"] = params.top_p
-        if params.top_k > 0:
-            body["top_k"] = params.top_k
-        if params.min_p > 0:
-            body["min_p"] = params.min_p
+        if params.stop:
+            body["stop"] = list(params.stop)
         if self._options.with_ids:
             body["return_token_ids"] = True
-        answer = self._send("POST", "chat/completions", body)
+        extras = {
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+        }
+        has_extras = self._knows_extras
+        try:
+            try:
+                answer = self._send("POST", "chat/completions", body | (extras if has_extras else {}))
+            except _Refused as refused:
+                if not has_extras or not any(name in str(refused) for name in EXTRAS):
+                    raise
+                self._knows_extras = False
+                answer = self._send("POST", "chat/completions", body)
+        except _Refused as refused:
+            return self._refused(str(refused))
+        with self._lock:
+            self._num_replies += 1
         return read_reply(answer, self._options.root, self._options.with_ids)
+
+    def _refused(self, message: str) -> Reply:
+        """A reply that says why there is none. Raises UserError when nothing has been answered so far."""
+        with self._lock:
+            self._num_refusals += 1
+            if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
+                raise UserError(
+                    f"The server at {self._options.root} refuses every request: {message}.",
+                    "Correct the settings of the replies, or the server's.",
+                )
+        return Reply("", "refused", 0, refused=f"the server refuses it: {message}")
 
     def _send(self, method: str, path: str, body: Any) -> Any:
         """Send a request, again where it failed for a passing reason -> the answer's JSON."""
         import httpx
 
         url, pause = f"{self._options.root}/{path}", FIRST_WAIT
+        problem = "was stopped"
         for left in range(self._options.retries, -1, -1):
             status, wanted = None, None
+            if self._stopped.is_set():
+                break
             try:
                 answer = self._client.request(method, url, json=body)
                 status, problem = answer.status_code, f"answers {answer.status_code}"
                 if answer.is_success:
                     return answer.json()
+                if status in REFUSALS:
+                    raise _Refused(_message(answer.text))
                 problem += f": {_message(answer.text)}"
                 wanted = answer.headers.get("retry-after")
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
                 problem = f"does not answer ({error or type(error).__name__})"
             except ValueError:
                 problem = "answers with something that is no JSON"
@@ -185,6 +224,10 @@ class ServerResponder:
             pause = min(2 * pause, MOST_WAIT)
         tries = self._options.retries + 1
         raise UserError(f"The server at {url} {problem}, {tries} times in a row.", START_IT)
+
+
+class _Refused(Exception):
+    """A server refuses a request for what is in it."""
 
 
 def _seconds(wanted: str | None, pause: float) -> float:
@@ -233,4 +276,5 @@ def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
                 f"The server at {where} does not return token ids.", "Leave --ids out, or use one that does."
             )
         ids = [*prompt, *reply]
-    return Reply(text, reason, int(usage.get("completion_tokens") or 0), ids, reasoning or None)
+    counts = [int(usage.get(name) or 0) for name in ("completion_tokens", "prompt_tokens")]
+    return Reply(text, reason, counts[0], ids, reasoning or None, num_prompt_tokens=counts[1])

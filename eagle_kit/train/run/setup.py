@@ -15,8 +15,9 @@ from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.loading.loader import load_target, target_fingerprint
+from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
 from eagle_kit.models.loading.source import (
     load_tokenizer,
     resolve_target,
@@ -63,6 +64,16 @@ def load_components(
             training_kind(config).vocab_size(config.head),
             config.head.vocab_map,
             progress=accelerator.is_local_main_process,
+        )
+    architecture = read_target_config(folder)
+    if (
+        isinstance(architecture, BridgedConfig)
+        and config.data.max_length > architecture.max_position_embeddings
+    ):
+        raise UserError(
+            f"data.max_length is {config.data.max_length}, and the target's context ends at "
+            f"{architecture.max_position_embeddings} here.",
+            "Lower data.max_length.",
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
     device = loading_device(config.training.target_placement, accelerator)

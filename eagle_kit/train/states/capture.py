@@ -6,12 +6,13 @@ processes (``training.target_placement=fsdp``) runs in all of them or in none, s
 """
 
 import datetime
+import hashlib
 import json
 import os
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
-from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.algorithm.target_features import capture_features
@@ -40,9 +41,9 @@ from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents, load_components, states_manifest
+from eagle_kit.train.states.drive_vllm import compute_states
 from eagle_kit.train.states.files import FINAL, FileLayout, FileSource, StateFiles
 from eagle_kit.train.states.source import TargetSource
-from eagle_kit.train.states.vllm import compute_states
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -94,6 +95,7 @@ class OtherEngine:
         python: of an environment with vLLM; None reads what is in ``folder``.
         layers: what lies beside one another in the files; None is what the head needs, in ascending order.
         convention: of :class:`~eagle_kit.train.states.files.FileLayout`.
+        engine_args: further arguments of vLLM's ``LLM``.
         checks: compare one text with the target's forward here, which takes all its weights.
     """
 
@@ -103,7 +105,18 @@ class OtherEngine:
     python: str | None = None
     layers: tuple[int | str, ...] | None = None
     convention: str = "inputs"
+    engine_args: dict[str, Any] = field(default_factory=dict)
     checks: bool = True
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """What is kept of it beside the states."""
+        layers = None if self.layers is None else list(self.layers)
+        return {
+            "engine": "vLLM" if self.python else "unknown",
+            "layers": layers,
+            "convention": self.convention,
+        }
 
 
 def capture(config: TrainConfig, options: CaptureOptions) -> int:
@@ -119,6 +132,12 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = options.out.expanduser()
     _check_out(out)
     process = make_process_state(config)
+    if options.other is not None and process.num_processes > 1:
+        raise UserError(
+            f"{process.num_processes} processes would each take in the other engine's states.",
+            "Start one without a launcher.",
+        )
+    made = {"engine": "eagle-kit"} if options.other is None else options.other.made
     found = load_components(config, process, with_layers=options.other is None)
     unjudged = config.judge.model_copy(update={"every": 0})
     place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
@@ -130,8 +149,9 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         command=options.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=describe_versions(),
-        engine="eagle-kit" if options.other is None else "vLLM" if options.other.python else "unknown",
+        **made,
     )
+    _check_engine(out, made)
     store = StateStore(out, manifest, found.data.folder, shard_bytes=options.shard_bytes)
     missing, (part, parts) = store.missing(), options.shard
     count = process.num_processes
@@ -163,26 +183,51 @@ def _foreign(
     layers = other.layers or tuple(sorted({*draft.aux_layer_ids, last}))
     layout = FileLayout(layers, other.convention)
     layout.places(draft.aux_layer_ids, last)
-    folder = other.folder or options.out.with_name(options.out.name + ".vllm")
-    if other.python is not None:
-        texts = folder.with_name(folder.name + ".texts.jsonl")
-        count, longest = write_texts(found.data, texts)
+    folder = other.folder
+    if folder is None:
+        assert other.python is not None
         numbers = [int(layer) for layer in layers]
         dtype = "bfloat16" if config.training.precision == "bfloat16" else "float32"
-        compute_states(other.python, found.folder, texts, folder, numbers, dtype, longest, count)
+        made = json.dumps([target_fingerprint(found.folder), numbers, dtype, other.engine_args])
+        folder = options.out.with_name(
+            f"{options.out.name}.vllm-{hashlib.sha256(made.encode()).hexdigest()[:12]}"
+        )
+        texts = folder.with_name(folder.name + ".texts.jsonl")
+        part, parts = options.shard
+        count, longest = write_texts(found.data, texts, range(part, len(found.data), parts))
+        bytes_ahead = (
+            count * longest * len(numbers) * target.config.hidden_size * target.head_weight.element_size()
+        )
+        check_disk_space(folder, bytes_ahead, ANOTHER_OUT)
+        print(
+            f"vLLM writes its states to {folder}, which may be removed when the store is whole.", flush=True
+        )
+        where = other.python, found.folder, texts, folder
+        compute_states(*where, numbers, dtype, longest, count, engine_args=other.engine_args)
     source = FileSource(StateFiles(folder), layout, target)
     if other.checks:
         check_against_target(source, found, draft.aux_layer_ids)
     return source
 
 
-def write_texts(data: PreparedData, path: Path) -> tuple[int, int]:
-    """Write every text of the packed rows once, as lines of ``{"input_ids"}`` -> their number and the tokens
-    of the longest."""
+def _check_engine(out: Path, made: dict[str, Any]) -> None:
+    """Raise UserError where ``out`` holds states that another engine, or this one otherwise, has made."""
+    before = (state_manifest.read_manifest(out) or {}).get("made", made)
+    for name in ("engine", "layers", "convention"):
+        if before.get(name, made.get(name)) != made.get(name):
+            raise UserError(
+                f"The states in {out} were made with {name} {before[name]}, and now it is {made.get(name)}.",
+                ANOTHER_OUT,
+            )
+
+
+def write_texts(data: PreparedData, path: Path, rows: Sequence[int] | None = None) -> tuple[int, int]:
+    """Write every text of packed ``rows`` (default all) once, as lines of ``{"input_ids"}`` -> their number
+    and the tokens of the longest."""
     seen: set[bytes] = set()
     longest = 0
     with replacing(path) as work, work.open("w", encoding="utf-8") as file:
-        for row in range(len(data)):
+        for row in range(len(data)) if rows is None else rows:
             packed = data.row(row)
             starts = np.unique(packed.doc_start)
             for ids in np.split(np.asarray(packed.ids), starts[1:]):

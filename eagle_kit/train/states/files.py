@@ -120,7 +120,8 @@ class StateFiles:
                 MAKE_THEM,
             )
         states = _read_states(place)
-        if states.numel() != len(ids) * num_layers * hidden_size:
+        shapes = (len(ids), num_layers, hidden_size), (len(ids), num_layers * hidden_size)
+        if tuple(states.shape) not in shapes:
             raise UserError(
                 f"{place.path} has states of the shape {list(states.shape)} for {len(ids)} tokens, and "
                 f"{num_layers} layers of {hidden_size} are expected.",

@@ -8,7 +8,7 @@ from families import FAMILIES, family_config, family_model
 from tiny import tiny_head
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.models.bridge.gate import own_logits
+from eagle_kit.models.bridge.gate import own_forward
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
@@ -56,10 +56,10 @@ def test_states_and_logits_of_packed_texts_are_those_of_transformers(target):
     before = 0
     for text in (first, second):
         mine = slice(before, before + len(text))
-        exact = own_logits(target.model, text)
+        exact = own_forward(target.model, text).logits
         torch.testing.assert_close(target.logits(out.hidden[mine]), exact, rtol=1e-4, atol=1e-4)
         with pre_hooks(target) as seen:
-            own_logits(target.model, text)
+            own_forward(target.model, text)
         for layer, state in zip(layers, states, strict=True):
             torch.testing.assert_close(state[mine], seen[layer], rtol=1e-4, atol=1e-4)
         before += len(text)
@@ -101,7 +101,7 @@ def wanted(target):
     for prompt in texts(target.config.vocab_size, 4, 17, 9):
         ids = prompt
         for _ in range(14):
-            ids = torch.cat((ids, own_logits(target.model, ids)[-1].argmax()[None]))
+            ids = torch.cat((ids, own_forward(target.model, ids).logits[-1].argmax()[None]))
         found.append((prompt.tolist(), ids[len(prompt) :].tolist()))
     return found
 

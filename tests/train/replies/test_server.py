@@ -146,12 +146,51 @@ def test_a_server_that_dies_half_way_loses_nothing(source, capsys):
     assert all(len(record["messages"]) == 4 for record in records)
 
 
-def test_a_refused_request_is_not_retried(source, capsys):
-    script = Script(fails=lambda number: 400)
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_key_or_a_model_that_is_wrong_ends_the_run(source, capsys, status):
+    script = Script(fails=lambda number: status)
     with serving(script) as url:
         code, records = ask(source, url)
     assert code == 2 and not records and len(script.bodies) <= 8
     assert "failure" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_everything_ends_the_run(source, capsys):
+    script = Script(fails=lambda number: 400)
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 2 and not records and len(script.bodies) <= 12
+    assert "refuses every request" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_refused_is_left_out(source, capsys):
+    script = Script(fails=lambda number: 400 if number in (3, 30) else None)
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 0 and len(records) == 19 and sum(len(r["messages"]) == 2 for r in records) == 1
+    assert "the server refuses it: failure 3" in source.with_name("out.skipped.txt").read_text()
+
+
+def test_settings_that_a_server_does_not_know_are_left_out_once(source):
+    class Strict(Script):
+        def post(self, body, headers):
+            status, answer = super().post(body, headers)
+            if "repetition_penalty" in body:
+                return 400, {"error": {"message": "Unrecognized request argument: repetition_penalty"}}
+            return status, answer
+
+    script = Strict()
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 0 and len(records) == 20
+    assert sum("repetition_penalty" in body for body in script.bodies) <= 4
+
+
+def test_long_conversations_end_by_what_the_server_counts(source):
+    script = Script(answer={"usage": {"prompt_tokens": 900, "completion_tokens": 200}})
+    with serving(script) as url:
+        code, records = ask(source, url, "--limit", "3", "--max-prompt-tokens", "1000")
+    assert code == 0 and all(len(record["messages"]) == 2 for record in records)
 
 
 def test_no_server_is_one_sentence(source, capsys):

@@ -1,8 +1,8 @@
 """Program that vLLM's Python runs to compute states of texts; it imports nothing of this package.
 
-``python vllm_worker.py SPEC``: SPEC is a JSON file with ``model``, ``texts`` (a JSONL file of
-``{"input_ids"}``), ``out`` (a folder), ``layers``, ``dtype``, ``max_length``. A text whose file is there is
-not computed again. One line is printed for every text that is done.
+``python eagle_kit_vllm.py SPEC``: SPEC is a JSON file with ``model``, ``texts`` (a JSONL file of
+``{"input_ids"}``), ``out`` (a folder), ``layers``, ``dtype``, ``max_length``, ``engine_args``. A text whose
+file is there is not computed again. One line is printed for every text that is done.
 """
 
 import hashlib
@@ -71,12 +71,11 @@ def main(spec_path: str) -> None:
         return
     from vllm import LLM, SamplingParams
 
+    usual = {"dtype": spec["dtype"], "max_model_len": spec["max_length"] + 1, "enable_prefix_caching": False}
+    usual["enforce_eager"] = not torch.cuda.is_available()
     llm = LLM(
         spec["model"],
-        dtype=spec["dtype"],
-        max_model_len=spec["max_length"] + 8,
-        enforce_eager=not torch.cuda.is_available(),
-        enable_prefix_caching=False,
+        **{**usual, **spec["engine_args"]},
         speculative_config={
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -84,7 +83,7 @@ def main(spec_path: str) -> None:
         },
         kv_transfer_config={
             "kv_connector": "PlainConnector",
-            "kv_connector_module_path": "eagle_kit_states",
+            "kv_connector_module_path": "eagle_kit_vllm",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(out), "use_synchronization_lock": False},
         },
@@ -102,10 +101,12 @@ def main(spec_path: str) -> None:
         sys.exit(f"vLLM wrote no states of {len(lost)} of {len(missing)} texts")
 
 
-if __name__ == "__main__":
-    import types
+def __getattr__(name: str) -> Any:
+    """Make the connector when vLLM, or a worker that it has started, asks for it by name."""
+    if name == "PlainConnector":
+        return make_connector()
+    raise AttributeError(name)
 
-    module: Any = types.ModuleType("eagle_kit_states")
-    module.PlainConnector = make_connector()
-    sys.modules["eagle_kit_states"] = module
+
+if __name__ == "__main__":
     main(sys.argv[1])

@@ -1,5 +1,6 @@
 """vLLM, in an environment of its own, as the engine that computes states."""
 
+import os
 import subprocess
 import sys
 from collections import deque
@@ -10,7 +11,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
+WORKER = Path(__file__).parent / "worker" / "eagle_kit_vllm.py"
 LAST_LINES = 12
 
 
@@ -24,6 +25,7 @@ def compute_states(
     max_length: int,
     count: int,
     *,
+    engine_args: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> None:
     """Have vLLM compute the states of ``texts`` that ``out`` lacks; broken off, the next call goes on.
@@ -33,6 +35,7 @@ def compute_states(
         texts: JSONL of ``{"input_ids"}``.
         layers: inputs of layers; the number of layers is the last one's output.
         count: number of texts.
+        engine_args: further arguments of vLLM's ``LLM``, such as ``tensor_parallel_size``.
 
     Raises:
         UserError: vLLM cannot be started, or fails.
@@ -45,14 +48,18 @@ def compute_states(
         "out": str(out),
         "layers": sorted(layers),
     }
-    spec |= {"dtype": dtype, "max_length": max_length}
+    spec |= {"dtype": dtype, "max_length": max_length, "engine_args": engine_args or {}}
     place = texts.with_suffix(".spec.json")
     write_json_atomically(place, spec)
     found = len(list(out.glob("*.safetensors"))) if out.is_dir() else 0
     last: deque[str] = deque(maxlen=LAST_LINES)
     try:
         process = subprocess.Popen(
-            [python, str(WORKER), str(place)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [python, str(WORKER), str(place)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(WORKER.parent)},  # its own workers find the connector there
         )
     except OSError as error:
         raise UserError(
