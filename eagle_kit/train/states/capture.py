@@ -226,6 +226,7 @@ def write_texts(data: PreparedData, path: Path, rows: Sequence[int] | None = Non
     and the tokens of the longest."""
     seen: set[bytes] = set()
     longest = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as work, work.open("w", encoding="utf-8") as file:
         for row in range(len(data)) if rows is None else rows:
             packed = data.row(row)
