@@ -118,8 +118,8 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         hidden_size=int(text.hidden_size),
         num_layers=int(text.num_hidden_layers),
         num_heads=heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        num_kv_heads=max(record.num_kv_heads for record in records),
+        head_dim=min(record.value_dim for record in records),
         intermediate_size=_largest(
             _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
         ),

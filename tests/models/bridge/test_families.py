@@ -65,6 +65,11 @@ def test_states_and_logits_of_packed_texts_are_those_of_transformers(target):
         before += len(text)
 
 
+def rows(states):
+    """States of the only text; of several streams (Gemma 3n) those of the first, on which layers compute."""
+    return states[0] if states.ndim == 3 else states[0, 0]
+
+
 class pre_hooks:
     """Inputs of the layers in a forward of the model's own, and the last one's output."""
 
@@ -76,12 +81,12 @@ class pre_hooks:
 
         def keep(number):
             def hook(module, args, kwargs):
-                seen[number] = (args[0] if args else kwargs["hidden_states"])[0]
+                seen[number] = rows(args[0] if args else kwargs["hidden_states"])
 
             return hook
 
         def last(module, args, out):
-            seen[len(self.layers)] = (out[0] if isinstance(out, tuple) else out)[0]
+            seen[len(self.layers)] = rows(out[0] if isinstance(out, tuple) else out)
 
         self.hooks = [
             layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in enumerate(self.layers)
