@@ -102,6 +102,8 @@ class EngineConfig(Options):
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
+        state_snapshots: states kept for cached prefixes of targets with recurrent layers, which go on from one
+            of them; default two for each request of a batch.
         kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
             another dtype, not equal.
         lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.
@@ -135,6 +137,7 @@ class EngineConfig(Options):
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=1)
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
+    state_snapshots: int | None = Field(default=None, ge=0)
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     lag: int | None = Field(default=None, ge=0, le=1)
     batch_sizes: tuple[int, ...] | None = None
@@ -215,6 +218,18 @@ class ResolvedConfig(EngineConfig):
     def num_pages_of(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states, where the target has any."""
+        given = 2 * self.max_batch_size if self.state_snapshots is None else self.state_snapshots
+        return given if self.prefix_cache else 0
+
+    @property
+    def snapshots(self) -> range:
+        """Their numbers: behind the states of the requests and that of padding."""
+        first = self.max_batch_size + 1
+        return range(first, first + self.num_snapshots)
 
     @property
     def most_rows(self) -> int:

@@ -25,7 +25,7 @@ from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.kernels.recurrence import commit_recurrent, recurrent_window
+from eagle_kit.kernels.recurrence import Inputs, commit_recurrent, recurrent_window
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
@@ -253,8 +253,10 @@ def _recurrence(delta: bool) -> float:
     g, beta = -_randn(1, nodes, heads, seed=3).abs(), _randn(1, nodes, heads, seed=4).sigmoid()
     state = _randn(1, heads, size, 3, seed=5)
     bits = ancestor_bits(torch.tensor([[0, 0, 0, 1, 3]]), 3)
-    out, written = recurrent_window(q, k * 0.5, v, g, beta, state, bits, delta=delta)
+    slot = torch.zeros(1, dtype=torch.int64)
+    out, written = recurrent_window(Inputs(q, k * 0.5, v, g, beta), state, slot, bits, delta=delta)
     path, expected = [0, 1, 3, 4], state[0].double()
+    committed = state.clone()
     for node in path:
         expected = expected * g[0, node].double().exp()[:, None, None]
         key = 0.5 * k[0, node].double()
@@ -262,7 +264,7 @@ def _recurrence(delta: bool) -> float:
         u = beta[0, node].double()[:, None] * (v[0, node].double() - read)
         expected = expected + key[:, :, None] * u[:, None]
     last = torch.einsum("hkv,hk->hv", expected, q[0, 4].double())
-    committed = commit_recurrent(state, written, torch.tensor([path]), torch.tensor([4]))
+    commit_recurrent(committed, slot, written, torch.tensor([path]), torch.tensor([4]))
     return max(_error(out[0, 4], last), _error(committed[0], expected))
 
 

@@ -4,31 +4,54 @@ A page is free, private to one request, or *cached*: a node of a radix tree whos
 page. Requests with a common prefix hold the same nodes. Target and draft share page numbers, because a
 draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's. The
 pool is bookkeeping on the host; the tensors belong to the stores.
+
+A target with recurrent layers needs the state before the tokens that it goes on with, so a cached prefix is of
+use as far as its last page with a snapshot of the state. Requests leave one behind their prompts, where their
+prompt leaves that of another, and, while a prompt is computed, behind its last part.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class RadixNode:
     """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
-    those of its ancestors."""
+    those of its ancestors. ``snapshot``: number of the state behind it, None without one, in use by ``readers``
+    requests."""
 
-    __slots__ = ("children", "key", "page", "parent", "refs")
+    __slots__ = ("children", "key", "page", "parent", "readers", "refs", "snapshot")
 
     def __init__(self, parent: "RadixNode | None", key: tuple[int, ...], page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
         self.children: dict[tuple[int, ...], RadixNode] = {}
-        self.refs = 0
+        self.refs = self.readers = 0
+        self.snapshot: int | None = None
+
+
+class Snapshot(NamedTuple):
+    """State ``number`` behind a page; ``is_passing`` if it gives way to the next of its request."""
+
+    number: int
+    is_passing: bool
 
 
 @dataclass
 class PageAllocation:
-    """Pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``."""
+    """Pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``.
+
+    Attributes:
+        snapshots: states behind private pages, by the number of pages before them.
+        passing: node whose snapshot gives way to the request's next.
+        source: node whose snapshot the request begins with, until it has done so.
+    """
 
     nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    passing: RadixNode | None = None
+    source: RadixNode | None = None
 
     def __len__(self) -> int:
         return len(self.nodes) + len(self.pages)
@@ -44,10 +67,17 @@ class PagePool:
 
     Args:
         prefix_cache: keep pages after their requests have left, until their memory is needed.
+        snapshots: numbers of states for snapshots; None for targets without recurrent layers.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, snapshots: range | None = None
+    ) -> None:
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+        self.has_snapshots = snapshots is not None
+        self._snapshots = snapshots or range(0)
+        self._free_snapshots = list(self._snapshots)
+        self._with_snapshot: OrderedDict[RadixNode, None] = OrderedDict()  # the least recently used first
         self._free = list(range(num_pages - 1, -1, -1))
         self._root = RadixNode(None, (), -1)
         # A request holds every ancestor of a node it holds and releases the deepest first, so the oldest
@@ -74,6 +104,63 @@ class PagePool:
             nodes.append(child)
             node = child
         return nodes
+
+    def reusable(self, nodes: Sequence[RadixNode]) -> list[RadixNode]:
+        """Those of cached pages that a request can go on from: up to the last one with a snapshot, where
+        states are needed."""
+        if not self.has_snapshots:
+            return list(nodes)
+        count = next((i for i in range(len(nodes), 0, -1) if nodes[i - 1].snapshot is not None), 0)
+        return list(nodes[:count])
+
+    def begin(self, allocation: PageAllocation) -> None:
+        """Keep the snapshot behind the shared pages of a new request until :meth:`has_begun`."""
+        if self.has_snapshots and allocation.nodes:
+            node = allocation.source = allocation.nodes[-1]
+            node.readers += 1
+            self._with_snapshot.move_to_end(node)
+
+    def has_begun(self, allocation: PageAllocation) -> None:
+        """The request has read its snapshot."""
+        if allocation.source is not None:
+            allocation.source.readers -= 1
+            allocation.source = None
+
+    def take_snapshot(self, allocation: PageAllocation, num_pages: int, *, is_passing: bool) -> int | None:
+        """Number of the state to save behind the first ``num_pages`` pages of a request, evicting the least
+        recently used snapshot; None where all are in use, or there is no cache."""
+        if not self.prefix_cache or num_pages <= len(allocation.nodes) or num_pages in allocation.snapshots:
+            return None
+        if not self._free_snapshots:
+            node = next((each for each in self._with_snapshot if not each.readers), None)
+            if node is None:
+                return None
+            self._drop_snapshot(node)
+        number = self._free_snapshots.pop()
+        allocation.snapshots[num_pages] = Snapshot(number, is_passing)
+        return number
+
+    def _drop_snapshot(self, node: RadixNode) -> None:
+        assert node.snapshot is not None and not node.readers
+        self._free_snapshots.append(node.snapshot)
+        node.snapshot = None
+        del self._with_snapshot[node]
+
+    def _attach(self, allocation: PageAllocation, node: RadixNode) -> None:
+        """Hand the request's snapshot behind its last node over to the node."""
+        given = allocation.snapshots.pop(len(allocation.nodes), None)
+        if given is None:
+            return
+        is_mine = node.snapshot is None
+        if is_mine:
+            node.snapshot = given.number
+        else:
+            self._free_snapshots.append(given.number)
+        self._with_snapshot[node] = None
+        self._with_snapshot.move_to_end(node)
+        before, allocation.passing = allocation.passing, node if given.is_passing and is_mine else None
+        if before is not None and before.snapshot is not None and not before.readers:
+            self._drop_snapshot(before)
 
     def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
         """Hold ``nodes`` and ``num_pages`` private pages; None, with no change, when too few are left."""
@@ -120,6 +207,7 @@ class PagePool:
                 changed = True
             self._hold(child)
             allocation.nodes.append(child)
+            self._attach(allocation, child)
             node = child
         return changed
 
@@ -130,7 +218,10 @@ class PagePool:
             if node.refs == 0:
                 self._unused[node] = None
         self._free += reversed(allocation.pages)
+        self._free_snapshots += [each.number for each in allocation.snapshots.values()]
+        self.has_begun(allocation)
         allocation.nodes, allocation.pages = [], []
+        allocation.snapshots, allocation.passing = {}, None
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""
@@ -145,13 +236,16 @@ class PagePool:
     def _evict(self) -> None:
         node, _ = self._unused.popitem(last=False)
         assert not node.children and node.parent is not None
+        if node.snapshot is not None:
+            self._drop_snapshot(node)
         del node.parent.children[node.key]
         self._free.append(node.page)
         self.num_evicted += 1
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
-        """Assert that free, cached and private pages are together all pages, each once, and that the
-        reference count of every node is the number of ``allocations`` that hold it."""
+        """Assert that free, cached and private pages are together all pages, each once, and so with
+        snapshots, and that the reference count of every node is the number of ``allocations`` that hold
+        it."""
         cached: list[RadixNode] = []
         stack = list(self._root.children.values())
         while stack:
@@ -169,3 +263,11 @@ class PagePool:
         for node in cached:
             assert node.refs == holders.get(node, 0), "a cached page counts its holders wrongly"
             assert (node.refs == 0) == (node in self._unused), "a cached page is in the wrong list"
+            assert (node.snapshot is not None) == (node in self._with_snapshot), "a snapshot is in no list"
+            readers = sum(allocation.source is node for allocation in allocations)
+            assert node.readers == readers, "a snapshot counts its readers wrongly"
+        kept = [node.snapshot for node in cached if node.snapshot is not None]
+        kept += [each.number for allocation in allocations for each in allocation.snapshots.values()]
+        assert sorted(self._free_snapshots + kept) == list(self._snapshots), (
+            "a snapshot was lost or has two owners"
+        )

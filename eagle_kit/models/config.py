@@ -15,6 +15,7 @@ from eagle_kit.models.config_parts import (
     LatentSpec,
     MLAConfig,
     MoEConfig,
+    StateSpec,
     read_architecture,
     read_flag,
     read_ids,
@@ -184,6 +185,11 @@ class TargetConfig(DecoderConfig):
     def cache(self) -> CacheSpec:
         """Cache layout of the model."""
         return self.cache_of(self.num_layers)
+
+    @property
+    def states(self) -> StateSpec | None:
+        """What its recurrent layers keep of a text; None without any."""
+        return None
 
 
 class HeadArchitecture:

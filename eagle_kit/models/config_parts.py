@@ -54,6 +54,56 @@ CacheSpec = KVSpec | LatentSpec
 
 
 @dataclass(frozen=True)
+class RecurrenceSpec:
+    """State of a recurrent layer: ``[num_heads, key_dim, value_dim]`` in fp32.
+
+    Attributes:
+        num_key_heads: of queries and keys, of which ``num_heads / num_key_heads`` successive heads share one.
+        per_channel: every channel of a key has a decay of its own.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    per_channel: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a request's state."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def written(self) -> int:
+        """Numbers that a token writes: key, value and decay."""
+        decays = self.num_heads * (self.key_dim if self.per_channel else 1)
+        return self.num_key_heads * self.key_dim + self.num_heads * self.value_dim + decays
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a target with recurrent layers keeps of a text besides keys and values, whatever its length.
+
+    Attributes:
+        convolutions: (channels, width) of each; the last ``width - 1`` inputs are kept.
+        recurrences: of the layers, in order.
+    """
+
+    convolutions: tuple[tuple[int, int], ...] = ()
+    recurrences: tuple[RecurrenceSpec, ...] = ()
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes of a text's state, where activations have ``itemsize`` bytes."""
+        columns = sum((width - 1) * channels for channels, width in self.convolutions)
+        return columns * itemsize + 4 * sum(math.prod(each.shape) for each in self.recurrences)
+
+    def num_bytes_of_node(self, itemsize: int) -> int:
+        """Bytes that a node of a window keeps until the window is committed."""
+        columns = sum(channels for channels, _ in self.convolutions)
+        return columns * itemsize + 4 * sum(each.written for each in self.recurrences)
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Sizes of multi-head latent attention.
 

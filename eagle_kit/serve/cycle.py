@@ -15,7 +15,9 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kv.states import StatePool, StateWindow
 from eagle_kit.kv.store import PagedStore
+from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
@@ -25,11 +27,13 @@ from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
 
 
 class CycleModels(NamedTuple):
-    """The ``target``, the store ``kv`` of its tokens, and the ``drafter`` (None in ordinary decoding)."""
+    """The ``target``, the store ``kv`` of its tokens, the ``drafter`` (None in ordinary decoding), and the
+    ``states`` of recurrent layers (None without any)."""
 
     target: Target
     kv: PagedStore
     drafter: Drafter | None = None
+    states: StatePool | None = None
 
 
 class CycleSettings(NamedTuple):
@@ -146,12 +150,14 @@ def verify_and_commit(
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
     b, n = window.tree.tokens.shape
-    out = _forward(models, window.tree, state, settings.num_columns)
+    out, attend = _forward(models, window.tree, state, settings.num_columns)
     logits = models.target.logits(out.hidden).view(b, n, -1)
     steps, seq_lens = settings.shape.steps, state.seq_lens
     accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
     num_emitted = (accepted.num_accepted + 1) * state.active
     models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)
+    if isinstance(attend, StateWindow):
+        attend.commit(accepted.path, num_emitted)
     counts = None
     if sampling is not None and sampling.counts is not None:
         counts = counts_after(sampling.counts, accepted.tokens, num_emitted)
@@ -175,13 +181,19 @@ def draft_extend(
     return state._replace(seq_lens=state.seq_lens + num_emitted, roots=roots, draft=draft)
 
 
-def _forward(models: CycleModels, tree: Tree, state: CycleState, num_columns: int) -> TargetOutput:
-    """Run the target over the window's nodes, ``[B * N]`` rows, with the states that the draft captures."""
+def _forward(
+    models: CycleModels, tree: Tree, state: CycleState, num_columns: int
+) -> tuple[TargetOutput, Attend]:
+    """Run the target over the window's nodes, ``[B * N]`` rows -> its output, with the states that the draft
+    captures, and its attention."""
     n = tree.tokens.shape[1]
     attend = models.kv.window_attend(state.page_table, state.seq_lens, tree.ancestors, n, num_columns)
+    if models.states is not None:
+        assert state.slots is not None, "recurrent layers need the slots of their states"
+        attend = models.states.window(attend, state.slots, tree.ancestors)
     positions = (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
-    return models.target(tree.tokens.view(-1), positions, attend, capture)
+    return models.target(tree.tokens.view(-1), positions, attend, capture), attend
 
 
 def root_only(roots: torch.Tensor) -> Tree:

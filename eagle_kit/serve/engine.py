@@ -83,7 +83,12 @@ class Engine:
         self.ngram = NgramIndex(config.ngram) if config.algorithm == "NGRAM" else None
         assert draft is None or self.ngram is None, "one drafter at a time"
         self._num_indexed: dict[Request, int] = {}
-        self.page_pool = PagePool(config.num_pages, config.page_size, prefix_cache=config.prefix_cache)
+        self.page_pool = PagePool(
+            config.num_pages,
+            config.page_size,
+            prefix_cache=config.prefix_cache,
+            snapshots=None if target.config.states is None else config.snapshots,
+        )
         self.runner = Runner(target, draft, config, _graphs(target, config))
         verifier = make_verifier(config)
         if verifier is not None and not isinstance(verifier, self.runner.verifiers):
@@ -143,14 +148,16 @@ class Engine:
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.shapes = shapes
-        room, speculates = self.config.room(self.runner.steps), self.runner.models.drafter is not None
+        drafter = self.runner.models.drafter
+        room, speculates = self.config.room(self.runner.steps), drafter is not None
         model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
             room=room,
             needs_last=speculates,
-            attention_cost=2 * model.num_heads * model.head_dim * model.num_layers / size,
+            lookback=0 if drafter is None else drafter.lookback,
+            attention_cost=2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
             reading_cost=READING_COST * self.runner.kv.numbers_per_token / size,
             weights_cost=WEIGHTS_COST[self.runner.device.type],
         )
@@ -294,13 +301,13 @@ class Engine:
         return self.runner.warm_up(self.shapes_at)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        for request, _, _ in chunks:
+        for request, *_ in chunks:
             if request.admitted_at == 0.0:
                 request.admitted_at = time.perf_counter()
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.num_cached_tokens
         self._pending += self.runner.prefill(chunks)
-        for request, _, stop in chunks:
+        for request, _, stop, _ in chunks:
             request.num_computed = stop
 
     @property

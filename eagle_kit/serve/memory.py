@@ -37,6 +37,7 @@ class MemoryPlan:
         activations: bytes of a layer's tensors in the largest prefill step.
         free: bytes that were free before the pool, weights already there.
         ngram_log: bytes of host memory of a full log of n-grams.
+        states: bytes of the states of recurrent layers, snapshots included.
     """
 
     kv_tokens: int
@@ -48,6 +49,7 @@ class MemoryPlan:
     activations: int
     free: int
     ngram_log: int = 0
+    states: int = 0
 
     @property
     def pool(self) -> int:
@@ -56,6 +58,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch}
+        parts |= {"states": self.states} if self.states else {}
         parts |= {"logits": self.logits, "activations": self.activations}
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
@@ -85,7 +88,11 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
         activations += min(gathered, MAX_BYTES)
-    needed = scratch + logits + activations
+    states = 0
+    if (spec := model.states) is not None:
+        states = (batch + 1 + config.num_snapshots) * spec.num_bytes(weight.element_size())
+        scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
+    needed = scratch + logits + activations + states
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
     ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
@@ -110,7 +117,9 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
             f"{free / 1e9:.1f} GB are free.",
             "Lower kv_tokens or kv_memory.",
         )
-    return MemoryPlan(kv_tokens, per_token, of_draft, weights, scratch, logits, activations, free, ngram_log)
+    return MemoryPlan(
+        kv_tokens, per_token, of_draft, weights, scratch, logits, activations, free, ngram_log, states
+    )
 
 
 def _values_per_row(config: TargetConfig) -> int:

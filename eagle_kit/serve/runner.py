@@ -13,11 +13,13 @@ import torch
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.kernels.recurrence import Text
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
 from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.open import open_store
+from eagle_kit.kv.states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cycle import (
@@ -67,6 +69,17 @@ class Results(NamedTuple):
     is_usual: bool = True
 
 
+def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
+    """Parts of prompts as they are packed, with their states."""
+    texts, start = [], 0
+    for chunk, segment in zip(chunks, segments, strict=True):
+        assert chunk.states is not None
+        stop = start + segment.stop - segment.start
+        texts.append(Text(start, stop, *chunk.states))
+        start = stop
+    return texts
+
+
 class CycleInputs(NamedTuple):
     """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
     counts. In a split cycle also the ``window``, and the tokens ``allowed`` by grammars."""
@@ -107,6 +120,11 @@ class Runner:
         self.kv = open_store(
             target.config.cache, layout, target.variants, gathers=config.graph_mode == "cycle", **place
         )
+        self.states: StatePool | None = None
+        if target.config.states is not None:
+            self.states = StatePool(
+                target.config.states, config.max_batch_size, config.num_snapshots, **place
+            )
         self.linear_forms = LinearForms(weight.device)
         self.drafter: Drafter | None = None
         if draft is not None:
@@ -119,7 +137,7 @@ class Runner:
     @property
     def models(self) -> CycleModels:
         """Models of a cycle in the current shapes; in ordinary decoding without the drafter."""
-        return CycleModels(self.target, self.kv, self.drafter if self.steps else None)
+        return CycleModels(self.target, self.kv, self.drafter if self.steps else None, self.states)
 
     @property
     def verifiers(self) -> tuple[type, ...]:
@@ -163,7 +181,7 @@ class Runner:
         ids, next_ids, segments, last, finished = [], [], [], [], []
         open_ends, unfinished = [], []
         lookback = drafter.lookback if drafter is not None else 0
-        for request, begin, stop in chunks:
+        for request, begin, stop, _ in chunks:
             self.set_pages(request)
             start, write_from = max(0, begin - lookback), max(begin, request.num_shared_tokens)
             ids += request.tokens(start, stop)
@@ -181,7 +199,10 @@ class Runner:
         following = self._tensor(next_ids)
         positions = self._tensor([i for segment in segments for i in range(segment.start, segment.stop)])
         capture = drafter.capture if drafter is not None else ()
-        out = self.target(tokens, positions, self.kv.prefill_attend(segments), capture)
+        attend = self.kv.prefill_attend(segments)
+        if self.states is not None:
+            attend = self.states.prompts(attend, _texts(chunks, segments))
+        out = self.target(tokens, positions, attend, capture)
         rows = self._tensor(last)
         roots, results = rows, []
         if unfinished:

@@ -46,12 +46,22 @@ TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
 
+class StateMoves(NamedTuple):
+    """States by number (``kv/states.py``): that before a part of a prompt, None at the beginning of a text,
+    and those saved when so many of its tokens are computed, (tokens, number) ascending."""
+
+    source: int | None
+    saves: tuple[tuple[int, int], ...]
+
+
 class Chunk(NamedTuple):
-    """Prompt tokens start..stop-1 of a request, computed in this step."""
+    """Prompt tokens start..stop-1 of a request, computed in this step; ``states`` for recurrent layers, counted
+    from ``lookback`` tokens before the start."""
 
     request: Request
     start: int
     stop: int
+    states: StateMoves | None = None
 
 
 class StepPlan(NamedTuple):
@@ -69,6 +79,7 @@ class Scheduler:
         config: slots and most prompt tokens of one step, over all requests.
         room: tokens behind its known ones that a request may need pages for in the next cycle.
         needs_last: whether the last token of a cached prefix is computed again for its hidden state.
+        lookback: tokens before a part of a prompt that are computed with it.
         attention_cost: arithmetic of attention per token before, over that of everything else of a token.
         reading_cost: time to read a token before for a part of a prompt, over that to compute one without
             any before.
@@ -82,6 +93,7 @@ class Scheduler:
         *,
         room: int,
         needs_last: bool,
+        lookback: int = 0,
         attention_cost: float = 0.0,
         reading_cost: float = 0.0,
         weights_cost: float = 0.0,
@@ -89,7 +101,7 @@ class Scheduler:
         self.page_pool, self.config = page_pool, config
         self.attention_cost, self.reading_cost = attention_cost, reading_cost
         self.weights_cost = weights_cost
-        self.room, self.needs_last = room, needs_last
+        self.room, self.needs_last, self.lookback = room, needs_last, lookback
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
@@ -109,6 +121,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Plan the next step, and allocate its pages."""
+        for request in self.running:
+            if request.has_begun:
+                self.page_pool.has_begun(request.allocation)
         preempted = self._make_room()
         if not preempted:
             preempted = self._admit_all()
@@ -117,6 +132,8 @@ class Scheduler:
         emits = bool(decoding) or any(each.is_prefilling and _rest(each) <= mixed for each in self.running)
         holds_others = emits and len(self._num_held) > 1
         chunks = self._chunks(holds_others=holds_others)
+        if self.page_pool.has_snapshots:
+            chunks = [chunk._replace(states=self._moves(chunk)) for chunk in chunks]
         return StepPlan(chunks, self._affordable(decoding), preempted)
 
     def _affordable(self, decoding: list[Request]) -> list[Request]:
@@ -152,7 +169,7 @@ class Scheduler:
             del self._num_held[request.group]
         self._slots.append(request.slot)
         request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
-        request.num_missed = 0
+        request.num_missed, request.has_begun = 0, False
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -231,7 +248,7 @@ class Scheduler:
         is_long = not request.token_ids and request.num_to_compute > self._prompt_turn
         if not is_long or not self._long_prompts():
             return False
-        shared = self.page_pool.match(request.tokens(0, request.num_to_compute - 1))
+        shared = self.page_pool.reusable(self.page_pool.match(request.tokens(0, request.num_to_compute - 1)))
         return request.num_to_compute - len(shared) * self.page_pool.page_size > self._prompt_turn
 
     def _long_prompts(self) -> list[Request]:
@@ -278,6 +295,9 @@ class Scheduler:
 
     def _has_had_prompt_turn(self, request: Request) -> bool:
         computed = request.num_verified - request.num_shared_tokens
+        if self.page_pool.has_snapshots:  # what is behind the last snapshot would be computed again
+            kept = self.page_pool.reusable(request.allocation.nodes)
+            computed = len(kept) * self.page_pool.page_size - request.num_shared_tokens
         return self.page_pool.prefix_cache and computed >= self._prompt_turn < _rest(request)
 
     def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
@@ -322,7 +342,8 @@ class Scheduler:
         if not self._slots:
             return False
         wanted = request.num_to_compute
-        shared = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.prefix_cache else []
+        cached = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.prefix_cache else []
+        shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.
         allocation = self.page_pool.allocate(shared, need)
@@ -332,6 +353,8 @@ class Scheduler:
             self.page_pool.release(allocation)
             return False
         self._dequeue(request)
+        self.page_pool.begin(allocation)
+        request.num_branch_pages = len(cached) if len(cached) > len(shared) else 0
         request.allocation, request.slot = allocation, self._slots.pop()
         request.turn_began = request.progress
         request.num_shared_tokens = len(shared) * self.page_pool.page_size
@@ -376,6 +399,29 @@ class Scheduler:
             left -= max(count * cost + reading - request.savings, 0.0)
             request.savings = 0.0
         return chunks
+
+    def _moves(self, chunk: Chunk) -> StateMoves:
+        """Choose the states that a part of a prompt begins with and saves: a snapshot where the prompt leaves
+        another's, and one behind its last whole page, which gives way to the next part's."""
+        request, start, stop, _ = chunk
+        first = max(start - self.lookback, 0)
+        ends = stop == request.num_to_compute
+        source = request.allocation.source
+        begins_with = request.slot if source is None else source.snapshot
+        request.has_begun = True
+        back = self.lookback + 1 if self.needs_last else 0
+        size = self.page_pool.page_size
+        last = min(stop, request.num_to_compute - 1) // size
+        saves = [(stop if ends else max(stop - self.lookback, 0), request.slot)]
+        for pages in {request.num_branch_pages, last}:
+            position, is_passing = pages * size - back, pages != request.num_branch_pages and not ends
+            if not pages or not first <= position <= stop:
+                continue
+            number = self.page_pool.take_snapshot(request.allocation, pages, is_passing=is_passing)
+            if number is not None:
+                saves.append((position, number))
+        counts = sorted((max(position - first, 0), number) for position, number in saves)
+        return StateMoves(None if first == 0 else begins_with, tuple(counts))
 
     def _cost_at(self, position: int) -> float:
         """Cost of a prompt's token, relative to that of the first: attention reads all before it."""

@@ -73,7 +73,7 @@ class Slots:
         """Gather the state of the batch in ``rows`` int64 ``[B]``."""
         draft = None if self.draft is None else type(self.draft)(*(part[rows] for part in self.draft))
         return CycleState(
-            self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft
+            self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft, rows
         )
 
     def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:

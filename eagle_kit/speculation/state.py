@@ -15,6 +15,7 @@ class CycleState(NamedTuple):
             of it yet.
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
+        slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
     """
 
     page_table: torch.Tensor
@@ -22,3 +23,4 @@ class CycleState(NamedTuple):
     roots: torch.Tensor
     active: torch.Tensor
     draft: tuple[torch.Tensor, ...] | None
+    slots: torch.Tensor | None = None

@@ -12,6 +12,8 @@ from tiny_engine import resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
 from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import HostCopy
@@ -21,14 +23,25 @@ from eagle_kit.serve.runner import Results
 STOP = 5
 
 
-class RandomRunner:
-    """Results of random length. It asserts what the device relies on: pages for all that is written."""
+class HybridConfig(TargetConfig):
+    """Of a target with a recurrent layer."""
 
-    def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool) -> None:
+    states = StateSpec((), (RecurrenceSpec(1, 1, 2, 2),))
+
+
+class RandomRunner:
+    """Results of random length. It asserts what the device relies on: pages for all that is written, and that a
+    state has been given the tokens before it, each once. In place of numbers, ``states`` hold those tokens, and
+    ``roots`` the next ones by slot."""
+
+    lookback = 0
+
+    def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool, lookback: int = 0) -> None:
+        self.states, self.roots, self.lookback = {}, {}, lookback
         self.rng, self.page_size = random.Random(seed), page_size
         self.steps, self.drafter, self.pending = shape.steps, None, ()
         if shape.steps and not ngram:
-            self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None)
+            self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None, lookback=lookback)
         self.models = SimpleNamespace(drafter=self.drafter)
         self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
 
@@ -42,16 +55,40 @@ class RandomRunner:
         return torch.tensor([self.rng.random() > 0.005 for _ in counts])
 
     def prefill(self, chunks):
-        for request, start, stop in chunks:
+        for request, start, stop, _ in chunks:
             assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
             assert len(request.allocation) * self.page_size >= stop
-        requests, _, stops = zip(*chunks, strict=True)
-        ends = [request.num_to_compute == stop for request, _, stop in chunks]
+        requests, _, stops, _ = zip(*chunks, strict=True)
+        ends = [request.num_to_compute == stop for request, _, stop, _ in chunks]
         counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
         tokens = torch.tensor([[self._token()] for _ in requests])
+        if chunks[0].states is not None:
+            before = dict(self.states)
+            for chunk, (token,) in zip(chunks, tokens.tolist(), strict=True):
+                self._move(chunk, before)
+                known = chunk.request.token_ids
+                self.roots[chunk.request.slot] = known[-1] if known else token
+            written = [number for chunk in chunks for _, number in chunk.states.saves]
+            assert len(set(written)) == len(written), "two prompts save one state"
         emitted = Emitted(tokens, counts, None, self._is_finite(counts))
         epochs = [request.epoch for request in requests]
         return [Results(list(requests), epochs, HostCopy(emitted), None, stops)]
+
+    def _move(self, chunk, before):
+        request, start, _, (source, saves) = chunk
+        first = max(start - self.lookback, 0)
+        held = [] if source is None else before[source]
+        assert held == request.tokens(0, first), "a state has other tokens than those before the part"
+        for count, number in saves:
+            assert 0 <= count <= chunk.stop - first
+            self.states[number] = request.tokens(0, first + count)
+
+    def _decode_states(self, requests, tokens, counts):
+        for request, emitted, count in zip(requests, tokens, counts, strict=True):
+            state, known = self.states[request.slot], request.num_tokens - 1
+            assert state[:known] == request.tokens(0, known) and len(state) >= known
+            self.states[request.slot] = [*state, self.roots[request.slot], *emitted[: count - 1]]
+            self.roots[request.slot] = emitted[count - 1]
 
     def padded(self, batch_size):
         return batch_size
@@ -74,6 +111,8 @@ class RandomRunner:
             assert len(request.allocation) * self.page_size >= request.num_tokens - 1 + unseen + width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
+        if self.states:
+            self._decode_states(requests, tokens.tolist(), counts.tolist())
         epochs = [request.epoch for request in requests]
         return Results(
             requests, epochs, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
@@ -107,25 +146,35 @@ def _prompt(rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("page_size", "lag", "shape", "with_ngram", "share_of_grammars"),
+    ("page_size", "lag", "shape", "with_ngram", "share_of_grammars", "lookback"),
     [
-        (1, 0, "5,4,16", False, 0.0),
-        (4, 1, "4,1,5", False, 0.0),
-        (16, 1, None, False, 0.0),
-        (4, 1, "5,4,16", True, 0.0),
-        (4, 1, "4,1,5", False, 0.2),
-        (1, 1, "4,1,5", True, 0.2),
+        (1, 0, "5,4,16", False, 0.0, None),
+        (4, 1, "4,1,5", False, 0.0, None),
+        (16, 1, None, False, 0.0, None),
+        (4, 1, "5,4,16", True, 0.0, None),
+        (4, 1, "4,1,5", False, 0.2, None),
+        (1, 1, "4,1,5", True, 0.2, None),
+        (4, 1, "4,1,5", False, 0.0, 0),
+        (1, 0, "5,4,16", False, 0.0, 2),
+        (4, 1, "2,1,3", False, 0.1, 2),
+        (4, 1, None, False, 0.0, 0),
+        (1, 1, "4,1,5", True, 0.0, 0),
     ],
 )
-def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, share_of_grammars, num_events):
+def test_a_storm_of_events_loses_nothing(
+    page_size, lag, shape, with_ngram, share_of_grammars, lookback, num_events
+):
+    """With a ``lookback``, the target has recurrent layers."""
     rng = random.Random(page_size)
     options = {"algorithm": "NGRAM", "ngram": {"capacity": 500}} if with_ngram else {}
     sizes = {"kv_tokens": 128, "page_size": page_size, "prefill_tokens": 24, "lag": lag}
     config = resolved(8, 60, **sizes, **options)
     target = tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,))
+    if lookback is not None:
+        target.config = HybridConfig(**vars(target.config))
     engine = Engine(target, None, config)
     shape = SpecShape.parse(shape)
-    engine.runner = RandomRunner(page_size, page_size, shape, with_ngram)
+    engine.runner = RandomRunner(page_size, page_size, shape, with_ngram, lookback or 0)
     engine.runner.pending = engine._pending
     engine.draft = SimpleNamespace(draft_vocab_size=6) if engine.runner.drafter is not None else None
     engine.use_shape(shape)
@@ -173,6 +222,7 @@ def test_a_storm_of_events_loses_nothing(page_size, lag, shape, with_ngram, shar
     often = num_events // 700
     assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort", "error")), reasons
     assert engine.totals.num_preemptions > often and engine.page_pool.num_evicted > 2 * often
-    assert engine.totals.num_cached_prompt_tokens > 20 * often
+    assert engine.totals.num_cached_prompt_tokens > 20 * often or lookback is not None
+    assert engine.totals.num_cached_prompt_tokens > 5 * often
     if with_ngram:
         assert not engine._num_indexed and engine.totals.num_draft_tokens > 20 * often

@@ -18,6 +18,21 @@ COMMON = {
 MANY = {key: value for key, value in COMMON.items() if key not in ("num_key_value_heads", "head_dim")}
 WINDOW = 7
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
 
@@ -167,6 +182,91 @@ FAMILIES = {
     },
 }
 """Keyword arguments of a small config by type of model."""
+
+HYBRIDS = {
+    "qwen3_next": {
+        **COMMON,
+        **DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": {**COMMON, **DELTA},
+    "qwen3_5_moe_text": {
+        **COMMON,
+        **DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "olmo_hybrid": {**COMMON, **DELTA, "linear_num_key_heads": 4},
+    "kimi_linear": {
+        **MANY,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 2,
+        "linear_head_dim": 8,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": DELTA["layer_types"],
+    },
+    "falcon_h1": {**COMMON, **MAMBA, "mamba_d_ssm": 96, "lm_head_multiplier": 0.5, "ssm_in_multiplier": 1.5},
+    "nemotron_h": {
+        **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "bamba": {**COMMON, **MAMBA, "attn_layer_indices": [1, 3], "head_dim": 12},
+    "granitemoehybrid": {
+        **COMMON,
+        **MAMBA,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "layer_types": ["mamba", "attention"] * 2,
+        "logits_scaling": 3.0,
+    },
+    "zamba2": {
+        **MANY,
+        "n_mamba_heads": 6,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+        "chunk_size": 16,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "adapter_rank": 8,
+    },
+    "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {
+        **COMMON,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
+    "minimax": {
+        **COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+}
+"""Those with recurrent layers."""
+FAMILIES |= HYBRIDS
 
 
 def family_config(kind: str):

@@ -5,32 +5,61 @@ A head keeps a state ``S [K, V]``. A token decays it, writes to it, and reads it
     S_t = exp(g_t) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t,
 
 with ``u_t = b_t (v_t - exp(g_t) S_{t-1}^T k_t)`` in the gated delta rule (arXiv 2412.06464), and ``u_t = b_t
-v_t`` in Mamba-2 (arXiv 2405.21060) and lightning attention. Over a window behind a committed state S, whose
+v_t`` in Mamba-2 (arXiv 2405.21060) and lightning attention. The decay is one number of a head, or one of each
+channel of its keys (Kimi Delta Attention, arXiv 2510.26692). Over a window behind a committed state S, whose
 nodes come after their parents, with ``G_i`` the sum of g over node i and its ancestors in the window,
 
     L_ij = b_i exp(G_i - G_j) (k_i . k_j)  for strict ancestors j of i,
     (I + L) U = b (V - exp(G) (K S)),        or U = b V without the delta rule,
-    O = exp(G) (Q S) + [exp(G_i - G_j) (q_i . k_j) for i's ancestors j and itself] U.
+    O = exp(G) (Q S) + [exp(G_i - G_j) (q_i . k_j) for i's ancestors j and itself] U,
 
-So a window keeps k, u and G of its nodes, and a path p_1 .. p_m is committed by an update of rank m,
-``S <- exp(G_pm) S + sum_j exp(G_pm - G_j) k_j u_j^T``. Nodes that are not on it have never touched the state,
-whatever the shape of the tree.
+the exponentials inside the sums over channels where there are several. So a window keeps k, u and G of its
+nodes, and a path p_1 .. p_m is committed by an update of rank m, ``S <- exp(G_pm) S + sum_j exp(G_pm - G_j) k_j
+u_j^T``. Nodes that are not on it have never touched the state, whatever the shape of the tree.
 
-Legend: B requests, N nodes, T packed tokens, H heads, K key size, V value size, C channels, W width of a
-convolution.
+Legend: B requests, N nodes, T packed tokens, H heads, Hk heads of queries and keys (H / Hk successive heads
+share one), K key size, V value size, C channels, W width of a convolution.
 """
 
 from typing import NamedTuple
 
 import torch
 
-CHUNK = 64
-"""Tokens of a text that are computed together."""
+from eagle_kit.kernels.recurrence.plan import TextPlan
+
+CHUNK, CHANNEL_CHUNK = 64, 16
+"""Tokens of a text that are computed together; where channels decay by themselves, K times as much memory is
+needed."""
+
+
+class Inputs(NamedTuple):
+    """Inputs of a recurrent layer, with any leading dimensions.
+
+    Attributes:
+        q, k: ``[..., Hk, K]``.
+        v: ``[..., H, V]``.
+        g: log decays, <= 0, ``[..., H]``, or ``[..., H, K]`` by channel.
+        beta: strengths of writing ``[..., H]``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def at(self, index: slice) -> "Inputs":
+        """Those of some rows."""
+        return Inputs(*(part[index] for part in self))
+
+    def view(self, *lead: int) -> "Inputs":
+        """The same with the first dimension split into ``lead``."""
+        return Inputs(*(part.view(*lead, *part.shape[1:]) for part in self))
 
 
 class Written(NamedTuple):
-    """What a window's nodes would write: ``k [B, N, H, K]``, ``u [B, N, H, V]``, and the log decay from the
-    committed state to each, ``decay [B, N, H]``; fp32."""
+    """What a window's nodes would write: ``k [B, N, Hk, K]``, ``u [B, N, H, V]``, and the log decay from the
+    committed state to each, ``decay [B, N, H]`` or ``[B, N, H, K]``; fp32."""
 
     k: torch.Tensor
     u: torch.Tensor
@@ -38,23 +67,12 @@ class Written(NamedTuple):
 
 
 def recurrent_window(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    ancestors: torch.Tensor,
-    *,
-    delta: bool,
+    inputs: Inputs, state: torch.Tensor, ancestors: torch.Tensor, *, delta: bool
 ) -> tuple[torch.Tensor, Written]:
     """Outputs of a window's nodes behind their requests' states, which stay as they are.
 
     Args:
-        q, k: ``[B, N, H, K]``.
-        v: ``[B, N, H, V]``.
-        g: log decays ``[B, N, H]``, <= 0.
-        beta: strengths of writing ``[B, N, H]``.
+        inputs: of ``[B, N]``.
         state: ``[B, H, K, V]``.
         ancestors: int64 ``[B, N]``, bit j set when node j is an ancestor of the node or the node itself.
         delta: the gated delta rule; otherwise a node writes ``beta v``.
@@ -62,23 +80,39 @@ def recurrent_window(
     Returns:
         ``[B, N, H, V]`` in the dtype of ``v``, and what :func:`commit_recurrent` needs.
     """
-    nodes = torch.arange(q.shape[1], device=q.device)
+    n, heads = inputs.v.shape[1:3]
+    nodes = torch.arange(n, device=state.device)
     seen = ((ancestors[:, :, None] >> nodes) & 1).bool()
-    q, k, v32, g, beta, state = (x.float() for x in (q, k, v, g, beta, state))
-    decay = torch.einsum("bij,bjh->bih", seen.float(), g)
-    factor = decay.exp().transpose(1, 2)[..., None]  # [B, H, N, 1]
-    between = decay.transpose(1, 2)[..., None] - decay.transpose(1, 2)[:, :, None]
-    between = between.masked_fill(~seen[:, None], float("-inf")).exp()  # masked first: others may overflow
-    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v32))
-    strength = beta.transpose(1, 2)[..., None]
+    q, k, v, g, beta = (part.float() for part in inputs)
+    state = state.float()
+    decay = torch.einsum("bij,bj...->bi...", seen.float(), g)
+    queries, keys = (_by_head(part, heads) for part in (q, k))  # [B, H, N, K]
+    values, strength = v.transpose(1, 2), beta.transpose(1, 2)[..., None]
+    total = decay.transpose(1, 2)  # [B, H, N] or [B, H, N, K]
+    factor = total.exp() if total.ndim == 4 else total.exp()[..., None]
+    between = total[:, :, :, None] - total[:, :, None]  # [B, H, N, N] or [B, H, N, N, K]
+    hidden = ~seen[:, None] if total.ndim == 3 else ~seen[:, None, :, :, None]
+    between = between.masked_fill(hidden, float("-inf")).exp()  # masked first: others may overflow
+
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        if total.ndim == 3:
+            return between * (rows @ keys.transpose(2, 3))
+        return torch.einsum("bhic,bhjc,bhijc->bhij", rows, keys, between)
+
     u = strength * values
     if delta:
-        u = strength * (values - factor * (keys @ state))
-        lower = strength * between * (keys @ keys.transpose(2, 3))
-        lower = lower.tril(-1)  # parents come before their children
-        u = torch.linalg.solve_triangular(lower, u, upper=False, unitriangular=True)
-    out = factor * (queries @ state) + (between * (queries @ keys.transpose(2, 3))) @ u
-    return out.transpose(1, 2).to(v.dtype), Written(k, u.transpose(1, 2), decay)
+        u = strength * (values - (factor * keys) @ state)
+        if n > 1:
+            lower = (strength * scores(keys)).tril(-1)  # parents come before their children
+            u = torch.linalg.solve_triangular(lower, u, upper=False, unitriangular=True)
+    out = (factor * queries) @ state + scores(queries) @ u
+    return out.transpose(1, 2).to(inputs.v.dtype), Written(k, u.transpose(1, 2), decay)
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, N, Hk, K]`` -> ``[B, H, N, K]``."""
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def commit_recurrent(
@@ -94,53 +128,54 @@ def commit_recurrent(
         return x.gather(1, index)
 
     k, u, decay = (along(x) for x in written)
-    last = (num_committed - 1).clamp(min=0)
-    total = decay.gather(1, last[:, None, None].expand(-1, 1, decay.shape[2]))  # [B, 1, H]
-    weight = (total - decay).masked_fill(~kept[..., None], float("-inf")).exp()
-    added = torch.einsum("bmh,bmhk,bmhv->bhkv", weight, k, u)
-    new = total[:, 0, :, None, None].exp() * state.float() + added
+    k = _by_head(k, u.shape[2]).transpose(1, 2)  # [B, m, H, K]
+    if decay.ndim == 3:
+        decay = decay[..., None]
+    last = (num_committed - 1).clamp(min=0)[:, None, None, None]
+    total = decay.gather(1, last.expand(-1, 1, *decay.shape[2:]))  # [B, 1, H, K or 1]
+    weight = (total - decay).masked_fill(~kept[:, :, None, None], float("-inf")).exp()
+    added = torch.einsum("bmhk,bmhv->bhkv", weight * k, u)
+    new = total[:, 0, :, :, None].exp() * state.float() + added
     return torch.where((num_committed > 0)[:, None, None, None], new, state.float()).to(state.dtype)
 
 
-def recurrent_prompts(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    spans: list[tuple[int, int]],
-    states: torch.Tensor | None = None,
-    *,
-    delta: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of packed texts, and the states behind them.
+def recurrent_texts(
+    inputs: Inputs, states: torch.Tensor | None, plan: TextPlan, *, delta: bool
+) -> torch.Tensor:
+    """See :func:`eagle_kit.kernels.recurrence.recurrent_texts`."""
+    heads, width, size = inputs.v.shape[1], inputs.v.shape[2], inputs.k.shape[2]
+    outs = []
+    for text in plan.texts:
+        state = inputs.v.new_zeros(heads, size, width, dtype=torch.float32)
+        if text.source is not None:
+            assert states is not None
+            state = states[text.source]
+        out, kept = recurrent_text(inputs.at(text.rows), state, text.counts, delta=delta)
+        for (_, number), each in zip(text.saves, kept, strict=True):
+            assert states is not None
+            states[number] = each
+        outs.append(out)
+    return torch.cat(outs) if len(outs) != 1 else outs[0]
 
-    Args:
-        q, k: ``[T, H, K]``; ``v [T, H, V]``; ``g`` and ``beta [T, H]``: as in :func:`recurrent_window`.
-        spans: (start, stop) of each text, in order.
-        states: before the texts, ``[B, H, K, V]``; zeros where None.
 
-    Returns:
-        ``[T, H, V]`` in the dtype of ``v``, and fp32 ``[B, H, K, V]``; differentiable.
-    """
-    heads, size, width = k.shape[1], k.shape[2], v.shape[2]
-    outs, ends = [], []
-    for number, (start, stop) in enumerate(spans):
-        state = v.new_zeros(1, heads, size, width, dtype=torch.float32)
-        if states is not None:
-            state = states[number : number + 1].float()
-        for first in range(start, stop, CHUNK):
-            at = slice(first, min(first + CHUNK, stop))
-            bits = _chain(at.stop - at.start, q.device)
-            mine = q[None, at], k[None, at], v[None, at], g[None, at], beta[None, at]
-            out, written = recurrent_window(*mine, state, bits, delta=delta)
-            count = torch.tensor([at.stop - at.start], device=q.device)
-            state = commit_recurrent(
-                state, written, torch.arange(at.stop - at.start, device=q.device)[None], count
-            )
-            outs.append(out[0])
-        ends.append(state)
-    return torch.cat(outs) if outs else v, torch.cat(ends) if ends else v.new_zeros(0, heads, size, width)
+def recurrent_text(
+    inputs: Inputs, state: torch.Tensor, counts: tuple[int, ...] = (), *, delta: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs ``[T, H, V]`` of a text behind the state ``[H, K, V]``, and the fp32 states after ``counts`` of
+    its tokens. Differentiable."""
+    length, device = len(inputs.v), inputs.v.device
+    size = CHUNK if inputs.g.ndim == 2 else CHANNEL_CHUNK
+    cuts = sorted({*range(0, length, size), *(each for each in counts if each < length), length})
+    outs, kept, state = [], {0: state.float()}, state[None].float()
+    for first, stop in zip(cuts, cuts[1:], strict=False):
+        count = stop - first
+        mine = Inputs(*(part[None] for part in inputs.at(slice(first, stop))))
+        out, written = recurrent_window(mine, state, _chain(count, device), delta=delta)
+        every = torch.arange(count, device=device)[None]
+        state = commit_recurrent(state, written, every, torch.full((1,), count, device=device))
+        kept[stop] = state[0]
+        outs.append(out[0])
+    return torch.cat(outs) if outs else inputs.v, [kept[each] for each in counts]
 
 
 def _chain(count: int, device: torch.device) -> torch.Tensor:
@@ -154,7 +189,7 @@ def window_convolution(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tail: torch.Tensor,
-    ancestors: torch.Tensor,
+    columns: torch.Tensor,
 ) -> torch.Tensor:
     """Causal depthwise convolution of a window's nodes along their paths, behind the last columns of their
     requests.
@@ -164,16 +199,23 @@ def window_convolution(
         weight: ``[C, W]``, that of the node itself last.
         bias: ``[C]``.
         tail: ``[B, W - 1, C]``, the committed columns before the root, oldest first.
-        ancestors: as in :func:`recurrent_window`.
+        columns: int64 ``[B, N, W]``, from :func:`path_columns`.
 
     Returns:
         ``[B, N, C]``.
     """
-    width = weight.shape[1]
-    columns, index = torch.cat((tail.to(x.dtype), x), 1), path_columns(ancestors, width)
-    taken = columns.gather(1, index.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2]))
-    out = torch.einsum("bnwc,cw->bnc", taken.view(*x.shape[:2], width, -1), weight.to(x.dtype))
-    return out if bias is None else out + bias.to(x.dtype)
+    both = torch.cat((tail.to(x.dtype), x), 1)
+    taken = both.gather(1, columns.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2]))
+    return _weighted(taken.view(*columns.shape, -1), weight, bias)
+
+
+def _weighted(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Sum of ``columns [..., W, C]`` by ``weight [C, W]``, in one order of terms whatever their number."""
+    weight = weight.to(columns.dtype)
+    out = columns[..., 0, :] * weight[:, 0]
+    for i in range(1, weight.shape[1]):
+        out = out + columns[..., i, :] * weight[:, i]
+    return out if bias is None else out + bias.to(columns.dtype)
 
 
 def path_columns(ancestors: torch.Tensor, width: int) -> torch.Tensor:
@@ -213,21 +255,24 @@ def commit_tail(
     return columns.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
-def convolve_prompts(
+def convolved_texts(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    spans: list[tuple[int, int]],
-    tails: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution ``[T, C]`` of packed texts ``x [T, C]``, and their last columns
-    ``[B, W - 1, C]``; ``tails`` lie before them, zeros where None."""
-    kept = weight.shape[1] - 1
-    outs, ends = [], []
-    for number, (start, stop) in enumerate(spans):
-        before = x.new_zeros(kept, x.shape[1]) if tails is None else tails[number].to(x.dtype)
-        columns = torch.cat((before, x[start:stop]))
-        out = torch.einsum("tcw,cw->tc", columns.unfold(0, kept + 1, 1), weight.to(x.dtype))
-        outs.append(out if bias is None else out + bias.to(x.dtype))
-        ends.append(columns[len(columns) - kept :])
-    return torch.cat(outs) if outs else x, torch.stack(ends) if ends else x.new_zeros(0, kept, x.shape[1])
+    tails: torch.Tensor | None,
+    plan: TextPlan,
+) -> torch.Tensor:
+    """See :func:`eagle_kit.kernels.recurrence.convolved_texts`."""
+    width = weight.shape[1]
+    before = x.new_zeros(len(plan.texts), width - 1, x.shape[1])
+    for i, text in enumerate(plan.texts):
+        if text.source is not None:
+            assert tails is not None
+            before[i] = tails[text.source]
+    columns = torch.cat((before.flatten(0, 1), x))
+    places = plan.columns(width, x.device)
+    out = _weighted(columns[places.read], weight, bias)
+    if len(places.saved):
+        assert tails is not None
+        tails[places.numbers] = columns[places.saved].to(tails.dtype)
+    return out

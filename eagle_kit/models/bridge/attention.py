@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.blocks.recurrence import recur_of
 
 NAME = "eagle_kit"
 TUNING = "_query_scale"
@@ -50,13 +52,19 @@ class Handler(Protocol):
     def __call__(self, call: Call) -> torch.Tensor:
         """Attend -> ``[T, Hq, E]``."""
 
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
+
+    def recur(self, inputs: Inputs, *, delta: bool) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
+
 
 @dataclass
 class Forward:
-    """A forward under way: the ``handler`` of its attention, and the states ``[T, H]`` that are ``captured``
-    by layer."""
+    """A forward under way: the ``handler`` of its layers, None where the model computes them itself, and the
+    states ``[T, H]`` that are ``captured`` by layer."""
 
-    handler: Handler
+    handler: Handler | None
     capture: tuple[int, ...] = ()
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -84,7 +92,8 @@ class Attended:
     ``head_dim``, the widest of any layer's, are padded with zeros, and the results cut, both exactly."""
 
     def __init__(self, attend: Attend, head_dim: int, positions: torch.Tensor) -> None:
-        self._attend, self._head_dim, self._positions, self._layer = attend, head_dim, positions, 0
+        self._attend, self._head_dim, self._positions = attend, head_dim, positions
+        self._layer = self._convolution = self._recurrence = 0
 
     def __call__(self, call: Call) -> torch.Tensor:
         """See :class:`Handler`."""
@@ -95,6 +104,16 @@ class Attended:
             q = q * tuning(self._positions).to(q.dtype)[:, None, None]
         parts = [self._wide(part) for part in (q, call.k, call.v)]
         return self._attend(layer, *parts)[..., :size]
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`Handler`."""
+        self._convolution += 1
+        return recur_of(self._attend).convolve(self._convolution - 1, x, weight, bias)
+
+    def recur(self, inputs: Inputs, *, delta: bool) -> torch.Tensor:
+        """See :class:`Handler`."""
+        self._recurrence += 1
+        return recur_of(self._attend).recur(self._recurrence - 1, inputs, delta=delta)
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         missing = self._head_dim - x.shape[-1]
@@ -123,7 +142,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query``, ``key`` and ``value [1, heads, T, D]`` -> ``[1, T, Hq, E]``."""
     forward = _current.get()
-    assert forward is not None, "a bridged model runs through its target"
+    assert forward is not None and forward.handler is not None, "a bridged model runs through its target"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     call = Call(module, q, k, v, scale, sliding_window, softcap, s_aux)

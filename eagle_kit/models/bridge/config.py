@@ -9,8 +9,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import COPY_AGAIN
 from eagle_kit.models.bridge.attention import NAME, register
 from eagle_kit.models.bridge.records import LayerRecord, probe
+from eagle_kit.models.bridge.recurrence import take_over_recurrence
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import KVSpec, read_architecture, read_ids
+from eagle_kit.models.config_parts import KVSpec, StateSpec, read_architecture, read_ids
 
 REFUSED = {
     "bloom": "adds a bias to its scores that depends on the distance (ALiBi)",
@@ -18,6 +19,11 @@ REFUSED = {
     "deepseek_v32": "chooses the keys of each query by an index (sparse attention)",
     "deepseek_v4": "chooses the keys of each query by an index (sparse attention)",
     "glm_moe_dsa": "chooses the keys of each query by an index (sparse attention)",
+    "jamba": "has Mamba-1 layers, whose states decay each number by itself",
+    "zamba": "has Mamba-1 layers, whose states decay each number by itself",
+    "mamba": "has no attention, and Mamba-1 layers",
+    "falcon_mamba": "has no attention, and Mamba-1 layers",
+    "mamba2": "has no attention",
 }
 """Types of models that are refused by name, since they may run and be wrong."""
 PINNED_ROPE = ("longrope", "dynamic")
@@ -35,6 +41,7 @@ class BridgedConfig(TargetConfig):
     Attributes:
         source: its ``config.json``.
         records: its attention layers, without their sinks.
+        recurrent: what its recurrent layers keep of a text; None without any.
         logit_scale: factor of the final states before the output layer.
         soft_cap: of the logits.
         num_chosen_experts: experts of a token.
@@ -44,6 +51,7 @@ class BridgedConfig(TargetConfig):
 
     source: dict[str, Any] | None = None
     records: tuple[LayerRecord, ...] = ()
+    recurrent: StateSpec | None = None
     logit_scale: float = 1.0
     soft_cap: float | None = None
     num_chosen_experts: int = 1
@@ -57,6 +65,11 @@ class BridgedConfig(TargetConfig):
         heads = tuple(record.num_kv_heads for record in self.records)
         differ = heads if min(heads) < max(heads) else None
         return KVSpec(len(heads), max(heads), max(record.head_dim for record in self.records), differ)
+
+    @property
+    def states(self) -> StateSpec | None:
+        """See :class:`~eagle_kit.models.config.TargetConfig`."""
+        return self.recurrent
 
     def __hash__(self) -> int:
         return hash((self.model_type, self.num_layers, self.hidden_size, self.vocab_size))
@@ -90,10 +103,19 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
             COPY_AGAIN,
         )
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
+        return CONFIG_MAPPING[kind].from_dict(_with_floats(config))
     except Exception as error:  # configs check their values by errors of many kinds
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"The config.json in {where} cannot be read ({reason[0]}).", COPY_AGAIN) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Numbers that JSON lacks, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def read_bridged_config(config: dict[str, Any], where: str = "the model's folder") -> BridgedConfig:
@@ -105,7 +127,8 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
     whole = transformers_config(config, where)
     text = whole.get_text_config()
     model = new_model(whole, where)
-    records = tuple(replace(each, sinks=None) for each in probe(model, decoder_of(model), text))
+    learned = probe(model, decoder_of(model), text)
+    records = tuple(replace(each, sinks=None) for each in learned.records)
     _check_values(records, where)
     heads = int(text.num_attention_heads)
     rope = _rope(text)
@@ -135,6 +158,7 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         bos_token_id=next(iter(read_ids({"bos_token_id": bos}, "bos_token_id", where)), None),
         source=dict(config),
         records=records,
+        recurrent=learned.states,
         logit_scale=_logit_scale(text),
         soft_cap=getattr(text, "final_logit_softcapping", None),
         num_chosen_experts=_num_chosen(text),
@@ -155,6 +179,7 @@ def new_model(config: Any, where: str) -> Any:
                 config, attn_implementation=NAME, trust_remote_code=False
             ).eval()
         pin_rope(model)
+        take_over_recurrence(model)
         return model
     except (ImportError, KeyError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

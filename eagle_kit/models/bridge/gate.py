@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.models.bridge.attention import Call, Forward, running
+from eagle_kit.models.bridge.attention import Forward, running
 from eagle_kit.models.bridge.config import decoder_of
 from eagle_kit.models.bridge.model import BridgedModel, as_published
 from eagle_kit.models.bridge.records import GATHERED, GROUPED
@@ -67,10 +68,36 @@ def _path(parents: list[int | None], row: int) -> list[int]:
 
 
 class DenseAttend:
-    """Attention over the rows of one forward, every pair of which is masked or not."""
+    """Attention and recurrence over the rows of one forward, every pair of which is masked or not."""
 
     def __init__(self, rows: Rows, variants: list[AttentionVariant]) -> None:
         self._rows, self._variants = rows, variants
+        self._paths = [mine.nonzero()[:, 0].tolist() for mine in rows.seen]
+
+    def convolve(
+        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
+        width = weight.shape[1]
+        padded = torch.cat((x.new_zeros(width, x.shape[1]), x))
+        columns = [[-1] * width + path for path in self._paths]
+        taken = padded[torch.tensor([mine[-width:] for mine in columns], device=x.device) + width]
+        out = torch.einsum("twc,cw->tc", taken, weight.to(x.dtype))
+        return out if bias is None else out + bias.to(x.dtype)
+
+    def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`: row by row, each from its parent's state."""
+        heads = inputs.v.shape[1]
+        q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
+        v, g, beta = (x.float() for x in (inputs.v, inputs.g, inputs.beta))
+        decay = (g if g.ndim == 3 else g[..., None]).exp()
+        states: list[torch.Tensor] = []
+        for row, path in enumerate(self._paths):
+            before = states[path[-2]] if len(path) > 1 else v.new_zeros(heads, k.shape[2], v.shape[2])
+            before = decay[row][..., None] * before
+            new = v[row] - torch.einsum("hkv,hk->hv", before, k[row]) if delta else v[row]
+            states.append(before + k[row][..., None] * (beta[row][:, None] * new)[:, None])
+        return torch.einsum("thkv,thk->thv", torch.stack(states), q).to(inputs.v.dtype)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         variant, positions = self._variants[layer], self._rows.positions.to(q.device)
@@ -99,13 +126,9 @@ class OwnForward(NamedTuple):
 @torch.no_grad()
 def own_forward(model: Any, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> OwnForward:
     """Run the model as transformers does."""
-    with as_published(model), running(Forward(_unused, capture)) as forward:
+    with as_published(model), running(Forward(None, capture)) as forward:
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
     return OwnForward(logits, forward.captured)
-
-
-def _unused(call: Call) -> torch.Tensor:
-    raise AssertionError("the model's own attention runs")
 
 
 @torch.no_grad()

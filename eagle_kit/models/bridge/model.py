@@ -18,6 +18,7 @@ from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import NAME, TUNING, Attended, Forward, current, running
 from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, layers_of, norm_of, pin_rope
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
+from eagle_kit.models.bridge.recurrence import take_over_recurrence
 from eagle_kit.models.targets.target import Target, TargetOutput
 
 GATHERED_ROWS, GATHERED_BYTES = 64, 2**30
@@ -54,6 +55,7 @@ class BridgedModel(Target):
         self.soft_cap = config.soft_cap
         _replace_linears(model)
         pin_rope(model)
+        take_over_recurrence(model)
         _take_over_tuning(model)
         self._decoder = [decoder_of(model)]  # a list, since it is registered as a part of the model
         layers = layers_of(self._decoder[0], config.num_layers)
@@ -72,7 +74,7 @@ class BridgedModel(Target):
 
     def learn(self) -> None:
         """Learn how the layers attend, from a forward."""
-        self.records = probe(self.model, self._decoder[0], self.model.config.get_text_config())
+        self.records = probe(self.model, self._decoder[0], self.model.config.get_text_config()).records
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.kernels.variant import NO_LIMITS, AttentionVariant, Limits
 from eagle_kit.models.bridge.attention import Call, Forward, running
+from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
 
 PROBE_TOKENS = 3
 GATHERED, GROUPED = "batched_mm", "grouped_mm"
@@ -41,12 +43,41 @@ class LayerRecord:
         return AttentionVariant(self.scale, self.limits, self.soft_cap, sinks)
 
 
+class Learned(NamedTuple):
+    """What a model's layers ask for: the ``records`` of its attention, and what recurrent layers keep, None
+    without any."""
+
+    records: list[LayerRecord]
+    states: StateSpec | None
+
+
 class Probe:
     """Handler that records what layers ask for, and gives zeros."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
         self.records: list[LayerRecord] = []
+        self.convolutions: list[tuple[int, int]] = []
+        self.recurrences: list[RecurrenceSpec] = []
+
+    @property
+    def learned(self) -> "Learned":
+        """What was recorded."""
+        states = StateSpec(tuple(self.convolutions), tuple(self.recurrences))
+        return Learned(self.records, states if self.convolutions or self.recurrences else None)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.bridge.attention.Handler`."""
+        channels, width = weight.shape
+        self.convolutions.append((channels, width))
+        return torch.zeros_like(x)
+
+    def recur(self, inputs: Inputs, *, delta: bool) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.bridge.attention.Handler`."""
+        _, heads, value_dim = inputs.v.shape
+        spec = RecurrenceSpec(inputs.k.shape[1], heads, inputs.k.shape[2], value_dim, inputs.g.ndim == 3)
+        self.recurrences.append(spec)
+        return torch.zeros_like(inputs.v)
 
     def __call__(self, call: Call) -> torch.Tensor:
         """See :class:`~eagle_kit.models.bridge.attention.Handler`."""
@@ -99,8 +130,8 @@ def use_experts(model: Any, implementation: str) -> None:
             each._experts_implementation_internal = implementation
 
 
-def probe(model: Any, decoder: Any, config: Any) -> list[LayerRecord]:
-    """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> its attention layers.
+def probe(model: Any, decoder: Any, config: Any) -> Learned:
+    """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> what its layers ask for.
 
     Raises:
         UserError: no layer calls the attention function.
@@ -116,4 +147,4 @@ def probe(model: Any, decoder: Any, config: Any) -> list[LayerRecord]:
             f"No layer of {type(model).__name__} calls transformers' attention interface.",
             "Use a model of another family; docs/targets.md lists those that work.",
         )
-    return handler.records
+    return handler.learned

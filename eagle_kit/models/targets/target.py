@@ -16,6 +16,7 @@ from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.blocks.recurrence import Hybrid, TextRecur
 from eagle_kit.models.config import TargetConfig
 
 
@@ -70,7 +71,8 @@ class Target(nn.Module, ABC):
         Args:
             ids: ``[T]`` int64.
             positions: ``[T]`` int64, RoPE positions.
-            attend: attention of every layer.
+            attend: attention of every layer; with recurrent layers a
+                :class:`~eagle_kit.models.blocks.recurrence.HybridAttend`.
             capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
                 layer's output before the final norm.
         """
@@ -105,12 +107,18 @@ class Target(nn.Module, ABC):
     def causal(self) -> Attend:
         """Attention of one text, all of which is in the forward."""
         variants = self.variants
-        return lambda layer, q, k, v: prefill_attention(q, k, v, variants[layer])
+        return self._beside_states(lambda layer, q, k, v: prefill_attention(q, k, v, variants[layer]))
 
     def packed(self, spans: list[tuple[int, int]]) -> Attend:
         """Attention of several texts (start, stop), packed into one row."""
         variants = self.variants
-        return lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer])
+        return self._beside_states(
+            lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer]), spans
+        )
+
+    def _beside_states(self, attend: Attend, spans: list[tuple[int, int]] | None = None) -> Attend:
+        """Put the recurrence of texts beside their attention, where there are recurrent layers."""
+        return attend if self.config.states is None else Hybrid(attend, TextRecur(spans))
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

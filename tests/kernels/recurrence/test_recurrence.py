@@ -5,35 +5,45 @@ import pytest
 import torch
 
 from eagle_kit.kernels.recurrence import (
+    Inputs,
+    Text,
+    TextPlan,
     commit_recurrent,
     commit_tail,
-    convolve_prompts,
-    recurrent_prompts,
+    convolved_texts,
+    path_columns,
+    recurrent_texts,
     recurrent_window,
     window_convolution,
 )
 from eagle_kit.kernels.window_attention import ancestor_bits
 
-B, N, H, K, V, C, W = 3, 13, 2, 8, 6, 10, 4
+B, N, H, K, V, C, W = 3, 13, 4, 8, 6, 10, 4
+SLOTS = torch.tensor([4, 0, 2])
+"""States of the requests in a pool of six."""
+KINDS = pytest.mark.parametrize(
+    ("delta", "by_channel"), [(True, False), (False, False), (True, True)], ids=["delta", "sums", "channels"]
+)
 
 
-def inputs(*lead, seed=0):
+def inputs(*lead, seed=0, by_channel=False, key_heads=2):
     generator = torch.Generator().manual_seed(seed)
-    q, k = torch.randn(2, *lead, H, K, generator=generator)
+    q, k = torch.randn(2, *lead, key_heads, K, generator=generator)
     k = torch.nn.functional.normalize(k, dim=-1)
     v = torch.randn(*lead, H, V, generator=generator)
-    g = -torch.rand(*lead, H, generator=generator) * 2
+    g = -torch.rand(*lead, H, *[K] * by_channel, generator=generator) * 2
     beta = torch.rand(*lead, H, generator=generator)
-    return q, k, v, g, beta
+    return Inputs(q, k, v, g, beta)
 
 
 def step(state, q, k, v, g, beta, delta):
     """One token of one request in fp64: ``state [H, K, V]``."""
-    decayed = state * g.double().exp()[:, None, None]
-    read = torch.einsum("hkv,hk->hv", decayed, k.double()) if delta else 0.0
+    q, k = (x.double().repeat_interleave(H // len(x), 0) for x in (q, k))
+    decayed = state * (g.double() if g.ndim == 2 else g.double()[:, None]).exp()[..., None]
+    read = torch.einsum("hkv,hk->hv", decayed, k) if delta else 0.0
     u = beta.double()[:, None] * (v.double() - read)
-    state = decayed + k.double()[:, :, None] * u[:, None]
-    return state, torch.einsum("hkv,hk->hv", state, q.double())
+    state = decayed + k[:, :, None] * u[:, None]
+    return state, torch.einsum("hkv,hk->hv", state, q)
 
 
 def random_trees(seed=0):
@@ -48,17 +58,17 @@ def paths(bits, b):
     return [[j for j in range(N) if bits[b, i] >> j & 1] for i in range(N)]
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@KINDS
 @pytest.mark.parametrize("scale", [1.0, 40.0], ids=["gentle", "strong decay"])
-def test_a_tree_is_every_path_by_itself(delta, scale):
-    parts = inputs(B, N)
-    parts = (*parts[:3], parts[3] * scale, parts[4])
+def test_a_tree_is_every_path_by_itself(delta, by_channel, scale):
+    parts = inputs(B, N, by_channel=by_channel)
+    parts = parts._replace(g=parts.g * scale)
     _, bits = random_trees()
-    state = torch.randn(B, H, K, V, generator=torch.Generator().manual_seed(5))
-    out, written = recurrent_window(*parts, state, bits, delta=delta)
+    pool = torch.randn(6, H, K, V, generator=torch.Generator().manual_seed(5))
+    out, written = recurrent_window(parts, pool, SLOTS, bits, delta=delta)
     for b in range(B):
         for node, path in enumerate(paths(bits, b)):
-            mine = state[b].double()
+            mine = pool[SLOTS[b]].double()
             for j in path:
                 mine, exact = step(mine, *(x[b, j] for x in parts), delta)
             torch.testing.assert_close(out[b, node].double(), exact, rtol=1e-4, atol=1e-5)
@@ -66,50 +76,66 @@ def test_a_tree_is_every_path_by_itself(delta, scale):
             chosen[b] = torch.tensor(path)
             count = torch.zeros(B, dtype=torch.int64)
             count[b] = len(path)
-            new = commit_recurrent(state, written, chosen, count)
-            torch.testing.assert_close(new[b].double(), mine, rtol=1e-4, atol=1e-5)
-            others = [i for i in range(B) if i != b]
-            assert new[others].equal(state[others])
+            new = pool.clone()
+            commit_recurrent(new, SLOTS, written, chosen, count)
+            torch.testing.assert_close(new[SLOTS[b]].double(), mine, rtol=1e-4, atol=1e-5)
+            others = [i for i in range(6) if i != SLOTS[b]]
+            assert new[others].equal(pool[others])
 
 
-@pytest.mark.parametrize("delta", [True, False])
-def test_texts_of_any_length_and_in_any_parts(delta):
+@KINDS
+def test_texts_of_any_length_and_in_any_parts(delta, by_channel):
     lengths = (1, 64, 65, 150)
-    total = sum(lengths)
-    parts = inputs(total, seed=2)
     stops = torch.tensor(lengths).cumsum(0).tolist()
     spans = list(zip([0, *stops], stops, strict=False))
-    out, ends = recurrent_prompts(*parts, spans, delta=delta)
-    for number, (start, stop) in enumerate(spans):
+    parts = inputs(sum(lengths), seed=2, by_channel=by_channel)
+    pool = torch.randn(9, H, K, V, generator=torch.Generator().manual_seed(1))
+    saves = [(), ((0, 1), (64, 2)), ((1, 3), (1, 4)), ((70, 5), (150, 6))]
+    texts = [Text(*span, 7 if i == 2 else None, saves[i]) for i, span in enumerate(spans)]
+    before = pool.clone()
+    out = recurrent_texts(parts, pool, TextPlan(texts), delta=delta)
+    for text in texts:
         state = torch.zeros(H, K, V, dtype=torch.float64)
-        for t in range(start, stop):
+        if text.source is not None:
+            state = before[text.source].double()
+        states = [state]
+        for t in range(text.start, text.stop):
             state, exact = step(state, *(x[t] for x in parts), delta)
+            states.append(state)
             torch.testing.assert_close(out[t].double(), exact, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ends[number].double(), state, rtol=1e-4, atol=1e-4)
-    cut = [(a, a + (b - a) // 2) for a, b in spans if b - a > 1]
-    rest = [(a + (b - a) // 2, b) for a, b in spans if b - a > 1]
-    _, middle = recurrent_prompts(*parts, cut, delta=delta)
-    first = rest[0][0]
-    shifted = [(a - first, b - first) for a, b in rest]
-    again, last = recurrent_prompts(*(x[first:] for x in parts), shifted, middle, delta=delta)
-    torch.testing.assert_close(last, ends[1:], rtol=1e-4, atol=1e-4)
-    assert again.shape[0] == sum(b - a for a, b in rest)
+        for count, number in text.saves:
+            torch.testing.assert_close(pool[number].double(), states[count], rtol=1e-4, atol=1e-4)
+    untouched = [0, 7, 8]
+    assert pool[untouched].equal(before[untouched])
+    rest = Text(0, 80, 5, ((80, 0),))  # the last text goes on from its own state
+    again = recurrent_texts(parts.at(slice(200, 280)), pool, TextPlan([rest]), delta=delta)
+    torch.testing.assert_close(again, out[200:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool[0], pool[6], rtol=1e-4, atol=1e-4)
 
 
-def test_the_delta_rule_is_that_of_transformers():
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    q, k, v, g, beta = (x[None] for x in inputs(100, seed=3))
-    theirs, state = modeling.torch_chunk_gated_delta_rule(
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_the_delta_rule_is_that_of_transformers(by_channel):
+    name, function = (
+        ("kimi_linear", "chunk_kimi_delta_attention")
+        if by_channel
+        else ("qwen3_next", "torch_chunk_gated_delta_rule")
+    )
+    modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    parts = inputs(100, seed=3, by_channel=by_channel, key_heads=H)
+    q, k, v, g, beta = (x[None] for x in parts)
+    theirs, state = getattr(modeling, function)(
         q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=False
     )
-    out, ends = recurrent_prompts(q[0] * K**-0.5, k[0], v[0], g[0], beta[0], [(0, 100)], delta=True)
+    pool = torch.zeros(1, H, K, V)
+    plan = TextPlan([Text(0, 100, None, ((100, 0),))])
+    out = recurrent_texts(parts._replace(q=parts.q * K**-0.5), pool, plan, delta=True)
     torch.testing.assert_close(out, theirs[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ends, state, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool, state, rtol=1e-4, atol=1e-4)
 
 
 def test_texts_are_differentiable():
-    parts = [x.double().requires_grad_() for x in inputs(9, seed=4)]
-    out, _ = recurrent_prompts(*parts, [(0, 4), (4, 9)], delta=True)
+    parts = Inputs(*(x.double().requires_grad_() for x in inputs(9, seed=4)))
+    out = recurrent_texts(parts, None, TextPlan([Text(0, 4), Text(4, 9)]), delta=True)
     grads = torch.autograd.grad(out.sum(), parts)
     exact = []
     for start, stop in ((0, 4), (4, 9)):
@@ -129,32 +155,36 @@ def convolve(path, weight, bias):
 
 def test_convolutions_follow_the_paths_of_a_tree():
     generator = torch.Generator().manual_seed(6)
-    x, tail = torch.randn(B, N, C, generator=generator), torch.randn(B, W - 1, C, generator=generator)
+    x, pool = torch.randn(B, N, C, generator=generator), torch.randn(6, W - 1, C, generator=generator)
     weight, bias = torch.randn(C, W, generator=generator), torch.randn(C, generator=generator)
     _, bits = random_trees(3)
-    out = window_convolution(x, weight, bias, tail, bits)
+    out = window_convolution(x, weight, bias, pool, SLOTS, path_columns(bits, W))
     for b in range(B):
+        tail = pool[SLOTS[b]]
         for node, path in enumerate(paths(bits, b)):
-            columns = torch.cat((tail[b], x[b, path]))
+            columns = torch.cat((tail, x[b, path]))
             torch.testing.assert_close(out[b, node], convolve(columns, weight, bias), rtol=1e-5, atol=1e-5)
             for count in range(len(path) + 1):
-                every = torch.tensor(path).expand(B, -1)
-                kept = commit_tail(tail, x, every, torch.full((B,), count))
-                wanted = torch.cat((tail[b], x[b, path[:count]]))[-(W - 1) :]
-                assert kept[b].equal(wanted)
+                every, kept = torch.tensor(path).expand(B, -1), pool.clone()
+                commit_tail(kept, SLOTS, x, every, torch.full((B,), count))
+                wanted = torch.cat((tail, x[b, path[:count]]))[-(W - 1) :]
+                assert kept[SLOTS[b]].equal(wanted)
+                assert kept[[1, 3, 5]].equal(pool[[1, 3, 5]])
 
 
 def test_convolutions_of_texts():
     generator = torch.Generator().manual_seed(7)
-    x, weight, bias = torch.randn(20, C, generator=generator), torch.randn(C, W, generator=generator), None
-    spans = [(0, 1), (1, 3), (3, 20)]
-    out, tails = convolve_prompts(x, weight, bias, spans)
+    x, weight = torch.randn(20, C, generator=generator), torch.randn(C, W, generator=generator)
+    spans, tails = [(0, 1), (1, 3), (3, 20)], torch.zeros(7, W - 1, C)
+    texts = [Text(*span, None, ((span[1] - span[0], i),)) for i, span in enumerate(spans)]
+    texts[2] = texts[2]._replace(saves=((0, 4), (8, 5), (17, 2)))
+    out = convolved_texts(x, weight, None, tails, TextPlan(texts))
     for number, (a, b) in enumerate(spans):
         padded = torch.cat((torch.zeros(W - 1, C), x[a:b]))
         exact = torch.nn.functional.conv1d(padded.t()[None], weight[:, None], groups=C)[0].t()
         torch.testing.assert_close(out[a:b], exact, rtol=1e-5, atol=1e-5)
         assert tails[number].equal(padded[-(W - 1) :])
-    first, before = convolve_prompts(x[3:11], weight, bias, [(0, 8)])
-    second, after = convolve_prompts(x[11:], weight, bias, [(0, 9)], before)
-    torch.testing.assert_close(torch.cat((first, second)), out[3:], rtol=1e-5, atol=1e-5)
-    assert after[0].equal(tails[2])
+    assert not tails[4].any() and tails[5].equal(x[8:11]) and not tails[[3, 6]].any()
+    again = convolved_texts(x[11:], weight, None, tails, TextPlan([Text(0, 9, 5, ((9, 6),))]))
+    torch.testing.assert_close(again, out[11:], rtol=1e-5, atol=1e-5)
+    assert tails[6].equal(tails[2])
