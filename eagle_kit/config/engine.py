@@ -102,8 +102,8 @@ class EngineConfig(Options):
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
-        state_snapshots: states kept for cached prefixes of targets with recurrent layers, which go on from one
-            of them; default two for each request of a batch.
+        state_snapshots: states kept for cached prefixes of targets with recurrent layers, which go on from
+            one of them; default two for each request of a batch.
         kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
             another dtype, not equal.
         lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.

@@ -5,9 +5,9 @@ page. Requests with a common prefix hold the same nodes. Target and draft share 
 draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's. The
 pool is bookkeeping on the host; the tensors belong to the stores.
 
-A target with recurrent layers needs the state before the tokens that it goes on with, so a cached prefix is of
-use as far as its last page with a snapshot of the state. Requests leave one behind their prompts, where their
-prompt leaves that of another, and, while a prompt is computed, behind its last part.
+A target with recurrent layers needs the state before the tokens that it goes on with, so a cached prefix is
+of use as far as its last page with a snapshot of the state. Requests leave one behind their prompts, where
+their prompt leaves that of another, and, while a prompt is computed, behind its last part.
 """
 
 from collections import OrderedDict
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 class RadixNode:
     """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
-    those of its ancestors. ``snapshot``: number of the state behind it, None without one, in use by ``readers``
-    requests."""
+    those of its ancestors. ``snapshot``: number of the state behind it, None without one, in use by
+    ``readers`` requests."""
 
     __slots__ = ("children", "key", "page", "parent", "readers", "refs", "snapshot")
 

@@ -55,8 +55,8 @@ class StateMoves(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens start..stop-1 of a request, computed in this step; ``states`` for recurrent layers, counted
-    from ``lookback`` tokens before the start."""
+    """Prompt tokens start..stop-1 of a request, computed in this step; ``states`` for recurrent layers,
+    counted from ``lookback`` tokens before the start."""
 
     request: Request
     start: int

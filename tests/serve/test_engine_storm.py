@@ -30,9 +30,9 @@ class HybridConfig(TargetConfig):
 
 
 class RandomRunner:
-    """Results of random length. It asserts what the device relies on: pages for all that is written, and that a
-    state has been given the tokens before it, each once. In place of numbers, ``states`` hold those tokens, and
-    ``roots`` the next ones by slot."""
+    """Results of random length. It asserts what the device relies on: pages for all that is written, and that
+    a state has been given the tokens before it, each once. In place of numbers, ``states`` hold those tokens,
+    and ``roots`` the next ones by slot."""
 
     lookback = 0
 

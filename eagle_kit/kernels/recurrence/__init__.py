@@ -1,7 +1,7 @@
 """Recurrent layers (gated delta rule, Mamba-2, short convolutions) over windows of nodes and packed texts.
 
-States lie in a pool ``states [S, H, K, V]`` fp32, the last columns of convolutions in ``tails [S, W - 1, C]``;
-``slots`` int64 ``[B]`` are those of a batch. What is written and when, and the legend, is in
+States lie in a pool ``states [S, H, K, V]`` fp32, the last columns of convolutions in ``tails [S, W - 1,
+C]``; ``slots`` int64 ``[B]`` are those of a batch. What is written and when, and the legend, is in
 :mod:`.reference`.
 """
 
@@ -104,8 +104,8 @@ def window_convolution(
     slots: torch.Tensor,
     columns: torch.Tensor,
 ) -> torch.Tensor:
-    """Causal depthwise convolution ``[B, N, C]`` of a window's nodes ``x [B, N, C]`` along their paths, behind
-    the last columns of their requests; ``weight [C, W]``, ``bias [C]``, ``columns [B, N, W]`` of
+    """Causal depthwise convolution ``[B, N, C]`` of a window's nodes ``x [B, N, C]`` along their paths,
+    behind the last columns of their requests; ``weight [C, W]``, ``bias [C]``, ``columns [B, N, W]`` of
     :func:`path_columns`."""
     return reference.window_convolution(x, weight, bias, tails[slots], columns)
 
@@ -117,6 +117,6 @@ def commit_tail(
     path: torch.Tensor,
     num_committed: torch.Tensor,
 ) -> None:
-    """Move the tails in ``slots`` on by the first ``num_committed [B]`` nodes of ``path [B, m]``, whose columns
-    are ``x [B, N, C]``."""
+    """Move the tails in ``slots`` on by the first ``num_committed [B]`` nodes of ``path [B, m]``, whose
+    columns are ``x [B, N, C]``."""
     tails[slots] = reference.commit_tail(tails[slots], x, path, num_committed)

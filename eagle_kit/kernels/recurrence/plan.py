@@ -15,7 +15,8 @@ class Text(NamedTuple):
 
     Attributes:
         source: number of the state before the first; None at the beginning of a text.
-        saves: (tokens, number of the state): what is saved when so many of its tokens are computed, ascending.
+        saves: (tokens, number of the state): what is saved when so many of its tokens are computed,
+            ascending.
     """
 
     start: int
@@ -35,9 +36,9 @@ class Text(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns of a convolution, counted over the ``W - 1`` columns before each text, text after text, and then
-    all tokens: those that each token reads, ``read [T, W]``, and those ``saved [saves, W - 1]`` to the tails
-    ``numbers``; int64."""
+    """Columns of a convolution, counted over the ``W - 1`` columns before each text, text after text, and
+    then all tokens: those that each token reads, ``read [T, W]``, and those ``saved [saves, W - 1]`` to the
+    tails ``numbers``; int64."""
 
     read: torch.Tensor
     saved: torch.Tensor

@@ -14,13 +14,14 @@ nodes come after their parents, with ``G_i`` the sum of g over node i and its an
     O = exp(G) (Q S) + [exp(G_i - G_j) (q_i . k_j) for i's ancestors j and itself] U,
 
 the exponentials inside the sums over channels where there are several. So a window keeps k, u and G of its
-nodes, and a path p_1 .. p_m is committed by an update of rank m, ``S <- exp(G_pm) S + sum_j exp(G_pm - G_j) k_j
-u_j^T``. Nodes that are not on it have never touched the state, whatever the shape of the tree.
+nodes, and a path p_1 .. p_m is committed by an update of rank m, ``S <- exp(G_pm) S + sum_j exp(G_pm - G_j)
+k_j u_j^T``. Nodes that are not on it have never touched the state, whatever the shape of the tree.
 
 Legend: B requests, N nodes, T packed tokens, H heads, Hk heads of queries and keys (H / Hk successive heads
 share one), K key size, V value size, C channels, W width of a convolution.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ def recurrent_text(
     size = CHUNK if inputs.g.ndim == 2 else CHANNEL_CHUNK
     cuts = sorted({*range(0, length, size), *(each for each in counts if each < length), length})
     outs, kept, state = [], {0: state.float()}, state[None].float()
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in pairwise(cuts):
         count = stop - first
         mine = Inputs(*(part[None] for part in inputs.at(slice(first, stop))))
         out, written = recurrent_window(mine, state, _chain(count, device), delta=delta)

@@ -20,7 +20,8 @@ class Recur(Protocol):
     def convolve(
         self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Causal depthwise convolution of ``x [T, C]`` by ``weight [C, W]`` and ``bias [C]`` -> ``[T, C]``."""
+        """Causal depthwise convolution of ``x [T, C]`` by ``weight [C, W]`` and ``bias [C]`` -> ``[T,
+        C]``."""
 
     def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
         """Outputs ``[T, H, V]`` of a recurrence, see :mod:`eagle_kit.kernels.recurrence`."""

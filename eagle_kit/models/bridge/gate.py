@@ -86,7 +86,8 @@ class DenseAttend:
         return out if bias is None else out + bias.to(x.dtype)
 
     def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
-        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`: row by row, each from its parent's state."""
+        """See :class:`~eagle_kit.models.blocks.recurrence.Recur`: row by row, each from its parent's
+        state."""
         heads = inputs.v.shape[1]
         q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
         v, g, beta = (x.float() for x in (inputs.v, inputs.g, inputs.beta))

@@ -131,7 +131,8 @@ def use_experts(model: Any, implementation: str) -> None:
 
 
 def probe(model: Any, decoder: Any, config: Any) -> Learned:
-    """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> what its layers ask for.
+    """Run ``decoder`` of a model once, on the device of its weights (perhaps meta) -> what its layers ask
+    for.
 
     Raises:
         UserError: no layer calls the attention function.

@@ -1,8 +1,8 @@
 """Recurrent layers of models of transformers, computed by a forward of ours.
 
 Mixers call functions of their modelling file: a causal convolution, then the scan of a recurrence. Those are
-replaced, once for a file, by functions that ask the forward under way, and are themselves where there is none.
-Lightning attention has no such functions; its module's forward is replaced.
+replaced, once for a file, by functions that ask the forward under way, and are themselves where there is
+none. Lightning attention has no such functions; its module's forward is replaced.
 
 Legend: T packed tokens, H / G heads, K key size, V value size, C channels.
 """
@@ -100,8 +100,8 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> torch.Tensor:
-    """Mamba-2 over ``hidden_states [1, T, H, V]``, ``dt [1, T, H]``, ``A [H]``, ``B`` and ``C [1, T, G, K]`` ->
-    fp32 ``[1, T, H, V]``."""
+    """Mamba-2 over ``hidden_states [1, T, H, V]``, ``dt [1, T, H]``, ``A [H]``, ``B`` and ``C [1, T, G, K]``
+    -> fp32 ``[1, T, H, V]``."""
     step = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).float()
     x = hidden_states[0].float()
