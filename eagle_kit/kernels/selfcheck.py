@@ -25,7 +25,14 @@ from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.kernels.recurrence import Inputs, commit_recurrent, recurrent_window
+from eagle_kit.kernels.recurrence import (
+    Inputs,
+    Text,
+    TextPlan,
+    commit_recurrent,
+    recurrent_texts,
+    recurrent_window,
+)
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
@@ -97,6 +104,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("mla_attention", "torch", _mla),
         ("recurrence", "torch, delta rule over a tree", lambda: _recurrence(True)),
         ("recurrence", "torch, decayed sums over a tree", lambda: _recurrence(False)),
+        ("recurrence", "torch, delta rule over texts", _recurrent_texts),
         ("small_linear", "torch", _small_linear),
         ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
@@ -266,6 +274,27 @@ def _recurrence(delta: bool) -> float:
     last = torch.einsum("hkv,hk->hv", expected, q[0, 4].double())
     commit_recurrent(committed, slot, written, torch.tensor([path]), torch.tensor([4]))
     return max(_error(out[0, 4], last), _error(committed[0], expected))
+
+
+def _recurrent_texts() -> float:
+    """Two texts, the second behind a state; the end of the first is saved."""
+    heads, size, lengths = 2, 4, (40, 3)
+    q, k = (_randn(43, heads, size, seed=seed) * 0.5 for seed in (0, 1))
+    v, states = _randn(43, heads, 3, seed=2), _randn(3, heads, size, 3, seed=5)
+    g, beta = -_randn(43, heads, seed=3).abs(), _randn(43, heads, seed=4).sigmoid()
+    expected, ends = [], []
+    for source, start, length in ((None, 0, lengths[0]), (1, lengths[0], lengths[1])):
+        state = torch.zeros_like(states[0]).double() if source is None else states[source].double()
+        for t in range(start, start + length):
+            state = state * g[t].double().exp()[:, None, None]
+            read = torch.einsum("hkv,hk->hv", state, k[t].double())
+            u = beta[t].double()[:, None] * (v[t].double() - read)
+            state = state + k[t].double()[:, :, None] * u[:, None]
+            expected.append(torch.einsum("hkv,hk->hv", state, q[t].double()))
+        ends.append(state)
+    plan = TextPlan([Text(0, lengths[0], None, ((lengths[0], 2),)), Text(lengths[0], 43, 1)])
+    out = recurrent_texts(Inputs(q, k, v, g, beta), states, plan, delta=True)
+    return max(_error(out, torch.stack(expected)), _error(states[2], ends[0]))
 
 
 def _experts() -> float:

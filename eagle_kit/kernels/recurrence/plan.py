@@ -5,6 +5,7 @@ Legend: T packed tokens, W width of a convolution.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -45,12 +46,57 @@ class Columns(NamedTuple):
     numbers: torch.Tensor
 
 
+class Chunks(NamedTuple):
+    """Texts cut into chunks; int64.
+
+    Attributes:
+        sources: number of the state before each text, -1 at the beginning of one.
+        firsts: first chunk of each text, and the number of all.
+        starts, counts: first token of each chunk, and its tokens, perhaps none.
+        numbers: ``[chunks, most]``, states that are saved behind it, -1 for none.
+    """
+
+    sources: torch.Tensor
+    firsts: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    numbers: torch.Tensor
+
+
 @dataclass(frozen=True)
 class TextPlan:
     """Packed ``texts``, in order and without gaps."""
 
     texts: Sequence[Text]
     _columns: dict[tuple[int, torch.device], Columns] = field(default_factory=dict)
+    _chunks: dict[tuple[int, torch.device], Chunks] = field(default_factory=dict)
+
+    def chunks(self, size: int, device: torch.device) -> Chunks:
+        """Chunks of at most ``size`` tokens, the same for all layers."""
+        key = size, device
+        if key not in self._chunks:
+            self._chunks[key] = self._make_chunks(size, device)
+        return self._chunks[key]
+
+    def _make_chunks(self, size: int, device: torch.device) -> Chunks:
+        firsts, starts, counts, saved = [0], [], [], []
+        for text in self.texts:
+            length, saves = text.stop - text.start, dict[int, list[int]]()
+            for count, number in text.saves:
+                saves.setdefault(count, []).append(number)
+            cuts = sorted({*range(0, length, size), *saves, length})
+            if 0 in saves:
+                cuts.insert(0, 0)  # a chunk of no tokens saves the state before the text
+            for first, stop in pairwise(cuts):
+                starts.append(text.start + first)
+                counts.append(stop - first)
+                saved.append(saves.get(stop, []))
+            firsts.append(len(starts))
+        most = max((len(numbers) for numbers in saved), default=0)
+        numbers = [[*each, *[-1] * (most - len(each))] for each in saved]
+        sources = [-1 if text.source is None else text.source for text in self.texts]
+        parts = (torch.tensor(part, dtype=torch.int64) for part in (sources, firsts, starts, counts, numbers))
+        return Chunks(*(part.to(device) for part in parts))
 
     def columns(self, width: int, device: torch.device) -> Columns:
         """Columns of a convolution of ``width``, the same for all layers."""

@@ -26,6 +26,16 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(params=["reference", "triton"])
+def place(request):
+    """Implementation, and the device that it runs on."""
+    return request.param, request.getfixturevalue("triton_device") if request.param == "triton" else "cpu"
+
+
+def moved(parts, device):
+    return type(parts)(*(part.to(device) for part in parts))
+
+
 def inputs(*lead, seed=0, by_channel=False, key_heads=2):
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, *lead, key_heads, K, generator=generator)
@@ -60,12 +70,17 @@ def paths(bits, b):
 
 @KINDS
 @pytest.mark.parametrize("scale", [1.0, 40.0], ids=["gentle", "strong decay"])
-def test_a_tree_is_every_path_by_itself(delta, by_channel, scale):
+def test_a_tree_is_every_path_by_itself(delta, by_channel, scale, place):
+    backend, device = place
     parts = inputs(B, N, by_channel=by_channel)
     parts = parts._replace(g=parts.g * scale)
     _, bits = random_trees()
     pool = torch.randn(6, H, K, V, generator=torch.Generator().manual_seed(5))
-    out, written = recurrent_window(parts, pool, SLOTS, bits, delta=delta)
+    slots, held = SLOTS.to(device), pool.to(device)
+    out, written = recurrent_window(
+        moved(parts, device), held, slots, bits.to(device), delta=delta, backend=backend
+    )
+    out = out.cpu()
     for b in range(B):
         for node, path in enumerate(paths(bits, b)):
             mine = pool[SLOTS[b]].double()
@@ -76,15 +91,17 @@ def test_a_tree_is_every_path_by_itself(delta, by_channel, scale):
             chosen[b] = torch.tensor(path)
             count = torch.zeros(B, dtype=torch.int64)
             count[b] = len(path)
-            new = pool.clone()
-            commit_recurrent(new, SLOTS, written, chosen, count)
+            new = held.clone()
+            commit_recurrent(new, slots, written, chosen.to(device), count.to(device), backend=backend)
+            new = new.cpu()
             torch.testing.assert_close(new[SLOTS[b]].double(), mine, rtol=1e-4, atol=1e-5)
             others = [i for i in range(6) if i != SLOTS[b]]
             assert new[others].equal(pool[others])
 
 
 @KINDS
-def test_texts_of_any_length_and_in_any_parts(delta, by_channel):
+def test_texts_of_any_length_and_in_any_parts(delta, by_channel, place):
+    backend, device = place
     lengths = (1, 64, 65, 150)
     stops = torch.tensor(lengths).cumsum(0).tolist()
     spans = list(zip([0, *stops], stops, strict=False))
@@ -92,8 +109,9 @@ def test_texts_of_any_length_and_in_any_parts(delta, by_channel):
     pool = torch.randn(9, H, K, V, generator=torch.Generator().manual_seed(1))
     saves = [(), ((0, 1), (64, 2)), ((1, 3), (1, 4)), ((70, 5), (150, 6))]
     texts = [Text(*span, 7 if i == 2 else None, saves[i]) for i, span in enumerate(spans)]
-    before = pool.clone()
-    out = recurrent_texts(parts, pool, TextPlan(texts), delta=delta)
+    before, held = pool.clone(), pool.to(device, copy=True)
+    out = recurrent_texts(moved(parts, device), held, TextPlan(texts), delta=delta, backend=backend).cpu()
+    pool = held.cpu()
     for text in texts:
         state = torch.zeros(H, K, V, dtype=torch.float64)
         if text.source is not None:
@@ -108,9 +126,18 @@ def test_texts_of_any_length_and_in_any_parts(delta, by_channel):
     untouched = [0, 7, 8]
     assert pool[untouched].equal(before[untouched])
     rest = Text(0, 80, 5, ((80, 0),))  # the last text goes on from its own state
-    again = recurrent_texts(parts.at(slice(200, 280)), pool, TextPlan([rest]), delta=delta)
-    torch.testing.assert_close(again, out[200:], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(pool[0], pool[6], rtol=1e-4, atol=1e-4)
+    plan, last = TextPlan([rest]), moved(parts.at(slice(200, 280)), device)
+    again = recurrent_texts(last, held, plan, delta=delta, backend=backend)
+    torch.testing.assert_close(again.cpu(), out[200:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(held[0], held[6], rtol=1e-4, atol=1e-4)
+
+
+def test_texts_that_begin_here_need_no_states(triton_device):
+    parts = moved(inputs(70, seed=8), triton_device)
+    plan = TextPlan([Text(0, 33), Text(33, 70)])
+    exact = recurrent_texts(parts, None, plan, delta=True, backend="reference")
+    out = recurrent_texts(parts, None, plan, delta=True, backend="triton")
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])

@@ -1,0 +1,374 @@
+"""Recurrent layers: windows of nodes, commits of paths, and packed texts, a head and a tile of its values a
+program.
+
+Products over the size of a key are summed in blocks, through which the ``[K, tile]`` part of a state passes,
+and the triangular system is solved row by row. In texts the state goes from chunk to chunk through a buffer
+in L2. Dots are TF32 in three passes, which is nearly fp32. What the tiles of a head have in common, products
+of keys and decays, each computes for itself.
+
+Bytes: ``4 K V`` of state a head, read by a window and by a text, read and written by a commit.
+
+Legend: see :mod:`.reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.recurrence.plan import TextPlan
+from eagle_kit.kernels.recurrence.reference import Inputs, Written
+
+TILE = 32
+"""Most values of a program."""
+BLOCK = 16
+"""Channels of keys that are summed together."""
+CHUNK = 32
+"""Tokens of a text that are computed together."""
+LEAST = 16
+"""Least size of a side of a dot."""
+
+
+@triton.jit
+def _products(
+    x, k, rows, held, state, d, in_value,
+    KEY: tl.constexpr, VALUE: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Products of ``rows`` of ``x``, ``held`` if there, with those of ``k``, and with the columns ``d`` of
+    ``state [K, V]``."""
+    pairs, read = tl.zeros((NODES, NODES), tl.float32), tl.zeros((NODES, TILE), tl.float32)
+    for start in range(0, KEY, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        at, there = rows[:, None] * KEY + c[None, :], held[:, None] & (c < KEY)[None, :]
+        keys = tl.load(k + at, there, 0.0).to(tl.float32)
+        mine = tl.load(x + at, there, 0.0).to(tl.float32)
+        part = tl.load(state + c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :], 0.0)
+        pairs = tl.dot(mine, tl.trans(keys), pairs, input_precision="tf32x3")
+        read = tl.dot(mine, part, read, input_precision="tf32x3")
+    return pairs, read
+
+
+@triton.jit
+def _outputs(
+    q, k, rows, held, state, d, in_value, values, beta, decay, seen, count,
+    KEY: tl.constexpr, VALUE: tl.constexpr, DELTA: tl.constexpr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Outputs of nodes behind a state, and what they write. ``rows`` are those of ``q`` and ``k``, ``held``
+    if there; ``seen`` are ancestors, the nodes included."""
+    node, factor = tl.arange(0, NODES), tl.exp(decay)
+    between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
+    written = beta[:, None] * values
+    if DELTA:
+        pairs, known = _products(
+            k, k, rows, held, state, d, in_value, KEY, VALUE, NODES, BLOCK, TILE
+        )  # fmt: skip
+        written -= (beta * factor)[:, None] * known
+        lower = tl.where(node[:, None] > node[None, :], beta[:, None] * between * pairs, 0.0)
+        for i in range(1, count):
+            row = tl.sum(tl.where(node[:, None] == i, lower, 0.0), 0)
+            less = tl.sum(row[:, None] * written, 0)
+            written = tl.where(node[:, None] == i, written - less[None, :], written)
+    scores, read = _products(q, k, rows, held, state, d, in_value, KEY, VALUE, NODES, BLOCK, TILE)
+    return tl.dot(between * scores, written, factor[:, None] * read, input_precision="tf32x3"), written
+
+
+@triton.jit
+def _window(
+    q, k, v, g, beta, states, slots, ancestors, out, written, decays, num_nodes,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    DELTA: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A window of one request. ``NODES``, ``BLOCK`` and ``TILE`` are powers of 2."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    node, d = tl.arange(0, NODES), tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside, in_value = node < num_nodes, d < VALUE
+    row = request.to(tl.int64) * num_nodes + node
+    bits = tl.load(ancestors + row, inside, 0)
+    seen = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+    own = row * HEADS + head
+    log = tl.load(g + own, inside, 0.0).to(tl.float32)
+    decay = tl.sum(tl.where(seen, log[None, :], 0.0), 1)
+    at, there = own[:, None] * VALUE + d[None, :], inside[:, None] & in_value[None, :]
+    values = tl.load(v + at, there, 0.0).to(tl.float32)
+    strength = tl.load(beta + own, inside, 0.0).to(tl.float32)
+    state = states + (tl.load(slots + request).to(tl.int64) * HEADS + head) * KEY * VALUE
+    shared = row * KEY_HEADS + head // (HEADS // KEY_HEADS)
+    result, u = _outputs(
+        q, k, shared, inside, state, d, in_value, values, strength, decay, seen, num_nodes,
+        KEY, VALUE, DELTA, NODES, BLOCK, TILE,
+    )  # fmt: skip
+    tl.store(out + at, result.to(out.dtype.element_ty), there)
+    tl.store(written + at, u, there)
+    if tl.program_id(2) == 0:
+        tl.store(decays + own, decay, inside)
+
+
+@triton.jit
+def _commit(
+    states, slots, k, written, decays, path, num_committed, num_nodes, length,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Apply a path to the state of one request, where it has nodes."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(num_committed + request)
+    if count > 0:
+        d = tl.program_id(2) * TILE + tl.arange(0, TILE)
+        slot = tl.load(slots + request).to(tl.int64)
+        state = states + (slot * HEADS + head) * KEY * VALUE
+        first = request.to(tl.int64) * num_nodes
+        last = first + tl.load(path + request * length + count - 1)
+        total = tl.load(decays + last * HEADS + head)
+        for start in range(0, KEY, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            place, inside = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & (d < VALUE)[None, :]
+            new = tl.load(state + place, inside, 0.0) * tl.exp(total)
+            for j in range(count):
+                row = first + tl.load(path + request * length + j)
+                weight = tl.exp(total - tl.load(decays + row * HEADS + head))
+                key_at = (row * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY + c
+                key = tl.load(k + key_at, c < KEY, 0.0).to(tl.float32) * weight
+                value = tl.load(written + (row * HEADS + head) * VALUE + d, d < VALUE, 0.0)
+                new += key[:, None] * value[None, :]
+            tl.store(state + place, new, inside)
+
+
+@triton.jit
+def _copy(
+    source, target, d, in_value, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    FILLS: tl.constexpr,
+):  # fmt: skip
+    """Copy the columns ``d`` of a state, or fill them with zeros."""
+    for start in range(0, KEY, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        at, there = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :]
+        part = tl.zeros(at.shape, tl.float32)
+        if not FILLS:
+            part = tl.load(source + at, there, 0.0)
+        tl.store(target + at, part, there)
+
+
+@triton.jit
+def _texts(
+    q, k, v, g, beta, states, passing, out, sources, firsts, starts, counts, numbers,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    DELTA: tl.constexpr, SAVES: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A text, chunk by chunk: ``counts`` tokens from ``starts`` on, then its state, which is in ``passing``,
+    goes to ``numbers``. Barriers let the threads of a program see each other's parts of it."""
+    text, head = tl.program_id(0), tl.program_id(1)
+    node, d = tl.arange(0, NODES), tl.program_id(2) * TILE + tl.arange(0, TILE)
+    in_value = d < VALUE
+    source = tl.load(sources + text).to(tl.int64)
+    state = passing + (text.to(tl.int64) * HEADS + head) * KEY * VALUE
+    if source >= 0:
+        _copy(states + (source * HEADS + head) * KEY * VALUE, state, d, in_value, KEY, VALUE, BLOCK, False)
+    else:
+        _copy(states, state, d, in_value, KEY, VALUE, BLOCK, True)
+    tl.debug_barrier()
+    seen = node[:, None] >= node[None, :]
+    for chunk in range(tl.load(firsts + text), tl.load(firsts + text + 1)):
+        count = tl.load(counts + chunk)
+        inside = node < count
+        row = tl.load(starts + chunk).to(tl.int64) + node
+        own = row * HEADS + head
+        log = tl.load(g + own, inside, 0.0).to(tl.float32)
+        decay = tl.sum(tl.where(seen, log[None, :], 0.0), 1)
+        total = tl.sum(log, 0)
+        at, there = own[:, None] * VALUE + d[None, :], inside[:, None] & in_value[None, :]
+        values = tl.load(v + at, there, 0.0).to(tl.float32)
+        strength = tl.load(beta + own, inside, 0.0).to(tl.float32)
+        shared = row * KEY_HEADS + head // (HEADS // KEY_HEADS)
+        result, u = _outputs(
+            q, k, shared, inside, state, d, in_value, values, strength, decay, seen, count,
+            KEY, VALUE, DELTA, NODES, BLOCK, TILE,
+        )  # fmt: skip
+        tl.store(out + at, result.to(out.dtype.element_ty), there)
+        weight = tl.exp(total - decay)
+        tl.debug_barrier()
+        for start in range(0, KEY, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            key_at = c[:, None] + shared[None, :] * KEY
+            keys = tl.load(k + key_at, (c < KEY)[:, None] & inside[None, :], 0.0).to(tl.float32)
+            place, part = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :]
+            before = tl.load(state + place, part, 0.0) * tl.exp(total)
+            after = tl.dot(keys * weight[None, :], u, before, input_precision="tf32x3")
+            tl.store(state + place, after, part)
+        tl.debug_barrier()
+        for i in range(SAVES):
+            number = tl.load(numbers + chunk * SAVES + i).to(tl.int64)
+            if number >= 0:
+                target = states + (number * HEADS + head) * KEY * VALUE
+                _copy(state, target, d, in_value, KEY, VALUE, BLOCK, False)
+
+
+def _sizes(heads: int, key_heads: int, key: int, value: int) -> dict[str, int]:
+    """Sizes of a layer, and of the blocks of its programs."""
+    blocks = {
+        "BLOCK": min(BLOCK, max(LEAST, triton.next_power_of_2(key))),
+        "TILE": min(TILE, max(LEAST, triton.next_power_of_2(value))),
+    }
+    return {"HEADS": heads, "KEY_HEADS": key_heads, "KEY": key, "VALUE": value, **blocks}
+
+
+def _nodes(count: int) -> int:
+    return max(LEAST, triton.next_power_of_2(count))
+
+
+def _num_warps(nodes: int) -> int:
+    return 4 if nodes <= 16 else 8
+
+
+@torch.library.custom_op("eagle_kit::recurrent_window", mutates_args=())
+def _run_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    ancestors: torch.Tensor,
+    delta: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (b, n, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+    out = torch.empty_like(v)
+    written = v.new_empty(v.shape, dtype=torch.float32)
+    decays = v.new_empty(b, n, heads, dtype=torch.float32)
+    sizes, nodes = _sizes(heads, key_heads, key, value), _nodes(n)
+    _window[(b, heads, triton.cdiv(value, sizes["TILE"]))](
+        q, k, v, g, beta, states, slots, ancestors, out, written, decays, n,
+        DELTA=delta, NODES=nodes, **sizes, num_warps=_num_warps(nodes),
+    )  # fmt: skip
+    return out, written, decays
+
+
+@_run_window.register_fake
+def _(q, k, v, g, beta, states, slots, ancestors, delta):
+    written = v.new_empty(v.shape, dtype=torch.float32)
+    return torch.empty_like(v), written, v.new_empty(v.shape[:3], dtype=torch.float32)
+
+
+def recurrent_window(
+    inputs: Inputs, states: torch.Tensor, slots: torch.Tensor, ancestors: torch.Tensor, *, delta: bool
+) -> tuple[torch.Tensor, Written]:
+    """See :func:`eagle_kit.kernels.recurrence.recurrent_window`."""
+    assert states.is_contiguous() and states.dtype == torch.float32
+    q, k, v, g, beta = (part.contiguous() for part in inputs)
+    out, written, decays = _run_window(
+        q, k, v, g, beta, states, slots.contiguous(), ancestors.contiguous(), delta
+    )
+    return out, Written(k, written, decays)
+
+
+@torch.library.custom_op("eagle_kit::commit_recurrent", mutates_args=("states",))
+def _run_commit(
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    k: torch.Tensor,
+    written: torch.Tensor,
+    decays: torch.Tensor,
+    path: torch.Tensor,
+    num_committed: torch.Tensor,
+) -> None:
+    (b, n, heads, value), (key_heads, key) = written.shape, k.shape[2:]
+    sizes = _sizes(heads, key_heads, key, value)
+    _commit[(b, heads, triton.cdiv(value, sizes["TILE"]))](
+        states, slots, k, written, decays, path, num_committed, n, path.shape[1], **sizes, num_warps=4
+    )
+
+
+@_run_commit.register_fake
+def _(states, slots, k, written, decays, path, num_committed):
+    return None
+
+
+def commit_recurrent(
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    written: Written,
+    path: torch.Tensor,
+    num_committed: torch.Tensor,
+) -> None:
+    """See :func:`eagle_kit.kernels.recurrence.commit_recurrent`."""
+    assert states.is_contiguous() and states.dtype == torch.float32
+    parts = (part.contiguous() for part in (*written, path, num_committed))
+    _run_commit(states, slots.contiguous(), *parts)
+
+
+def recurrent_texts(
+    inputs: Inputs, states: torch.Tensor | None, plan: TextPlan, *, delta: bool
+) -> torch.Tensor:
+    """See :func:`eagle_kit.kernels.recurrence.recurrent_texts`."""
+    q, k, v, g, beta = (part.contiguous() for part in inputs)
+    (_, heads, value), (key_heads, key) = v.shape, k.shape[1:]
+    chunks = plan.chunks(CHUNK, v.device)
+    held = v.new_empty(0, dtype=torch.float32) if states is None else states
+    assert held.is_contiguous() and held.dtype == torch.float32
+    out, sizes = torch.empty_like(v), _sizes(heads, key_heads, key, value)
+    passing = held.new_empty(len(plan.texts), heads, key, value)
+    _texts[(len(plan.texts), heads, triton.cdiv(value, sizes["TILE"]))](
+        q, k, v, g, beta, held, passing, out, *chunks,
+        DELTA=delta, SAVES=chunks.numbers.shape[1], NODES=CHUNK, **sizes, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def variants() -> list[Variant]:
+    """Kernels to compile ahead of time: layers of Qwen3-Next, in bf16, and of Nemotron-H."""
+    made = []
+    for title, delta, heads, key_heads, key, value in (
+        ("Qwen3-Next", True, 32, 16, 128, 128),
+        ("Nemotron-H", False, 128, 8, 128, 64),
+    ):
+        sizes = _sizes(heads, key_heads, key, value)
+        inputs = {"q": "*fp32", "k": "*fp32", "v": "*bf16", "g": "*fp32", "beta": "*fp32"}
+        states, out = {"states": "*fp32"}, {"out": "*bf16"}
+        for count in (1, 16, 32, 64):
+            made.append(
+                Variant(
+                    f"recurrent_window {title} N{count}",
+                    _window,
+                    {
+                        **inputs,
+                        **states,
+                        **dict.fromkeys(("slots", "ancestors"), "*i64"),
+                        **out,
+                        **dict.fromkeys(("written", "decays"), "*fp32"),
+                        "num_nodes": "i32",
+                    },
+                    {"DELTA": delta, "NODES": _nodes(count), **sizes},
+                    num_warps=_num_warps(_nodes(count)),
+                )
+            )
+        made.append(
+            Variant(
+                f"commit_recurrent {title}",
+                _commit,
+                {
+                    **states,
+                    "slots": "*i64",
+                    **dict.fromkeys(("k", "written", "decays"), "*fp32"),
+                    **dict.fromkeys(("path", "num_committed"), "*i64"),
+                    **dict.fromkeys(("num_nodes", "length"), "i32"),
+                },
+                sizes,
+            )
+        )
+        made.append(
+            Variant(
+                f"recurrent_texts {title}",
+                _texts,
+                {
+                    **inputs,
+                    **states,
+                    "passing": "*fp32",
+                    **out,
+                    **dict.fromkeys(("sources", "firsts", "starts", "counts", "numbers"), "*i64"),
+                },
+                {"DELTA": delta, "SAVES": 2, "NODES": CHUNK, **sizes},
+                num_warps=8,
+            )
+        )
+    return made
