@@ -11,12 +11,14 @@ from eagle_kit.models.config_parts import (
     MAX_POSITIONS,
     MAX_SIZE,
     CacheSpec,
+    DeltaConfig,
     KVSpec,
     LatentSpec,
     MLAConfig,
     MoEConfig,
     StateSpec,
     read_architecture,
+    read_delta,
     read_flag,
     read_ids,
     read_mla,
@@ -37,7 +39,13 @@ FAMILIES = {
     "MixtralForCausalLM": "mixtral",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -57,6 +65,8 @@ class DecoderConfig:
         head_dim: size of a query or key.
         attention_bias, attention_out_bias: biases of the input and of the output projections.
         qk_norm: an RMSNorm of each query and key head.
+        gates_attention: what attention gives is multiplied by a sigmoid of a projection of its input.
+        rotary_dim: number of rotated elements of a head; None for all.
         mla: latent attention in place of grouped-query attention.
         moe: experts in place of the MLP.
         sliding_window: tokens that a query attends to, its own included; None for all.
@@ -73,6 +83,8 @@ class DecoderConfig:
     attention_bias: bool
     attention_out_bias: bool = False
     qk_norm: bool = False
+    gates_attention: bool = False
+    rotary_dim: int | None = None
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     sliding_window: int | None = None
@@ -94,7 +106,7 @@ class DecoderConfig:
     @property
     def rope_dim(self) -> int:
         """Number of rotated elements of a head."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return self.mla.qk_rope_head_dim if self.mla else self.rotary_dim or self.head_dim
 
     def cache_of(self, num_layers: int) -> CacheSpec:
         """Cache layout of ``num_layers`` layers."""
@@ -112,6 +124,7 @@ class TargetConfig(DecoderConfig):
     Attributes:
         intermediate_size: of dense layers.
         moe: experts in place of the MLP.
+        delta: layers with the gated delta rule in place of attention.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
     """
 
@@ -132,10 +145,13 @@ class TargetConfig(DecoderConfig):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gates_attention: bool = False
+    rotary_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    delta: DeltaConfig | None = None
     num_mtp_layers: int = 0
 
     @classmethod
@@ -155,22 +171,27 @@ class TargetConfig(DecoderConfig):
                 f"The target architecture {name} is not supported.",
                 f"Use one of {', '.join(FAMILIES)}.",
             )
+        config = text_config(config, where)
+        is_hybrid = family in QWEN_HYBRIDS
         bias = read_flag(config, "attention_bias", where)
         mla = read_mla(config, where) if family.startswith("deepseek") else None
         return cls(
             model_type=family,
-            **read_decoder(config, where, mla),
+            **read_decoder(config, where, mla, has_mlp=family not in ("qwen3_5_moe",)),
             num_layers=read_size(config, "num_hidden_layers", where, most=MAX_LAYERS),
             max_position_embeddings=_context(config, family, where),
             tie_word_embeddings=read_flag(config, "tie_word_embeddings", where),
             attention_bias=family == "qwen2" or bias,
             attention_out_bias=family != "qwen2" and bias,
             mlp_bias=read_flag(config, "mlp_bias", where),
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            qk_norm=is_hybrid or family in ("qwen3", "qwen3_moe"),
+            gates_attention=is_hybrid,
+            rotary_dim=_rotary_dim(config, where) if is_hybrid else None,
             eos_token_ids=read_ids(config, "eos_token_id", where),
             bos_token_id=next(iter(read_ids(config, "bos_token_id", where)), None),
             mla=mla,
             moe=read_moe(config, family, where),
+            delta=read_delta(config, where) if is_hybrid else None,
             num_mtp_layers=read_size(config, "num_nextn_predict_layers", where, 0, least=0, most=MAX_LAYERS),
         )
 
@@ -184,12 +205,17 @@ class TargetConfig(DecoderConfig):
     @property
     def cache(self) -> CacheSpec:
         """Cache layout of the model."""
-        return self.cache_of(self.num_layers)
+        return self.cache_of(self.num_attention_layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
 
     @property
     def states(self) -> StateSpec | None:
         """What its recurrent layers keep of a text; None without any."""
-        return None
+        return None if self.delta is None else self.delta.states
 
 
 class HeadArchitecture:
@@ -264,8 +290,33 @@ class TiedArchitecture(HeadArchitecture):
         return False
 
 
-def read_decoder(config: dict[str, Any], where: str, mla: MLAConfig | None = None) -> dict[str, Any]:
+def text_config(config: dict[str, Any], where: str = "the model's folder") -> dict[str, Any]:
+    """Config of the language model inside one that also sees; another is returned as it is."""
+    inside = read_table(config, "text_config", where)
+    if not inside:
+        return config
+    keys = "eos_token_id", "tie_word_embeddings"
+    return inside | {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _rotary_dim(config: dict[str, Any], where: str) -> int:
+    """Number of rotated elements of a head, from their share."""
+    head_dim = read_size(config, "head_dim", where, 256)
+    rope = read_table(config, "rope_parameters", where)
+    share = read_number({**config, **rope}, "partial_rotary_factor", where, 0.25)
+    count = int(head_dim * share)
+    if not 0 < count <= head_dim or count % 2:
+        raise wrong_value("partial_rotary_factor", share, where, "the share of an even number of a head")
+    return count
+
+
+def read_decoder(
+    config: dict[str, Any], where: str, mla: MLAConfig | None = None, *, has_mlp: bool = True
+) -> dict[str, Any]:
     """Sizes, norm and RoPE of a decoder layer, by the fields of :class:`DecoderConfig`.
+
+    Args:
+        has_mlp: some layer has an MLP that is no expert.
 
     Raises:
         UserError: one that is missing or impossible.
@@ -289,7 +340,7 @@ def read_decoder(config: dict[str, Any], where: str, mla: MLAConfig | None = Non
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": read_size(config, "intermediate_size", where),
+        "intermediate_size": read_size(config, "intermediate_size", where, None if has_mlp else 1),
         "vocab_size": read_size(config, "vocab_size", where),
         "rms_norm_eps": read_number(config, "rms_norm_eps", where, 1e-6),
         "rope_theta": theta,

@@ -4,7 +4,7 @@ Sources: DeepSeek-V2 (arXiv 2405.04434, sections 2.1 and 2.2), DeepSeek-V3 (arXi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eagle_kit.core.errors import UserError, shown
@@ -104,6 +104,37 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta rule (arXiv 2412.06464) in place of the attention of some layers.
+
+    Attributes:
+        layers: numbers of those layers.
+        num_key_heads, num_heads: of queries and keys, and of values.
+        key_dim, value_dim: sizes of a head.
+        conv_width: tokens that the convolution before it sees.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def states(self) -> StateSpec:
+        """What the layers keep of a text."""
+        one = RecurrenceSpec(self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
+        count = len(self.layers)
+        return StateSpec(((self.channels, self.conv_width),) * count, (one,) * count)
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Sizes of multi-head latent attention.
 
@@ -143,6 +174,7 @@ class MoEConfig:
             from.
         normalises: weights of the chosen experts are divided by their sum.
         scale: factor of the weights.
+        gates_shared: the shared experts are multiplied by a sigmoid of their own.
     """
 
     num_experts: int
@@ -156,6 +188,7 @@ class MoEConfig:
     num_kept_groups: int = 1
     normalises: bool = False
     scale: float = 1.0
+    gates_shared: bool = False
 
 
 V3_NEEDS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
@@ -247,7 +280,7 @@ def read_moe(config: dict[str, Any], family: str, where: str) -> MoEConfig | Non
             read_size(config, "intermediate_size", where),
             normalises=True,
         )
-    elif family == "qwen3_moe":
+    elif family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         dense, step = (
             read_ids(config, "mlp_only_layers", where),
             read_size(config, "decoder_sparse_step", where, 1),
@@ -258,8 +291,11 @@ def read_moe(config: dict[str, Any], family: str, where: str) -> MoEConfig | Non
             read_size(config, "num_experts_per_tok", where),
             read_size(config, "moe_intermediate_size", where),
             dense_layers=tuple(i for i in _layers(config, where) if i in dense or (i + 1) % step),
-            normalises=read_flag(config, "norm_topk_prob", where),
+            normalises=read_flag(config, "norm_topk_prob", where, family != "qwen3_moe"),
         )
+        if family != "qwen3_moe":
+            shared = read_size(config, "shared_expert_intermediate_size", where)
+            moe = replace(moe, shared_intermediate_size=shared, gates_shared=True)
     elif family.startswith("deepseek") and config.get("n_routed_experts"):
         moe = _read_deepseek_moe(config, family == "deepseek_v3", where)
     else:
@@ -313,6 +349,26 @@ def _read_deepseek_moe(config: dict[str, Any], is_v3: bool, where: str) -> MoECo
         normalises=read_flag(config, "norm_topk_prob", where, is_v3),
         scale=float(read_number(config, "routed_scaling_factor", where, 1.0)),
     )
+
+
+def read_delta(config: dict[str, Any], where: str) -> DeltaConfig:
+    """Parse the layers with the gated delta rule of a Qwen3-Next or Qwen3.5. Raises UserError."""
+    every = read_size(config, "full_attention_interval", where, 4)
+    count = len(_layers(config, where))
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
+    ]
+    known = {"linear_attention", "full_attention"}
+    if not isinstance(kinds, list) or len(kinds) != count or not known.issuperset(map(str, kinds)):
+        raise wrong_value("layer_types", kinds, where, f"{count} of {' and '.join(sorted(known))}")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    if len(layers) == count:
+        raise wrong_value("layer_types", kinds, where, "at least one full_attention")
+    heads, keys = (read_size(config, f"linear_num_{name}_heads", where) for name in ("value", "key"))
+    if heads % keys:
+        raise UserError(f"The config.json in {where} shares {keys} key heads among {heads}.", COPY_AGAIN)
+    sizes = (read_size(config, f"linear_{name}_head_dim", where) for name in ("key", "value"))
+    return DeltaConfig(layers, keys, heads, *sizes, read_size(config, "linear_conv_kernel_dim", where, 4))
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -9,13 +9,23 @@ def layer_weights(config: TargetConfig, *, active: bool) -> int:
     token."""
     if isinstance(config, BridgedConfig):
         return config.active_weights if active else config.layer_weights
-    return sum(_attention(config) + _mlp(config, i, active) for i in range(config.num_layers))
+    recurrent = () if config.delta is None else config.delta.layers
+    mixers = (_delta(config) if i in recurrent else _attention(config) for i in range(config.num_layers))
+    return sum(mixers) + sum(_mlp(config, i, active) for i in range(config.num_layers))
+
+
+def _delta(config: TargetConfig) -> int:
+    delta = config.delta
+    assert delta is not None
+    values = delta.num_heads * delta.value_dim
+    return config.hidden_size * (delta.channels + 2 * values + 2 * delta.num_heads)
 
 
 def _attention(config: TargetConfig) -> int:
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     if config.mla is None:
-        return hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim)
+        projections = 3 if config.gates_attention else 2
+        return hidden * (projections * queries + 2 * config.num_kv_heads * config.head_dim)
     mla = config.mla
     q = hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
     rows = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -31,6 +31,7 @@ DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2

@@ -36,8 +36,8 @@ def rope_store(
     Args:
         table: cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``. The first
             E elements of a head are rotated, the others are copied.
-        q_norm, k_norm: weights ``[D]`` of the dtype of ``qkv`` of an RMSNorm of each head before its
-            rotation.
+        q_norm, k_norm: weights ``[D]`` of an RMSNorm of each head before its rotation, of the dtype of
+            ``qkv`` or fp32.
         k_rows, v_rows: one layer of a store, ``[Hkv, R, D]`` contiguous; rows ``rows`` int64 ``[T]`` of both
             are overwritten. A row may repeat only where its content does not matter.
         k_scale, v_scale: divisors of the values of an fp8 store, which saturates.
@@ -52,7 +52,7 @@ def rope_store(
     assert stores or returns_kv, "k and v must be stored or returned"
     is_fp8 = k_rows is not None and k_rows.element_size() == 1
     assert is_fp8 or k_scale == v_scale == 1.0, "only fp8 stores have scales"
-    assert q_norm is None or q_norm.dtype == qkv.dtype, "q_norm must have the dtype of qkv"
+    assert q_norm is None or q_norm.dtype in (qkv.dtype, torch.float32), "q_norm has another dtype than qkv"
     learned = [weight for weight in (q_norm, k_norm) if weight is not None]
     if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
         from eagle_kit.kernels.rope import triton

@@ -140,6 +140,11 @@ def rope_magnitude(scaling: dict[str, Any] | None) -> float:
     return yarn_magnitude(factor)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + exp(-x))``, computed in fp32; on a CPU the bits of torch's depend on an element's place."""
+    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention around an :class:`Attend`; q, k and v are one matmul, in that order."""
 
@@ -149,6 +154,9 @@ class Attention(nn.Module):
         self.head_dim = size = config.head_dim
         all_heads = self.num_heads + 2 * self.num_kv_heads
         self.qkv_proj = Linear(input_size, all_heads * size, bias=config.attention_bias)
+        self.gate_proj: Linear | None = None
+        if config.gates_attention:
+            self.gate_proj = Linear(input_size, self.num_heads * size, bias=config.attention_bias)
         self.o_proj = Linear(self.num_heads * size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
@@ -161,8 +169,7 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
-            q_weight, k_weight = self.q_norm.weight.to(heads.dtype), self.k_norm.weight.to(heads.dtype)
-            norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
+            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
         stores = {} if slots is None else {**slots._asdict(), "returns_kv": False}
         return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
 
@@ -170,7 +177,14 @@ class Attention(nn.Module):
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:
         """Attention output before ``o_proj``: ``[T, input]`` -> ``[T, Hq, D]``."""
-        return attend(layer, *self.qkv(x, table, kv_slots_of(attend, layer)))
+        return self.gated(attend(layer, *self.qkv(x, table, kv_slots_of(attend, layer))), x)
+
+    def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``attended [T, Hq, D]`` times the sigmoid of a projection of ``x [T, input]``, where there is
+        one."""
+        if self.gate_proj is None:
+            return attended
+        return attended * sigmoid(self.gate_proj(x)).view_as(attended)
 
     def forward(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend

@@ -131,6 +131,10 @@ class LatentAttention(nn.Module):
             return attend(layer, q.whole, *self.expand(rows))
         return over_latents(layer, q, rows, self)
 
+    def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``attended``: there is no gate, see :meth:`Attention.gated`."""
+        return attended
+
     def forward(
         self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
-from eagle_kit.models.blocks.layers import MLP
+from eagle_kit.models.blocks.layers import MLP, sigmoid
 from eagle_kit.models.config_parts import MoEConfig
 
 LEAST_SUM = 1e-20
@@ -95,6 +95,7 @@ class MoE(nn.Module):
         self.experts = Experts(hidden_size, config)
         shared = config.shared_intermediate_size
         self.shared_experts = MLP(hidden_size, shared, bias=bias) if shared else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.gates_shared else None
 
     def pack(self) -> None:
         """See :meth:`Linear.pack`; the gate and the first layer of the shared experts are one matmul."""
@@ -108,5 +109,8 @@ class MoE(nn.Module):
             return self.experts(x, *self.gate(x))
         if self._packed is not None and takes_packed(x):
             logits, gate_up = self._packed.outputs(x)
-            return self.experts(x, *self.gate.choose(logits)) + shared.down(gate_up)
-        return self.experts(x, *self.gate(x)) + shared(x)
+            return self.experts(x, *self.gate.choose(logits)) + self._gated(shared.down(gate_up), x)
+        return self.experts(x, *self.gate(x)) + self._gated(shared(x), x)
+
+    def _gated(self, shared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return shared if self.shared_expert_gate is None else shared * sigmoid(self.shared_expert_gate(x))

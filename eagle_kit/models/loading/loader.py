@@ -16,7 +16,7 @@ from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
-from eagle_kit.models.config import FAMILIES, TargetConfig
+from eagle_kit.models.config import FAMILIES, TargetConfig, text_config
 from eagle_kit.models.config_parts import read_architecture, read_table
 from eagle_kit.models.loading.published import (
     Part,
@@ -26,6 +26,7 @@ from eagle_kit.models.loading.published import (
     read_fp8_block,
     take,
 )
+from eagle_kit.models.loading.qwen_hybrid import arrange, is_exact
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import Target
@@ -53,7 +54,7 @@ def read_target_config(folder: Path) -> TargetConfig:
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
     if read_architecture(config, str(folder)) in FAMILIES:
         read_fp8_block(config, str(folder))
-        check_activation(config, str(folder))
+        check_activation(text_config(config, str(folder)), str(folder))
     return parse_target(config, str(folder))
 
 
@@ -169,6 +170,8 @@ def load_target(
     if not with_layers:
         model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
     tensors = read_published(folder, wanted)
+    if config.delta is not None:
+        tensors = arrange(tensors, config, block)
     published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
@@ -197,17 +200,23 @@ def fill(
     """Assign to ``model`` the parameters assembled from ``parts`` of ``published``, which are removed from
     it; they require gradients like those they replace."""
     for name, parameter in list(model.named_parameters()):
-        kind = torch.float32 if name.endswith(EXACT_SUFFIXES) else dtype
+        kind = torch.float32 if stays_exact(model, name) else dtype
         pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
         value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
 
 
+def stays_exact(model: torch.nn.Module, name: str) -> bool:
+    """True for a parameter of ``model`` that stays in fp32."""
+    delta = getattr(getattr(model, "config", None), "delta", None)
+    return name.endswith(EXACT_SUFFIXES) or (delta is not None and is_exact(name))
+
+
 def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
     """Convert the parameters of ``model`` to ``dtype``, except those that stay in fp32."""
     for name, parameter in model.named_parameters():
-        if not name.endswith(EXACT_SUFFIXES):
+        if not stays_exact(model, name):
             parameter.data = parameter.data.to(dtype)
     return model
 

@@ -17,6 +17,7 @@ FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "shared_experts.gate_up_proj": ("shared_experts.gate_proj", "shared_experts.up_proj"),
+    "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
 }
 """Our fused parameters, and the published parameters that each is stacked from, in order."""
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -67,6 +68,8 @@ def _rows(name: str, shape: tuple[int, ...], config: TargetConfig) -> list[Part]
     rows = [shape[0] // len(names)] * len(names)
     if len(names) == 3:
         rows = [config.num_heads * config.head_dim, keys, keys]
+    if len(names) == 4 and (delta := config.delta) is not None:
+        rows = [delta.channels, delta.num_heads * delta.value_dim, delta.num_heads, delta.num_heads]
     return [Part(part, (count, *shape[1:])) for part, count in zip(names, rows, strict=True)]
 
 

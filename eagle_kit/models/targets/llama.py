@@ -1,5 +1,5 @@
-"""Target decoders: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE
-and DeepSeek-V2 / V3.
+"""Target decoders: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE,
+DeepSeek-V2 / V3, Qwen3-Next and Qwen3.5.
 
 Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
@@ -14,6 +14,7 @@ from torch import nn
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.models.blocks.delta import GatedDeltaNet
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
@@ -29,12 +30,19 @@ def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP or experts, with residuals."""
+    """Pre-norm attention, or the gated delta rule, and MLP or experts, with residuals."""
 
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = make_attention(config, config.hidden_size)
+        recurrent = () if config.delta is None else config.delta.layers
+        self.number = sum((each in recurrent) == (layer in recurrent) for each in range(layer))
+        """Of the layer among those of its kind."""
+        if config.delta is not None and layer in recurrent:
+            self.linear_attn = GatedDeltaNet(config, config.delta)
+        else:
+            self.self_attn = make_attention(config, config.hidden_size)
+        self.is_recurrent = layer in recurrent
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = make_mlp(config, layer)
 
@@ -43,12 +51,14 @@ class DecoderLayer(nn.Module):
         normed: torch.Tensor,
         h: torch.Tensor,
         table: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on ``h [T, H]`` and its norm -> ``h`` after attention, and the MLP's output, which
         the next norm adds because it reads both."""
-        added = self.self_attn(normed, table, layer, attend)
+        if self.is_recurrent:
+            added = self.linear_attn(normed, self.number, attend)
+        else:
+            added = self.self_attn(normed, table, self.number, attend)
         normed, h = self.post_attention_layernorm.add(added, h)
         return h, self.mlp(normed)
 
@@ -71,7 +81,7 @@ class LlamaModel(Target):
     @property
     def variants(self) -> list[AttentionVariant]:
         """See :class:`Target`: all layers attend alike."""
-        return [self.config.attention] * self.config.num_layers
+        return [self.config.attention] * self.config.num_attention_layers
 
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
         """See :class:`Target`."""
@@ -103,7 +113,7 @@ class LlamaModel(Target):
             if self._devices is not None:
                 normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, table, attend)
                 continue
-            h, added = layer(normed, h, table, i, attend)
+            h, added = layer(normed, h, table, attend)
             normed, h = norms[i + 1].add(added, h)
         states[len(self.layers)] = h
         aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
@@ -122,6 +132,6 @@ class LlamaModel(Target):
         assert self._devices is not None
         here, there = self._devices[i], self._devices[i + 1]
         with current_device(here):
-            h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), i, attend)
+            h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), attend)
         with current_device(there):
             return next_norm.add(added.to(there), h.to(there))

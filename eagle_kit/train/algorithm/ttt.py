@@ -79,6 +79,7 @@ def _run_one_layer(
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
         rows = plan.computed[0]
         attended = _attention(q[rows], k, v, None, None, plan.attention[0].within(window, 0), scale)
+        attended = layer.self_attn.gated(attended, x[rows])
         return head.feed_back(layer.finish(residual[rows], attended)), k, v
 
     def later(
@@ -90,6 +91,7 @@ def _run_one_layer(
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
         own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
         attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step].within(window, step), scale)
+        attended = layer.self_attn.gated(attended, x)
         return head.feed_back(layer.finish(residual, attended)), k, v
 
     hidden = head.features(features.hidden[:length], features.aux[:length])
@@ -133,7 +135,7 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
         x, residual = layer.inputs(hidden, embedding(tokens, batch.embed_weight))
         q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
-        return head.feed_back(layer.finish(residual, attended))
+        return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
 
     for step, rows in enumerate(plan.rows):
         hidden = _call(recompute, partial(one, step), hidden)

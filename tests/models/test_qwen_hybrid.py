@@ -1,0 +1,170 @@
+"""Our Qwen3-Next and Qwen3.5 against transformers' own, and beside the bridge."""
+
+import json
+
+import pytest
+import torch
+from families import family_config, family_model
+from tiny import tiny_head
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.serve.llm import LLM
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+
+KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    if family_config(request.param) is None:
+        pytest.skip(f"this transformers does not know {request.param}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind):
+    return family_model(kind)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    place = tmp_path_factory.mktemp("ours")
+    model.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder)
+
+
+def exact_logits(model, ids):
+    return model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def texts(*lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 131, (n,), generator=generator) for n in lengths]
+
+
+@torch.no_grad()
+def test_packed_texts_have_the_logits_and_states_of_transformers(model, target):
+    assert isinstance(target, LlamaModel)
+    first, second = texts(70, 9)
+    ids, positions = torch.cat((first, second)), torch.cat((torch.arange(70), torch.arange(9)))
+    out = target(ids, positions, target.packed([(0, 70), (70, 79)]), (0, 1, 2, 4))
+    logits = target.logits(out.hidden)
+    for rows, text in ((slice(0, 70), first), (slice(70, 79), second)):
+        torch.testing.assert_close(logits[rows], exact_logits(model, text), rtol=1e-4, atol=1e-4)
+        states = model.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
+        for layer, state in zip((0, 1, 2), out.aux[rows].split(48, -1), strict=False):
+            torch.testing.assert_close(state, states[layer][0], rtol=1e-4, atol=1e-4)
+    alone = target(first, torch.arange(70), target.causal())
+    torch.testing.assert_close(target.logits(alone.hidden), logits[:70], rtol=1e-5, atol=1e-5)
+
+
+def test_the_bridge_gives_the_same(model, target, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BridgedForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bridged = load_target(tmp_path)
+    assert isinstance(bridged, BridgedModel)
+    assert bridged.config.states == target.config.states
+    assert bridged.config.cache == target.config.cache
+    (ids,) = texts(40)
+    mine, theirs = (each(ids, torch.arange(40), each.causal(), (1, 3)) for each in (target, bridged))
+    torch.testing.assert_close(mine.aux, theirs.aux, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        target.logits(mine.hidden), bridged.logits(theirs.hidden), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    found = []
+    with torch.no_grad():
+        for prompt in texts(4, 17, 9):
+            ids = prompt
+            for _ in range(14):
+                ids = torch.cat((ids, exact_logits(model, ids)[-1].argmax()[None]))
+            found.append((prompt.tolist(), ids[len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("shape", ["none", "3,1,4", "3,2,6"])
+def test_greedy_text_is_that_of_transformers(target, wanted, shape):
+    draft = None if shape == "none" else HeadDraftModel(tiny_head(target, 67), target)
+    llm = LLM(target, draft, shape=shape, max_batch_size=4, max_context=128, page_size=4)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    for _ in range(2):
+        replies = llm.generate([prompt for prompt, _ in wanted], params)
+        assert [reply.token_ids for reply in replies] == [text for _, text in wanted]
+
+
+def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path):
+    """As Qwen3.5 is published: the text model inside, images beside it, and an MTP module."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    name = (
+        "Qwen3_5MoeForConditionalGeneration"
+        if config.get("num_experts")
+        else "Qwen3_5ForConditionalGeneration"
+    )
+    if config["model_type"] == "qwen3_next":
+        pytest.skip("published as a text model only")
+    outer = {"architectures": [name], "model_type": "qwen3_5", "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    moved |= {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2), "mtp.fc.weight": torch.zeros(2, 2)}
+    save_file(moved, tmp_path / "model.safetensors")
+    seen = load_target(tmp_path)
+    (ids,) = texts(20)
+    both = [each(ids, torch.arange(20), each.causal()).hidden for each in (target, seen)]
+    assert both[0].equal(both[1])
+
+
+def test_norms_and_decays_stay_in_fp32(folder):
+    target = load_target(folder, torch.bfloat16)
+    kinds = {name: parameter.dtype for name, parameter in target.named_parameters()}
+    exact = {name for name, dtype in kinds.items() if dtype == torch.float32}
+    assert "norm.weight" in exact and "layers.0.linear_attn.A_log" in exact
+    assert "layers.1.self_attn.q_norm.weight" in exact and "layers.0.linear_attn.norm.weight" not in exact
+    (ids,) = texts(20)
+    out = target(ids, torch.arange(20), target.causal())
+    assert out.hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention", "lightning"] * 2}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ({"linear_num_key_heads": 3}, "shares 3 key heads"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "activation"),
+    ],
+)
+def test_impossible_configs_are_refused(folder, tmp_path, changes, message):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        load_target(tmp_path)
+
+
+def test_missing_and_misshapen_tensors_are_named(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.0.linear_attn.A_log")
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(5, 48)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="A_log is missing") as error:
+        load_target(tmp_path)
+    assert "q_proj.weight has shape [5, 48]" in str(error.value)
