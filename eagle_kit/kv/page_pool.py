@@ -128,9 +128,13 @@ class PagePool:
 
     def take_snapshot(self, allocation: PageAllocation, num_pages: int, *, is_passing: bool) -> int | None:
         """Number of the state to save behind the first ``num_pages`` pages of a request, evicting the least
-        recently used snapshot; None where all are in use, or there is no cache."""
+        recently used snapshot; None where all are in use, or there is no cache. Of passing ones the request
+        keeps the last two, for results of the last one may be on their way."""
         if not self.prefix_cache or num_pages <= len(allocation.nodes) or num_pages in allocation.snapshots:
             return None
+        passing = sorted(pages for pages, given in allocation.snapshots.items() if given.is_passing)
+        for pages in passing[:-1]:
+            self._free_snapshots.append(allocation.snapshots.pop(pages).number)
         if not self._free_snapshots:
             node = next((each for each in self._with_snapshot if not each.readers), None)
             if node is None:
@@ -139,6 +143,11 @@ class PagePool:
         number = self._free_snapshots.pop()
         allocation.snapshots[num_pages] = Snapshot(number, is_passing)
         return number
+
+    def num_resumable(self, allocation: PageAllocation, num_tokens: int) -> int:
+        """Of the first ``num_tokens`` of a request, those behind which it has a snapshot."""
+        held = [pages for pages in allocation.snapshots if pages * self.page_size <= num_tokens]
+        return max([len(self.reusable(allocation.nodes)), *held]) * self.page_size
 
     def _drop_snapshot(self, node: RadixNode) -> None:
         assert node.snapshot is not None and not node.readers

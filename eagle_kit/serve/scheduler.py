@@ -296,8 +296,8 @@ class Scheduler:
     def _has_had_prompt_turn(self, request: Request) -> bool:
         computed = request.num_verified - request.num_shared_tokens
         if self.page_pool.has_snapshots:  # what is behind the last snapshot would be computed again
-            kept = self.page_pool.reusable(request.allocation.nodes)
-            computed = len(kept) * self.page_pool.page_size - request.num_shared_tokens
+            kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
+            computed = kept - request.num_shared_tokens
         return self.page_pool.prefix_cache and computed >= self._prompt_turn < _rest(request)
 
     def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:

@@ -89,3 +89,48 @@ def test_no_order_of_events_loses_a_page(page_size):
         if number % 10 == 0:
             pool.check([allocation for allocation, _ in running.values()])
     assert pool.num_evicted > 100
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_no_order_of_events_loses_or_mixes_up_a_snapshot(page_size):
+    """``held`` are the tokens before each state, which a request may only go on from if they are its own."""
+    rng = random.Random(page_size)
+    pool = PagePool(23, page_size, snapshots=range(5, 12))
+    running, held, num_used, num_denied = {}, {}, 0, 0
+    for number in range(20_000):
+        event = rng.random()
+        if event < 0.4:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
+            shared = pool.reusable(pool.match(tokens[:-1]))
+            allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
+            if allocation is not None:
+                pool.begin(allocation)
+                running[number] = (allocation, tokens)
+        elif running:
+            key = rng.choice(list(running))
+            allocation, tokens = running[key]
+            if allocation.source is not None:
+                assert held[allocation.source.snapshot] == tokens[: len(allocation.nodes) * page_size]
+                num_used += 1
+                pool.has_begun(allocation)
+            if event < 0.6 and (whole := len(tokens) // page_size):
+                pages = rng.randint(1, whole)
+                snapshot = pool.take_snapshot(allocation, pages, is_passing=rng.random() < 0.5)
+                num_denied += snapshot is None
+                if snapshot is not None:
+                    assert 5 <= snapshot < 12
+                    held[snapshot] = tokens[: pages * page_size]
+                    assert pool.num_resumable(allocation, len(tokens)) >= pages * page_size
+            elif event < 0.75:
+                pool.publish(allocation, tokens[: rng.randrange(len(tokens) + 1)])
+            else:
+                pool.publish(allocation, tokens)
+                pool.release(allocation)
+                del running[key]
+        pool.check([allocation for allocation, _ in running.values()])
+    assert num_used > 100 and num_denied > 100
+    for allocation, _ in running.values():
+        pool.release(allocation)
+    pool.clear()
+    pool.check([])
+    assert pool.num_available == 23

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_target
+from tiny import tiny_head, tiny_hybrid, tiny_target
 from tiny_engine import resolved
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,6 +53,12 @@ def test_no_policy_needs_the_host(shape, options, sampling, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
+def test_recurrent_layers_need_no_host(shape, backend):
+    _trace(backend, "greedy", shape, target=tiny_hybrid())
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
 def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend):
     """Windows that text was looked up for, with a grammar's masks."""
@@ -96,8 +102,8 @@ def _trace(backend: str, sampling: str, shape: str, **options) -> None:
     assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
 
 
-def _engine(shape: str, **options):
-    target, shape = tiny_target(), SpecShape.parse(shape)
+def _engine(shape: str, target=None, **options):
+    target, shape = target or tiny_target(), SpecShape.parse(shape)
     options = resolved(BATCH, 128, kv_tokens=600, **options)
     engine = Engine(target, HeadDraftModel(tiny_head(target), target), options)
     engine.use_shape(shape)

@@ -3,6 +3,7 @@
 import torch
 
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import DeltaConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -27,6 +28,20 @@ def tiny_target(
         "tie_word_embeddings": True,
     }
     return randomise(LlamaModel(TargetConfig(**{**sizes, **changes})), seed, std).eval().requires_grad_(False)
+
+
+def tiny_hybrid(vocab_size: int = 131, num_layers: int = 4, seed: int = 0, **changes) -> LlamaModel:
+    """The same with the gated delta rule in three of four layers, gated attention in the fourth, and decays
+    that let tokens be remembered for a while."""
+    delta = DeltaConfig(
+        tuple(i for i in range(num_layers) if (i + 1) % 4), 2, 4, key_dim=8, value_dim=6, conv_width=4
+    )
+    sizes = {"delta": delta, "gates_attention": True, "qk_norm": True, "rotary_dim": 4, **changes}
+    target = tiny_target(vocab_size, num_layers, seed, **sizes)
+    for layer in target.layers:
+        if layer.is_recurrent:
+            layer.linear_attn.A_log.fill_(-2.5)
+    return target
 
 
 def tiny_head(

@@ -1,0 +1,170 @@
+"""Serving targets with recurrent layers: states follow their requests, whatever happens to these."""
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_hybrid
+from tiny_engine import PROMPTS, make_engine, resolved, serve
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.memory import plan_memory
+from eagle_kit.serve.request import Request
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+
+SHAPES = ["none", "4,1,5", "5,4,16"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_hybrid(vocab_size=11)
+    return target, tiny_head(target, draft_vocab_size=9)
+
+
+def greedy(target, prompt, count):
+    """Continuation by whole forwards."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            out = target(torch.tensor(ids), torch.arange(len(ids)), target.causal())
+            ids.append(int(target.logits(out.hidden[-1:])[0].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def wanted(models):
+    return [greedy(models[0], prompt, 40) for prompt in PROMPTS]
+
+
+def requests_of(prompts, first=0, max_tokens=40):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return [Request(first + i, list(prompt), params) for i, prompt in enumerate(prompts)]
+
+
+def engine_of(models, shape, batch=5, **options):
+    engine = make_engine(models, batch, **{"page_size": 4, **options})
+    engine.use_shape(SpecShape.parse(shape))
+    return engine
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 2},
+        {"lag": 1},
+        {"prefill_tokens": 5},
+        {"page_size": 1},
+        {"graph_mode": "cycle"},
+        {"prefix_cache": False},
+        {"state_snapshots": 0},
+        {"state_snapshots": 1, "kv_tokens": 180, "max_context": 100},
+        {"kv_tokens": 180, "max_context": 100, "prefill_tokens": 7},
+    ],
+    ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "as usual",
+)
+def test_replies_are_those_of_whole_forwards(models, wanted, shape, options):
+    engine = engine_of(models, shape, **options)
+    for first in (0, 10):  # the second time with whatever the first has left
+        requests = requests_of(PROMPTS, first)
+        serve(engine, requests)
+        assert [request.token_ids for request in requests] == wanted
+    if "kv_tokens" in options:
+        assert engine.totals.num_preemptions
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_is_computed_from_its_snapshot(models, wanted, shape):
+    engine = engine_of(models, shape, batch=1)
+    longest = len(PROMPTS) - 1
+    for number in range(3):
+        (request,) = requests_of(PROMPTS[longest:], number)
+        serve(engine, [request])
+        assert request.token_ids == wanted[longest]
+        cached = (len(PROMPTS[longest]) - 1) // 4 * 4 if number else 0
+        assert request.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_beginning_that_prompts_share_is_cached_from_the_third_on(models, shape):
+    """The second finds its pages, but no state, and leaves one where it goes its own way."""
+    engine = engine_of(models, shape, batch=1)
+    shared = [(3 * i + i * i) % 11 for i in range(37)]
+    for number in range(5):
+        prompt = shared + [number, number + 1, 5, 3, number]
+        (request,) = requests_of([prompt], number, max_tokens=12)
+        serve(engine, [request])
+        assert request.token_ids == greedy(models[0], prompt, 12)
+        assert request.num_cached_tokens == (36 if number > 1 else 0)
+
+
+def test_a_conversation_goes_on_from_its_last_prompt(models):
+    engine = engine_of(models, "4,1,5", batch=1)
+    (first,) = requests_of([PROMPTS[3]])
+    serve(engine, [first])
+    prompt = PROMPTS[3] + first.token_ids + [1, 2, 3]
+    (second,) = requests_of([prompt], 1, max_tokens=10)
+    serve(engine, [second])
+    assert second.token_ids == greedy(models[0], prompt, 10)
+    assert second.num_cached_tokens == (len(PROMPTS[3]) - 1) // 4 * 4
+
+
+def test_an_aborted_request_leaves_nothing_to_the_next(models, wanted):
+    engine = engine_of(models, "4,1,5", batch=1, lag=1)
+    for number, prompt in enumerate(PROMPTS):
+        (request,) = requests_of([prompt[::-1]], 100 + number)
+        engine.add_request(request)
+        for _ in range(number):
+            engine.step()
+        engine.abort(request)
+        (after,) = requests_of([prompt], number)
+        serve(engine, [after])
+        assert after.token_ids == wanted[number]
+
+
+def test_a_long_prompt_that_gives_way_keeps_what_it_has_computed(models):
+    engine = engine_of(models, "none", batch=1, max_context=512, mixed_prefill_tokens=12, prefill_tokens=48)
+    engine.scheduler.reading_cost = engine.scheduler.weights_cost = 0.0
+    long = [(3 * i + i * i) % 11 for i in range(400)]
+    (request,) = requests_of([long], max_tokens=4)
+    engine.add_request(request)
+    for number in range(12):
+        for _ in range(3):
+            engine.step()
+        engine.check()
+        (short,) = requests_of([[number % 11, 3]], 1 + number, max_tokens=1)
+        engine.add_request(short)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert request.num_preemptions > 1
+    assert request.token_ids == greedy(models[0], long, 4)
+
+
+def test_sampled_replies_do_not_depend_on_speculation(models):
+    target, head = models
+    llm = LLM(target, HeadDraftModel(head, target), max_batch_size=4, max_context=128, page_size=4)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    texts = []
+    for shape in SHAPES:
+        replies = llm.generate(PROMPTS[:3], params, shape=SpecShape.parse(shape))
+        texts.append([reply.token_ids for reply in replies])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_memory_plan_counts_states(models):
+    target, _ = models
+    config = resolved(4, 128, kv_tokens=600)
+    plan = plan_memory(target, None, config)
+    one = 3 * (4 * 4 * 8 * 6 + 3 * (2 * 16 + 24) * 4)
+    assert plan.states == one * (4 + 1 + 8) and "states" in str(plan)
+    fewer = plan_memory(target, None, resolved(4, 128, kv_tokens=600, state_snapshots=3))
+    assert fewer.states == one * 8
+    assert plan_memory(target, None, resolved(4, 128, kv_tokens=600, prefix_cache=False)).states == one * 5
+
+
+def test_a_negative_number_of_snapshots_is_refused():
+    with pytest.raises((UserError, ValueError), match="state_snapshots"):
+        resolved(4, 128, state_snapshots=-1)
