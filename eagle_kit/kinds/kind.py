@@ -25,7 +25,7 @@ from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.kinds.support.findings import Finding, TargetFolder
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.loading.loader import EXACT_SUFFIXES, check_tensors, fill, in_dtype
+from eagle_kit.models.loading.loader import check_tensors, fill, in_dtype, stays_exact
 from eagle_kit.models.loading.published import (
     Part,
     dequantised,
@@ -242,7 +242,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         parts = self.parts(head, ())
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in head.named_parameters():
-            kept = parameter.dtype if name.endswith(EXACT_SUFFIXES) else dtype
+            kept = parameter.dtype if stays_exact(head, name) else dtype
             value = parameter.detach().to("cpu", kept).reshape(-1, *parts[name][0].shape[1:])
             pieces = value.split([part.shape[0] for part in parts[name]])
             tensors |= {part.name: piece.clone() for part, piece in zip(parts[name], pieces, strict=True)}

@@ -1,9 +1,10 @@
-"""DeepSeek's MTP modules: inside a target's folder, or in a folder of their own.
+"""MTP modules of DeepSeek, GLM and Qwen: inside a target's folder, or in a folder of their own.
 
-Module i of a target of L layers is ``model.layers.{L + i}.*``: a decoder layer with ``enorm``, ``hnorm``,
-``eh_proj``, ``shared_head.norm`` and, as copies of the target's, ``embed_tokens`` and ``shared_head.head``. A
-folder of its own (``DeepseekV3ForCausalLMNextN``) keeps these names, or begins at ``model.layers.0`` when its
-config counts the modules as its layers; ours do.
+DeepSeek's and GLM's module i of a target of L layers is ``model.layers.{L + i}.*``: a decoder layer with
+``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm`` and, as copies of the target's, ``embed_tokens`` and
+``shared_head.head``. A folder of its own (``DeepseekV3ForCausalLMNextN``) keeps these names, or begins at
+``model.layers.0`` when its config counts the modules as its layers; ours do. Qwen's one module is ``mtp.*``,
+with other names for the same parts.
 """
 
 import re
@@ -30,16 +31,32 @@ from eagle_kit.kinds.support.config_json import layer_to_dict
 from eagle_kit.kinds.support.copies import is_copy
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.blocks.moe import Experts
-from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import read_flag
+from eagle_kit.models.config import TargetConfig, mtp_count, text_config
+from eagle_kit.models.config_parts import read_flag, read_size
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.loading.loader import check_activation, check_tensors
+from eagle_kit.models.loading.published import read_fp8_block
+from eagle_kit.models.loading.qwen_hybrid import arrange
 from eagle_kit.models.targets.target import Target
 
-ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
+DEEPSEEK, GLM = ("deepseek_v2", "deepseek_v3"), "glm4_moe"
+ARCHITECTURES = {
+    **dict.fromkeys(DEEPSEEK, ("DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLM")),
+    GLM: ("Glm4MoeForCausalLMNextN", "Glm4MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextForCausalLMMTP", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("Qwen3_5ForCausalLMMTP", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLMMTP", "Qwen3_5MoeForCausalLM"),
+}
+"""By family of targets: architectures of modules in a folder of their own, and of the targets."""
 SHARED_HEAD = "shared_head.head.weight"
 COUNT = "num_nextn_predict_layers"
-FAMILIES = ("deepseek_v2", "deepseek_v3")
+QWEN = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+"""Parts of a Qwen module, ``mtp.*``, by their names in DeepSeek's."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.*)")
 
 
@@ -54,14 +71,12 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; only folders of their own are recognised."""
-        return files.architecture == ARCHITECTURE
+        return files.architecture in dict(ARCHITECTURES.values())
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> MTPConfig:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; of a folder of its own, or of a target's."""
-        raw, where = files.config, files.where
+        raw, where = _module_config(files), files.where
         check_activation(raw, where)
-        if self.recognises(files):
-            raw = raw | {"architectures": ["DeepseekV3ForCausalLM"]}
         layer = TargetConfig.from_dict(raw, where)
         if not layer.num_mtp_layers:
             raise UserError(
@@ -76,15 +91,16 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         )
 
     def write_config(self, config: MTPConfig) -> dict[str, Any]:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`; in DeepSeek's keys."""
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; in the keys of its family."""
         layer = config.layer
         raw = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "deepseek_v3",
+            "architectures": [ARCHITECTURES[layer.model_type][0]],
+            "model_type": "deepseek_v3" if layer.model_type in DEEPSEEK else layer.model_type,
             "num_hidden_layers": config.num_modules,
             COUNT: config.num_modules,
             **layer_to_dict(config, layer.rms_norm_eps),
             **_moe_to_dict(layer),
+            **_family_to_dict(config),
             "attention_bias": layer.attention_bias,
             "mlp_bias": layer.mlp_bias,
         }
@@ -93,6 +109,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
 
     def names(self, files: DraftFiles) -> dict[str, str]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; tensors of other layers are not the modules'."""
+        files = _as_deepseeks(files)
         first, count, pairs = first_layer(files), files.config[COUNT], []
         for name in files.tensors:
             match = LAYER.fullmatch(name)
@@ -112,6 +129,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
     def take(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`. The embedding is the target's; so is the output layer,
         unless the files bring one that differs, which is then the head's own."""
+        files = _as_deepseeks(files)
         found = super().take(files, config, target)
         embedding, output = (
             _take_shared(found.tensors, name, config, files.where) for name in (EMBEDDING, SHARED_HEAD)
@@ -155,11 +173,12 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         return 5 * width + 4, 3 * width
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> MTPConfig:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`; only DeepSeek's targets have a published form of MTP
-        modules."""
-        if target.model_type not in FAMILIES:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; only some families of targets have a published form of
+        MTP modules."""
+        if target.model_type not in ARCHITECTURES:
             raise UserError(
-                f"MTP modules are for DeepSeek's targets, and this one is of the family {target.model_type}.",
+                f"MTP modules are for targets of DeepSeek, GLM and Qwen, and this one is of the family "
+                f"{target.model_type}.",
                 "Use an EAGLE-3 head.",
             )
         return MTPConfig(target, settings.num_modules or target.num_mtp_layers or 1)
@@ -167,10 +186,11 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
     def new_head(self, settings: HeadConfig, config: MTPConfig, start: Start) -> MTPHead:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: modules of the target's checkpoint, copies of its last
         layer, or random ones."""
-        has, init = start.target.config.num_mtp_layers, settings.init
-        files = open_draft(start.folder)
+        files, init = open_draft(start.folder), settings.init
+        named = _as_deepseeks(files)
+        has = named.config.get(COUNT) or 0
         if has and not _has_module(
-            files, first_layer(files)
+            named, first_layer(named)
         ):  # transformers leaves them out when it saves a model
             has = 0
         if init == "auto":
@@ -206,6 +226,48 @@ def first_layer(files: DraftFiles) -> int:
     if layers != files.config[COUNT] or not MTP.recognises(files):
         return layers
     return layers if _has_module(files, layers) else 0  # there when vLLM is meant
+
+
+def _module_config(files: DraftFiles) -> dict[str, Any]:
+    """Config of the target that modules are read as layers of."""
+    raw = text_config(files.config, files.where)
+    known = dict(ARCHITECTURES.values())
+    if files.architecture in known:
+        return raw | {"architectures": [known[files.architecture]]}
+    has_qwens = any(name.startswith("mtp.") for name in files.names)
+    count = read_size(raw, mtp_count(raw), files.where, int(has_qwens), least=0)
+    return raw | {"architectures": [files.architecture], COUNT: count, "mtp_num_hidden_layers": count}
+
+
+def _as_deepseeks(files: DraftFiles) -> DraftFiles:
+    """Files of a Qwen whose module, behind its last layer, has DeepSeek's names; others as they are."""
+    names = [name for name in files.names if name.startswith("mtp.")]
+    if not names:
+        return files
+    raw = _module_config(files)
+    if raw[COUNT] != 1:
+        raise UserError(
+            f"The target in {files.where} has {raw[COUNT]} MTP modules in one.", "Use a target with one."
+        )
+    config = TargetConfig.from_dict(raw, files.where)
+    first, tensors = f"layers.{config.num_layers}.", {}
+    for name in names:
+        part, _, leaf = name.removeprefix("mtp.").partition(".")
+        ours = leaf.partition(".")[2] if part == "layers" else f"{QWEN.get(part, part)}.{leaf}"
+        tensors[first + ours] = files.tensors[name]
+    arranged = arrange(tensors, config, read_fp8_block(files.config, files.where))
+    return DraftFiles(files.config | raw, arranged, files.metadata, files.where)
+
+
+def _family_to_dict(config: MTPConfig) -> dict[str, Any]:
+    """Keys that only configs of one family have."""
+    layer = config.layer
+    if layer.model_type in DEEPSEEK:
+        return {}
+    share = {"partial_rotary_factor": layer.rope_dim / layer.head_dim}
+    if layer.model_type == GLM:
+        return share | {"use_qk_norm": layer.qk_norm}
+    return share | {"layer_types": ["full_attention"] * config.num_modules}
 
 
 def _has_module(files: DraftFiles, layer: int) -> bool:
@@ -259,6 +321,14 @@ def _moe_to_dict(layer: TargetConfig) -> dict[str, Any]:
     moe = layer.moe
     if moe is None:
         return {}
+    if moe.gates_shared:
+        return {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_experts_per_token,
+            "moe_intermediate_size": moe.intermediate_size,
+            "shared_expert_intermediate_size": moe.shared_intermediate_size,
+            "norm_topk_prob": moe.normalises,
+        }
     method = "greedy" if moe.num_groups == 1 else "group_limited_greedy"
     return {
         "n_routed_experts": moe.num_experts,

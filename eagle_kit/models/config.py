@@ -39,6 +39,7 @@ FAMILIES = {
     "MixtralForCausalLM": "mixtral",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
@@ -65,6 +66,7 @@ class DecoderConfig:
         head_dim: size of a query or key.
         attention_bias, attention_out_bias: biases of the input and of the output projections.
         qk_norm: an RMSNorm of each query and key head.
+        norms_in_fp32: weights of norms are not rounded to the dtype of others.
         gates_attention: what attention gives is multiplied by a sigmoid of a projection of its input.
         rotary_dim: number of rotated elements of a head; None for all.
         mla: latent attention in place of grouped-query attention.
@@ -83,6 +85,7 @@ class DecoderConfig:
     attention_bias: bool
     attention_out_bias: bool = False
     qk_norm: bool = False
+    norms_in_fp32: bool = False
     gates_attention: bool = False
     rotary_dim: int | None = None
     mla: MLAConfig | None = None
@@ -145,6 +148,7 @@ class TargetConfig(DecoderConfig):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_in_fp32: bool = False
     gates_attention: bool = False
     rotary_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -172,7 +176,7 @@ class TargetConfig(DecoderConfig):
                 f"Use one of {', '.join(FAMILIES)}.",
             )
         config = text_config(config, where)
-        is_hybrid = family in QWEN_HYBRIDS
+        is_hybrid, is_glm = family in QWEN_HYBRIDS, family == "glm4_moe"
         bias = read_flag(config, "attention_bias", where)
         mla = read_mla(config, where) if family.startswith("deepseek") else None
         return cls(
@@ -182,17 +186,20 @@ class TargetConfig(DecoderConfig):
             max_position_embeddings=_context(config, family, where),
             tie_word_embeddings=read_flag(config, "tie_word_embeddings", where),
             attention_bias=family == "qwen2" or bias,
-            attention_out_bias=family != "qwen2" and bias,
+            attention_out_bias=bias and family not in ("qwen2", "glm4_moe"),
             mlp_bias=read_flag(config, "mlp_bias", where),
-            qk_norm=is_hybrid or family in ("qwen3", "qwen3_moe"),
+            qk_norm=is_hybrid
+            or family in ("qwen3", "qwen3_moe")
+            or (is_glm and read_flag(config, "use_qk_norm", where)),
+            norms_in_fp32=is_hybrid,
             gates_attention=is_hybrid,
-            rotary_dim=_rotary_dim(config, where) if is_hybrid else None,
+            rotary_dim=_rotary_dim(config, where, 0.5 if is_glm else 0.25) if is_hybrid or is_glm else None,
             eos_token_ids=read_ids(config, "eos_token_id", where),
             bos_token_id=next(iter(read_ids(config, "bos_token_id", where)), None),
             mla=mla,
             moe=read_moe(config, family, where),
             delta=read_delta(config, where) if is_hybrid else None,
-            num_mtp_layers=read_size(config, "num_nextn_predict_layers", where, 0, least=0, most=MAX_LAYERS),
+            num_mtp_layers=read_size(config, mtp_count(config), where, 0, least=0, most=MAX_LAYERS),
         )
 
     @property
@@ -299,11 +306,17 @@ def text_config(config: dict[str, Any], where: str = "the model's folder") -> di
     return inside | {key: config[key] for key in keys if config.get(key) is not None}
 
 
-def _rotary_dim(config: dict[str, Any], where: str) -> int:
+def mtp_count(config: dict[str, Any]) -> str:
+    """Key that counts the layers for multi-token prediction."""
+    return "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in config else "num_nextn_predict_layers"
+
+
+def _rotary_dim(config: dict[str, Any], where: str, default: float) -> int:
     """Number of rotated elements of a head, from their share."""
-    head_dim = read_size(config, "head_dim", where, 256)
+    heads = read_size(config, "num_attention_heads", where)
+    head_dim = read_size(config, "head_dim", where, read_size(config, "hidden_size", where) // heads)
     rope = read_table(config, "rope_parameters", where)
-    share = read_number({**config, **rope}, "partial_rotary_factor", where, 0.25)
+    share = read_number({**config, **rope}, "partial_rotary_factor", where, default)
     count = int(head_dim * share)
     if not 0 < count <= head_dim or count % 2:
         raise wrong_value("partial_rotary_factor", share, where, "the share of an even number of a head")

@@ -296,8 +296,8 @@ def read_moe(config: dict[str, Any], family: str, where: str) -> MoEConfig | Non
         if family != "qwen3_moe":
             shared = read_size(config, "shared_expert_intermediate_size", where)
             moe = replace(moe, shared_intermediate_size=shared, gates_shared=True)
-    elif family.startswith("deepseek") and config.get("n_routed_experts"):
-        moe = _read_deepseek_moe(config, family == "deepseek_v3", where)
+    elif family.startswith(("deepseek", "glm4")) and config.get("n_routed_experts"):
+        moe = _read_deepseek_moe(config, family != "deepseek_v2", where)
     else:
         return None
     kept = moe.num_experts // moe.num_groups * moe.num_kept_groups
@@ -351,8 +351,9 @@ def _read_deepseek_moe(config: dict[str, Any], is_v3: bool, where: str) -> MoECo
     )
 
 
-def read_delta(config: dict[str, Any], where: str) -> DeltaConfig:
-    """Parse the layers with the gated delta rule of a Qwen3-Next or Qwen3.5. Raises UserError."""
+def read_delta(config: dict[str, Any], where: str) -> DeltaConfig | None:
+    """Parse the layers with the gated delta rule of a Qwen3-Next or Qwen3.5; None without any. Raises
+    UserError."""
     every = read_size(config, "full_attention_interval", where, 4)
     count = len(_layers(config, where))
     kinds = config.get("layer_types") or [
@@ -362,6 +363,8 @@ def read_delta(config: dict[str, Any], where: str) -> DeltaConfig:
     if not isinstance(kinds, list) or len(kinds) != count or not known.issuperset(map(str, kinds)):
         raise wrong_value("layer_types", kinds, where, f"{count} of {' and '.join(sorted(known))}")
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return None
     if len(layers) == count:
         raise wrong_value("layer_types", kinds, where, "at least one full_attention")
     heads, keys = (read_size(config, f"linear_num_{name}_heads", where) for name in ("value", "key"))

@@ -18,7 +18,8 @@ def _delta(config: TargetConfig) -> int:
     delta = config.delta
     assert delta is not None
     values = delta.num_heads * delta.value_dim
-    return config.hidden_size * (delta.channels + 2 * values + 2 * delta.num_heads)
+    projections = config.hidden_size * (delta.channels + 2 * values + 2 * delta.num_heads)
+    return projections + delta.channels * delta.conv_width
 
 
 def _attention(config: TargetConfig) -> int:
@@ -38,4 +39,5 @@ def _mlp(config: TargetConfig, layer: int, active: bool) -> int:
     if moe is None or layer in moe.dense_layers:
         return 3 * hidden * config.intermediate_size
     count = moe.num_experts_per_token if active else moe.num_experts
-    return hidden * (moe.num_experts + 3 * (count * moe.intermediate_size + moe.shared_intermediate_size))
+    routed = moe.num_experts + 3 * (count * moe.intermediate_size + moe.shared_intermediate_size)
+    return hidden * (routed + moe.gates_shared)

@@ -36,7 +36,7 @@ def cycle_forwards(
     forwards = [
         Cost(
             (read + keys * config.cache.values_per_token) * size,
-            2 * used * rows + 4 * config.num_layers * heads * keys * shape.tokens,
+            2 * used * rows + 4 * config.num_attention_layers * heads * keys * shape.tokens,
         )
     ]
     if not shape.steps:

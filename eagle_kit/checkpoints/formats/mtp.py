@@ -8,7 +8,7 @@ first SGLang hands on the normed state, as we do, and vLLM the state before that
 from typing import Any
 
 from eagle_kit.checkpoints.formats.files import Format, Served, refuse, with_dtype
-from eagle_kit.kinds.mtp import MTP
+from eagle_kit.kinds.mtp import DEEPSEEK, MTP
 from eagle_kit.kinds.support.files import OWN, DraftFiles, without_keys
 from eagle_kit.models.config import TargetConfig
 
@@ -26,6 +26,12 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     layer, count = config.layer, config.num_modules
     if peer in ("speculators", "eagle"):
         refuse(peer, "it has no class for DeepSeek's MTP modules", "Export them for sglang or vllm.")
+    if layer.model_type not in DEEPSEEK:
+        refuse(
+            peer,
+            f"it reads the module of a {layer.model_type} out of the target's own checkpoint",
+            "Serve it here.",
+        )
     if config.own_head:
         refuse(peer, "it uses the target's output layer, and these modules have their own")
     if layer.moe is None:

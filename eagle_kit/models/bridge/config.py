@@ -67,6 +67,11 @@ class BridgedConfig(TargetConfig):
         return KVSpec(len(heads), max(heads), max(record.head_dim for record in self.records), differ)
 
     @property
+    def num_attention_layers(self) -> int:
+        """See :class:`~eagle_kit.models.config.TargetConfig`."""
+        return len(self.records)
+
+    @property
     def states(self) -> StateSpec | None:
         """See :class:`~eagle_kit.models.config.TargetConfig`."""
         return self.recurrent

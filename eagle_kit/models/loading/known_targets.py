@@ -50,6 +50,19 @@ _LLAMA_3 = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+_QWEN_HYBRID = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
 _LLAMA_3_8B = _LLAMA_3 | {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -329,7 +342,68 @@ KNOWN_TARGETS: dict[str, KnownTarget] = {
             "max_position_embeddings": 131072,
             "tie_word_embeddings": False,
         },
-        106_852_245_504,
+        106_852_251_264,
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": KnownTarget(
+        _QWEN_HYBRID
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "vocab_size": 151936,
+            "eos_token_id": 151645,
+        },
+        79_674_391_296,
+    ),
+    "Qwen/Qwen3.5-27B": KnownTarget(
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": _QWEN_HYBRID
+            | {
+                "model_type": "qwen3_5_text",
+                "hidden_size": 5120,
+                "intermediate_size": 17408,
+                "num_hidden_layers": 64,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 4,
+                "linear_num_value_heads": 48,
+                "vocab_size": 248320,
+                "mtp_num_hidden_layers": 1,
+            },
+        },
+        26_895_998_464,
+    ),
+    "Qwen/Qwen3.5-35B-A3B": KnownTarget(
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "text_config": _QWEN_HYBRID
+            | {
+                "model_type": "qwen3_5_moe_text",
+                "hidden_size": 2048,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "linear_num_value_heads": 32,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "vocab_size": 248320,
+                "mtp_num_hidden_layers": 1,
+            },
+        },
+        34_660_610_688,
     ),
     "microsoft/phi-4": KnownTarget(
         {

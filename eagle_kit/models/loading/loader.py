@@ -170,7 +170,7 @@ def load_target(
     if not with_layers:
         model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
     tensors = read_published(folder, wanted)
-    if config.delta is not None:
+    if config.norms_in_fp32:
         tensors = arrange(tensors, config, block)
     published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
@@ -209,8 +209,9 @@ def fill(
 
 def stays_exact(model: torch.nn.Module, name: str) -> bool:
     """True for a parameter of ``model`` that stays in fp32."""
-    delta = getattr(getattr(model, "config", None), "delta", None)
-    return name.endswith(EXACT_SUFFIXES) or (delta is not None and is_exact(name))
+    config = getattr(model, "config", None)
+    layer = getattr(config, "layer", config)
+    return name.endswith(EXACT_SUFFIXES) or (getattr(layer, "norms_in_fp32", False) and is_exact(name))
 
 
 def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:

@@ -14,14 +14,13 @@ from eagle_kit.models.config_parts import DeltaConfig
 from eagle_kit.models.loading.published import take
 
 PREFIX, LEFT_OUT = "language_model.", ("visual.", "mtp.")
-EXACT_SUFFIXES = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "A_log", "dt_bias")
-"""Suffixes of parameters that stay in fp32, as transformers adds one to the weights of norms in it; so does
-the last norm."""
+GATED_NORM = "linear_attn.norm.weight"
+"""A norm whose weight is published as it is."""
 
 
 def is_exact(name: str) -> bool:
-    """True for a parameter that stays in fp32."""
-    return name.endswith(EXACT_SUFFIXES) or name == "norm.weight"
+    """True for a parameter that stays in fp32: transformers adds one to the weights of norms in it."""
+    return name.endswith(("norm.weight", "A_log", "dt_bias")) and not name.endswith(GATED_NORM)
 
 
 def arrange(
@@ -56,13 +55,14 @@ def _is_rearranged(name: str) -> bool:
 
 def _parts(name: str, tensor: torch.Tensor, config: TargetConfig) -> Iterator[tuple[str, torch.Tensor]]:
     delta = config.delta
-    assert delta is not None
     if name.endswith("norm.weight"):
         yield name, tensor + 1.0
     elif ".self_attn.q_proj." in name and len(tensor) == 2 * config.num_heads * config.head_dim:
         halves = tensor.unflatten(0, (config.num_heads, 2, config.head_dim))
         yield name, halves[:, 0].flatten(0, 1)
         yield name.replace("q_proj", "gate_proj"), halves[:, 1].flatten(0, 1)
+    elif delta is None:
+        yield name, tensor
     elif name.endswith("in_proj_qkvz.weight") and len(tensor) == sum(_sizes(delta)) * delta.num_key_heads:
         groups = tensor.unflatten(0, (delta.num_key_heads, -1)).split(_sizes(delta), 1)
         q, k, v, z = (group.flatten(0, 1) for group in groups)

@@ -56,7 +56,7 @@ def capture_flops(target: TargetConfig, work: Workload) -> float:
     """Floating-point operations of the target over T tokens and of its choice among V at R rows, which
     captured states on disk save."""
     flops = 2.0 * work.tokens * layer_weights(target, active=True)
-    flops += 2.0 * work.tokens * work.mean_context * target.num_layers * attended(target)
+    flops += 2.0 * work.tokens * work.mean_context * target.num_attention_layers * attended(target)
     return flops + 2.0 * work.rows * target.hidden_size * target.vocab_size
 
 

@@ -72,8 +72,8 @@ def attended(config: DecoderConfig) -> int:
 
 
 def _met(parameter: torch.Tensor, config: DecoderConfig) -> int:
-    """Weights of a matrix, or of the K of E in a stack, that a token meets."""
-    if parameter.ndim == 3:
+    """Weights of a matrix, of a depthwise convolution, or of the K of E in a stack, that a token meets."""
+    if parameter.ndim == 3 and parameter.shape[1] > 1:
         assert config.moe is not None
         return parameter.numel() * config.moe.num_experts_per_token // config.moe.num_experts
-    return parameter.numel() if parameter.ndim == 2 else 0
+    return parameter.numel() if parameter.ndim > 1 else 0
