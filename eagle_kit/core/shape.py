@@ -155,5 +155,5 @@ def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecSh
         drafts_are_expensive: True for a whole model as draft.
     """
     is_mixture = model_type.startswith(("deepseek", "llama4", "minimax")) or "moe" in model_type
-    is_mixture |= model_type in ("mixtral", "gpt_oss")
+    is_mixture |= model_type in ("mixtral", "gpt_oss", "qwen3_next", "kimi_linear")
     return SpecShape(3, 1, 4) if drafts_are_expensive or is_mixture else SpecShape(5, 4, 8)

@@ -255,7 +255,7 @@ def _as_deepseeks(files: DraftFiles) -> DraftFiles:
         part, _, leaf = name.removeprefix("mtp.").partition(".")
         ours = leaf.partition(".")[2] if part == "layers" else f"{QWEN.get(part, part)}.{leaf}"
         tensors[first + ours] = files.tensors[name]
-    arranged = arrange(tensors, config, read_fp8_block(files.config, files.where))
+    arranged = arrange(tensors, config, raw, read_fp8_block(files.config, files.where))
     return DraftFiles(files.config | raw, arranged, files.metadata, files.where)
 
 

@@ -14,6 +14,7 @@ from eagle_kit.models.config_parts import (
     DeltaConfig,
     KVSpec,
     LatentSpec,
+    MambaConfig,
     MLAConfig,
     MoEConfig,
     StateSpec,
@@ -21,6 +22,7 @@ from eagle_kit.models.config_parts import (
     read_delta,
     read_flag,
     read_ids,
+    read_mamba,
     read_mla,
     read_moe,
     read_number,
@@ -40,6 +42,7 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
@@ -128,6 +131,8 @@ class TargetConfig(DecoderConfig):
         intermediate_size: of dense layers.
         moe: experts in place of the MLP.
         delta: layers with the gated delta rule in place of attention.
+        mamba: Mamba-2 beside attention.
+        embedding_scale: factor of embeddings in front of the first layer; heads read them without.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
     """
 
@@ -156,6 +161,8 @@ class TargetConfig(DecoderConfig):
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    embedding_scale: float = 1.0
     num_mtp_layers: int = 0
 
     @classmethod
@@ -199,6 +206,8 @@ class TargetConfig(DecoderConfig):
             mla=mla,
             moe=read_moe(config, family, where),
             delta=read_delta(config, where) if is_hybrid else None,
+            mamba=read_mamba(config, where) if family == "falcon_h1" else None,
+            embedding_scale=float(read_number(config, "embedding_multiplier", where, 1.0)),
             num_mtp_layers=read_size(config, mtp_count(config), where, 0, least=0, most=MAX_LAYERS),
         )
 
@@ -222,7 +231,8 @@ class TargetConfig(DecoderConfig):
     @property
     def states(self) -> StateSpec | None:
         """What its recurrent layers keep of a text; None without any."""
-        return None if self.delta is None else self.delta.states
+        recurrent = self.delta or self.mamba
+        return None if recurrent is None else recurrent.states
 
 
 class HeadArchitecture:

@@ -135,6 +135,50 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class MambaConfig:
+    """Mamba-2 (arXiv 2405.21060) beside the attention of every layer.
+
+    Attributes:
+        num_layers: of the target.
+        num_heads, head_dim: of values.
+        num_groups, state_dim: heads of a group share keys and queries of ``state_dim``.
+        conv_width: tokens that the convolution before it sees.
+        conv_bias, has_bias, out_bias: of the convolution, and of the projections in and out.
+        norms, norms_before_gate: an RMSNorm of each group's outputs, before or after their gate.
+        step_limits: least and most of a step.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_width: int
+    conv_bias: bool
+    has_bias: bool
+    out_bias: bool
+    norms: bool
+    norms_before_gate: bool
+    step_limits: tuple[float, float]
+
+    @property
+    def inner(self) -> int:
+        """Values of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: values, keys and queries."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def states(self) -> StateSpec:
+        """What the layers keep of a text."""
+        one = RecurrenceSpec(self.num_groups, self.num_heads, self.state_dim, self.head_dim)
+        return StateSpec(((self.channels, self.conv_width),) * self.num_layers, (one,) * self.num_layers)
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Sizes of multi-head latent attention.
 
@@ -372,6 +416,38 @@ def read_delta(config: dict[str, Any], where: str) -> DeltaConfig | None:
         raise UserError(f"The config.json in {where} shares {keys} key heads among {heads}.", COPY_AGAIN)
     sizes = (read_size(config, f"linear_{name}_head_dim", where) for name in ("key", "value"))
     return DeltaConfig(layers, keys, heads, *sizes, read_size(config, "linear_conv_kernel_dim", where, 4))
+
+
+def read_mamba(config: dict[str, Any], where: str) -> MambaConfig:
+    """Parse the Mamba-2 layers of a Falcon-H1. Raises UserError."""
+    hidden = read_size(config, "hidden_size", where)
+    inner = read_size(config, "mamba_d_ssm", where, read_size(config, "mamba_expand", where, 2) * hidden)
+    heads = read_size(config, "mamba_n_heads", where, 128)
+    groups = read_size(config, "mamba_n_groups", where, 1)
+    if inner % heads or heads % groups:
+        raise UserError(
+            f"The config.json in {where} divides {inner} values by {heads} heads, and those by {groups}.",
+            COPY_AGAIN,
+        )
+    limits = config.get("time_step_limit") or (0.0, math.inf)
+    try:
+        least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
+    except (TypeError, ValueError, KeyError):
+        raise wrong_value("time_step_limit", limits, where, "two numbers") from None
+    return MambaConfig(
+        len(_layers(config, where)),
+        heads,
+        inner // heads,
+        groups,
+        read_size(config, "mamba_d_state", where, 256),
+        read_size(config, "mamba_d_conv", where, 4),
+        read_flag(config, "mamba_conv_bias", where, True),
+        read_flag(config, "mamba_proj_bias", where),
+        read_flag(config, "projectors_bias", where),
+        read_flag(config, "mamba_rms_norm", where),
+        read_flag(config, "mamba_norm_before_gate", where, True),
+        (least, most),
+    )
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

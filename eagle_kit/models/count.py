@@ -11,7 +11,15 @@ def layer_weights(config: TargetConfig, *, active: bool) -> int:
         return config.active_weights if active else config.layer_weights
     recurrent = () if config.delta is None else config.delta.layers
     mixers = (_delta(config) if i in recurrent else _attention(config) for i in range(config.num_layers))
-    return sum(mixers) + sum(_mlp(config, i, active) for i in range(config.num_layers))
+    beside = 0 if config.mamba is None else config.num_layers * _mamba(config)
+    return beside + sum(mixers) + sum(_mlp(config, i, active) for i in range(config.num_layers))
+
+
+def _mamba(config: TargetConfig) -> int:
+    mamba = config.mamba
+    assert mamba is not None
+    projections = config.hidden_size * (2 * mamba.inner + mamba.channels + mamba.num_heads)
+    return projections + mamba.channels * mamba.conv_width
 
 
 def _delta(config: TargetConfig) -> int:

@@ -1,6 +1,7 @@
 """``LLM``: a target, perhaps a draft, and ``generate``."""
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -149,8 +150,11 @@ class LLM:
             if self.draft.num_modules > 1 and options.shape is not None:
                 for shape in options.shape.shapes:
                     kind.check_shape(self.draft, shape)
+        on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        if on_gpu:
+            options = without_graphs(options, self.target)
         return options.replace(shape=options.shape or self._default_shape()).resolve(
-            on_gpu=self.target.embed_tokens.weight.device.type == "cuda",
+            on_gpu=on_gpu,
             max_positions=model.max_position_embeddings,
             can_record=cpu_graph.available(),
         )
@@ -323,6 +327,25 @@ class LLM:
         tokens = torch.tensor(ids, device=device)
         out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
         return self.target.logits(out.hidden)
+
+
+def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:
+    """Turn graphs off for a target whose forward cannot be captured, which is logged. Raise UserError where
+    they were asked for."""
+    if options.graph_mode == "off" or (reason := target.host_read()) is None:
+        return options
+    if options.graph_mode is not None:
+        raise UserError(
+            f"The code of this {target.config.model_type} reads numbers on the host ({reason}), so that its "
+            "cycles cannot be captured.",
+            "Give --graph-mode off.",
+        )
+    logging.getLogger(__name__).warning(
+        "The code of this %s reads numbers on the host (%s): cycles run without graphs.",
+        target.config.model_type,
+        reason,
+    )
+    return options.replace(graph_mode="off")
 
 
 def _fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:

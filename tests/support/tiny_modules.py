@@ -80,7 +80,7 @@ def save_with_module(kind: str, folder, seed: int = 10) -> PublishedModule:
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in module.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
-        is_norm = tensor.ndim == 1 and "norm" in name or name.startswith("last")
+        is_norm = (tensor.ndim == 1 and "norm" in name) or name.startswith("last")
         tensor.copy_((tensor + 0.3 * noise) if is_norm else 0.2 * noise)
     file = folder / "model.safetensors"
     tensors = load_file(file) | module.published(kind, model.config.num_hidden_layers)

@@ -19,10 +19,11 @@ LENGTH_EPS = 1e-6
 
 
 class ShortConvolution(nn.Module):
-    """Weight of a causal depthwise convolution, ``[C, 1, W]`` as published."""
+    """Weight of a causal depthwise convolution, ``[C, 1, W]`` as published, and perhaps a bias ``[C]``."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 

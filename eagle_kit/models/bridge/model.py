@@ -76,6 +76,19 @@ class BridgedModel(Target):
         """Learn how the layers attend, from a forward."""
         self.records = probe(self.model, self._decoder[0], self.model.config.get_text_config()).records
 
+    def host_read(self) -> str | None:
+        """See :class:`~eagle_kit.models.targets.target.Target`: found by a forward over fake tensors."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        text = self.model.config.get_text_config()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                probe(self.model, self._decoder[0], text)
+        except Exception as error:  # what a model does with a number that is not there
+            reason = str(error).strip().splitlines() or [""]
+            return f"{type(error).__name__} {reason[0]}".strip()
+        return None
+
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
         """The decoder's layers."""

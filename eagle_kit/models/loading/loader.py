@@ -16,8 +16,9 @@ from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
-from eagle_kit.models.config import FAMILIES, TargetConfig, text_config
+from eagle_kit.models.config import FAMILIES, QWEN_HYBRIDS, TargetConfig, text_config
 from eagle_kit.models.config_parts import read_architecture, read_table
+from eagle_kit.models.loading import falcon_h1, qwen_hybrid
 from eagle_kit.models.loading.published import (
     Part,
     expected_shapes,
@@ -26,7 +27,7 @@ from eagle_kit.models.loading.published import (
     read_fp8_block,
     take,
 )
-from eagle_kit.models.loading.qwen_hybrid import arrange, is_exact
+from eagle_kit.models.loading.qwen_hybrid import is_exact
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import Target
@@ -36,6 +37,8 @@ SAMPLE = 4096
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
+ARRANGED = {**dict.fromkeys(QWEN_HYBRIDS, qwen_hybrid.arrange), "falcon_h1": falcon_h1.arrange}
+"""Families whose published tensors are not laid out as our parameters, and what lays them out."""
 LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -163,15 +166,16 @@ def load_target(
         if with_layers:
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    block = read_fp8_block(read_object(folder / "config.json"), str(folder))
+    raw = read_object(folder / "config.json")
+    block = read_fp8_block(raw, str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)
     wanted = None
     if not with_layers:
         model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
     tensors = read_published(folder, wanted)
-    if config.norms_in_fp32:
-        tensors = arrange(tensors, config, block)
+    if config.model_type in ARRANGED:
+        tensors = ARRANGED[config.model_type](tensors, config, raw, block)
     published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)

@@ -6,6 +6,7 @@ singular. Text models inside of models that see have a prefix.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -24,12 +25,16 @@ def is_exact(name: str) -> bool:
 
 
 def arrange(
-    published: dict[str, torch.Tensor], config: TargetConfig, block: tuple[int, int] | None
+    published: dict[str, torch.Tensor],
+    config: TargetConfig,
+    raw: dict[str, Any],
+    block: tuple[int, int] | None,
 ) -> dict[str, torch.Tensor]:
     """Tensors by our published names. Those of unexpected shapes stay as they are, to be reported.
 
     Args:
         published: by their names without ``model.``; it is emptied.
+        raw: the ``config.json``.
         block: see :func:`~eagle_kit.models.loading.published.take`.
     """
     found: dict[str, torch.Tensor] = {}

@@ -1,5 +1,5 @@
 """Target decoders: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE,
-DeepSeek-V2 / V3, Qwen3-Next and Qwen3.5.
+DeepSeek-V2 / V3, GLM-4.5, Qwen3-Next, Qwen3.5 and Falcon-H1.
 
 Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
 except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
@@ -16,6 +16,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.delta import GatedDeltaNet
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
+from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
@@ -30,7 +31,7 @@ def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention, or the gated delta rule, and MLP or experts, with residuals."""
+    """Pre-norm attention, Mamba-2 beside it, or the gated delta rule, and MLP or experts, with residuals."""
 
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class DecoderLayer(nn.Module):
             self.linear_attn = GatedDeltaNet(config, config.delta)
         else:
             self.self_attn = make_attention(config, config.hidden_size)
+        self.mamba = None if config.mamba is None else Mamba2(config, config.mamba)
         self.is_recurrent = layer in recurrent
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = make_mlp(config, layer)
@@ -59,6 +61,8 @@ class DecoderLayer(nn.Module):
             added = self.linear_attn(normed, self.number, attend)
         else:
             added = self.self_attn(normed, table, self.number, attend)
+        if self.mamba is not None:
+            added = added + self.mamba(normed, self.number, attend)
         normed, h = self.post_attention_layernorm.add(added, h)
         return h, self.mlp(normed)
 
@@ -104,6 +108,8 @@ class LlamaModel(Target):
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
         table = self.rope.table(positions)
         h = self.embed(ids)
+        if self.config.embedding_scale != 1.0:
+            h = h * self.config.embedding_scale
         states: dict[int, torch.Tensor] = {}
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
         normed = norms[0](h)

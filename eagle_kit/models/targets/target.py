@@ -81,6 +81,11 @@ class Target(nn.Module, ABC):
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """Final-normed states ``[T, H]`` from the last layer's output ``[T, H]``."""
 
+    def host_read(self) -> str | None:
+        """What of its forward reads numbers on the host, so that it cannot be part of a graph; None where
+        nothing does."""
+        return None
+
     @property
     def norm_weight(self) -> torch.Tensor:
         """Weight ``[H]`` of the final norm, whatever it is called and however it is kept: what it makes of

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import COMMON, family_model
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.blocks.recurrence import TextRecur
 from eagle_kit.models.bridge.attention import Attended
@@ -13,6 +14,7 @@ from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.serve.llm import without_graphs
 
 
 def save(model, folder, **changes):
@@ -131,3 +133,26 @@ def test_configs_are_read_without_weights(tmp_path):
     assert [record.limits.window for record in config.records] == [7, 0, 7, 0]
     with pytest.raises(UserError, match="cannot be loaded"):
         load_target(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "qwen3_next"])
+def test_forwards_of_these_read_nothing_on_the_host(kind, tmp_path):
+    target = load_target(save(family_model(kind), tmp_path, architectures=["AnotherForCausalLM"]))
+    assert target.host_read() is None
+
+
+def test_a_model_that_reads_numbers_is_served_without_graphs(tmp_path, caplog, monkeypatch):
+    target = load_target(save(family_model("gemma2"), tmp_path))
+    layer = target.layers[1]
+    plain = layer.forward
+
+    def reads(hidden_states, *args, **kwargs):
+        assert float(hidden_states.abs().sum()) >= 0
+        return plain(hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", reads)
+    assert "aten._local_scalar_dense" in target.host_read()
+    assert without_graphs(EngineConfig(), target).graph_mode == "off" and "reads numbers" in caplog.text
+    assert without_graphs(EngineConfig(graph_mode="off"), target).graph_mode == "off"
+    with pytest.raises(UserError, match="cannot be captured"):
+        without_graphs(EngineConfig(graph_mode="cycle"), target)

@@ -1,4 +1,4 @@
-"""Our Qwen3-Next and Qwen3.5 against transformers' own, and beside the bridge."""
+"""Our Qwen3-Next, Qwen3.5 and Falcon-H1 against transformers' own, and beside the bridge."""
 
 import json
 
@@ -15,7 +15,7 @@ from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
-KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -115,7 +115,7 @@ def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path
         if config.get("num_experts")
         else "Qwen3_5ForConditionalGeneration"
     )
-    if config["model_type"] == "qwen3_next":
+    if not config["model_type"].startswith("qwen3_5"):
         pytest.skip("published as a text model only")
     outer = {"architectures": [name], "model_type": "qwen3_5", "text_config": config, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(outer))
@@ -129,7 +129,9 @@ def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path
     assert both[0].equal(both[1])
 
 
-def test_norms_and_decays_stay_in_fp32(folder):
+def test_norms_and_decays_stay_in_fp32(folder, kind):
+    if kind == "falcon_h1":
+        pytest.skip("its norms are published whole")
     target = load_target(folder, torch.bfloat16)
     kinds = {name: parameter.dtype for name, parameter in target.named_parameters()}
     exact = {name for name, dtype in kinds.items() if dtype == torch.float32}
@@ -148,21 +150,26 @@ def test_norms_and_decays_stay_in_fp32(folder):
         ({"linear_num_key_heads": 3}, "shares 3 key heads"),
         ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "activation"),
+        ({"mamba_n_heads": 7}, "divides 96 values by 7 heads"),
+        ({"time_step_limit": ["soon", 1]}, "time_step_limit"),
     ],
 )
-def test_impossible_configs_are_refused(folder, tmp_path, changes, message):
+def test_impossible_configs_are_refused(kind, folder, tmp_path, changes, message):
+    if (kind == "falcon_h1") != any(key.startswith(("mamba", "time")) for key in changes):
+        pytest.skip("a key of other families")
     config = json.loads((folder / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         load_target(tmp_path)
 
 
-def test_missing_and_misshapen_tensors_are_named(folder, tmp_path):
+def test_missing_and_misshapen_tensors_are_named(kind, folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
-    tensors.pop("model.layers.0.linear_attn.A_log")
+    mixer = "mamba" if kind == "falcon_h1" else "linear_attn"
+    tensors.pop(f"model.layers.0.{mixer}.A_log")
     tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(5, 48)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="A_log is missing") as error:
