@@ -1,7 +1,8 @@
-"""The whole way of docs/mla.md in small: a DeepSeek from nothing, its own replies, a head of every kind, an
-export, an evaluation."""
+"""The whole way of docs/mla.md and docs/hybrid.md in small: a target from nothing, its own replies, a head of
+every kind, an export, an evaluation."""
 
 import json
+from functools import cache
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 
 ANIMALS = ("cat", "dog", "hen", "fox", "owl", "bee")
-MODEL = {
+DEEPSEEK = {
     "model_type": "deepseek_v3",
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -32,12 +33,30 @@ MODEL = {
     "topk_group": 1,
     "max_position_embeddings": 256,
 }
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 256,
+}
+MODELS = {"deepseek": DEEPSEEK, "hybrid": HYBRID}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory):
-    """A target that tells of animals, and its replies."""
-    root = tmp_path_factory.mktemp("mla")
+def targets(tmp_path_factory: pytest.TempPathFactory):
+    """Makes targets that tell of animals, and their replies."""
+    return cache(lambda name: make_target(tmp_path_factory.mktemp(name), MODELS[name]))
+
+
+def make_target(root, model):
     chats = []
     for i in range(120):
         one, other = ANIMALS[i % 6], ANIMALS[i * 7 % 5]
@@ -46,7 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory):
         chats.append({"messages": [*turns, {"role": "assistant", "content": told}]})
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     config = {
-        "model": MODEL,
+        "model": model,
         "output_dir": str(root / "target"),
         "text": {"source": str(root / "chats.jsonl"), "vocab_size": 320},
         "training": {"length": 64, "rows": 8, "steps": 120, "learning_rate": 5e-3, "warmup_steps": 10},
@@ -59,13 +78,26 @@ def target(tmp_path_factory: pytest.TempPathFactory):
     return root
 
 
+def slow(*names):
+    return pytest.param(*names, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    ["mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "eagle3-mla", "eagle1"))],
+    ("name", "kind"),
+    [
+        ("deepseek", "mtp"),
+        slow("deepseek", "eagle3"),
+        slow("deepseek", "eagle3-mla"),
+        slow("deepseek", "eagle1"),
+        ("hybrid", "eagle3"),
+        slow("hybrid", "mtp"),
+        slow("hybrid", "eagle1"),
+    ],
 )
-def test_a_head_learns_what_a_deepseek_says(target, kind, tmp_path, monkeypatch):
+def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState
 
+    target = targets(name)
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
     head = {"kind": kind, "draft_vocab_size": 128} if "eagle3" in kind else {"kind": kind}
     config = {
