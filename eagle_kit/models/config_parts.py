@@ -414,8 +414,8 @@ def read_delta(config: dict[str, Any], where: str) -> DeltaConfig | None:
     heads, keys = (read_size(config, f"linear_num_{name}_heads", where) for name in ("value", "key"))
     if heads % keys:
         raise UserError(f"The config.json in {where} shares {keys} key heads among {heads}.", COPY_AGAIN)
-    sizes = (read_size(config, f"linear_{name}_head_dim", where) for name in ("key", "value"))
-    return DeltaConfig(layers, keys, heads, *sizes, read_size(config, "linear_conv_kernel_dim", where, 4))
+    key, value = (read_size(config, f"linear_{name}_head_dim", where) for name in ("key", "value"))
+    return DeltaConfig(layers, keys, heads, key, value, read_size(config, "linear_conv_kernel_dim", where, 4))
 
 
 def read_mamba(config: dict[str, Any], where: str) -> MambaConfig:

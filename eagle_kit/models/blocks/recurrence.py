@@ -58,7 +58,7 @@ class Hybrid:
 def recur_of(attend: Attend) -> Recur:
     """The recurrence that comes with an attention; a target with recurrent layers needs one."""
     assert hasattr(attend, "recur"), "recurrent layers need a recurrence beside the attention"
-    return attend
+    return attend  # type: ignore[return-value]
 
 
 class TextRecur:
