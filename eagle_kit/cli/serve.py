@@ -46,6 +46,7 @@ ENGINE_FLAGS = {
     "mixed_prefill_tokens": "--mixed-prefill-tokens",
     "kv_memory": "--kv-memory",
     "kv_dtype": "--kv-dtype",
+    "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
     **LOADING,
 }

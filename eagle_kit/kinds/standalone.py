@@ -31,10 +31,11 @@ class StandaloneKind(DraftKind):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`: vocabulary, tokenizer, context."""
         folder = Path(files.where)
         draft = read_target_config(folder)
-        try:
-            _check_vocabulary(draft, target.config)
-        except UserError as error:
-            return [Finding("error", "vocabulary", error.cause, error.remedy)]
+        for name, check in (("layers", _check_layers), ("vocabulary", _check_vocabulary)):
+            try:
+                check(draft, target.config)
+            except UserError as error:
+                return [Finding("error", name, error.cause, error.remedy)]
         return [
             Finding("ok", "vocabulary", f"{draft.vocab_size}, as the target's."),
             _check_tokenizer(folder, target.folder),
@@ -48,8 +49,10 @@ class StandaloneKind(DraftKind):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`. Only sizes are compared: ids that mean other tokens
         keep the output right and are hardly ever accepted."""
         weight = target.embed_tokens.weight
+        config = read_target_config(Path(files.where))
+        _check_layers(config, target.config)
+        _check_vocabulary(config, target.config)
         model = load_target(files.where, weight.dtype, weight.device)
-        _check_vocabulary(model.config, target.config)
         pack_weights(model)
         return StandaloneDraftModel(model, token_map)
 
@@ -63,6 +66,14 @@ def _check_weights(files: DraftFiles) -> Finding:
     except UserError as error:
         return Finding("error", "weights", error.cause, error.remedy)
     return Finding("ok", "weights", "every tensor is finite.")
+
+
+def _check_layers(draft: TargetConfig, target: TargetConfig) -> None:
+    if draft.states is not None:
+        raise UserError(
+            "The draft model has recurrent layers, and a draft's steps are windows that grow.",
+            "Use a draft head, or a model whose layers all attend.",
+        )
 
 
 def _check_vocabulary(draft: TargetConfig, target: TargetConfig) -> None:

@@ -150,6 +150,11 @@ class LLM:
             if self.draft.num_modules > 1 and options.shape is not None:
                 for shape in options.shape.shapes:
                     kind.check_shape(self.draft, shape)
+        if options.state_snapshots is not None and model.states is None:
+            raise UserError(
+                f"state_snapshots is {options.state_snapshots}, but the target has no recurrent layers.",
+                "Leave it out.",
+            )
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
         if on_gpu:
             options = without_graphs(options, self.target)

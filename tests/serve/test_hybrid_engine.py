@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_hybrid
+from tiny import tiny_head, tiny_hybrid, tiny_target
 from tiny_engine import PROMPTS, make_engine, resolved, serve
 
 from eagle_kit.core.errors import UserError
@@ -163,6 +163,11 @@ def test_the_memory_plan_counts_states(models):
     fewer = plan_memory(target, None, resolved(4, 128, kv_tokens=600, state_snapshots=3))
     assert fewer.states == one * 8
     assert plan_memory(target, None, resolved(4, 128, kv_tokens=600, prefix_cache=False)).states == one * 5
+
+
+def test_snapshots_of_a_target_without_states_are_refused():
+    with pytest.raises(UserError, match="no recurrent layers"):
+        LLM(tiny_target(), state_snapshots=3)
 
 
 def test_a_negative_number_of_snapshots_is_refused():

@@ -154,10 +154,10 @@ def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
     runner, nodes, device = llm.engine(NO_SPECULATION).runner, tree.tokens.shape[1], tree.tokens.device
     pages = torch.arange(runner.config.max_pages, device=device)[None]
     one = torch.ones(1, dtype=torch.int64, device=device)
-    state = CycleState(pages, context * one, tree.tokens[:, 0], one.bool(), None)
+    state = CycleState(pages, context * one, tree.tokens[:, 0], one.bool(), None, 0 * one)
     shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
     settings = CycleSettings(shape, -(-(context + nodes) // COLUMNS) * COLUMNS)
     with runner.linear_forms.measuring():
         draft = DraftOutput(tree, Deterministic())
-        models = CycleModels(llm.target, runner.kv)
+        models = CycleModels(llm.target, runner.kv, states=runner.states)
         return verify_and_commit(models, state, draft, settings).accepted.tokens

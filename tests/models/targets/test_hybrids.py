@@ -7,11 +7,13 @@ import torch
 from families import family_config, family_model
 from tiny import tiny_head
 
+from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
@@ -175,3 +177,10 @@ def test_missing_and_misshapen_tensors_are_named(kind, folder, tmp_path):
     with pytest.raises(UserError, match="A_log is missing") as error:
         load_target(tmp_path)
     assert "q_proj.weight has shape [5, 48]" in str(error.value)
+
+
+def test_a_hybrid_is_no_draft_of_another_target(folder, target):
+    with pytest.raises(UserError, match="recurrent layers"):
+        load_draft_model(folder, target, algorithm="STANDALONE")
+    (finding,) = validate_draft(folder, folder)
+    assert finding.level == "error" and "recurrent layers" in finding.cause
