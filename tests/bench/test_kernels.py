@@ -53,6 +53,12 @@ BY_HAND = {
     ("norm", "add, 8 rows"): (4 * (4 * 8 * 64 + 64), 5 * 8 * 64),
     ("swiglu", "8 rows"): (3 * 8 * 96 * 4, 5 * 8 * 96),
     ("commit", "3 tokens, batch 2"): (4 * TINY.model.num_layers * 2 * 16 * 6 * 4, 0),
+    # Four heads of 16 x 16; per node 2 x 2 x 16 of keys and queries, 4 x 16 values in, out and written, two
+    # numbers a head in and one out, a word of ancestors.
+    ("recurrence", "8 nodes, batch 2"): (
+        2 * (4 * 256 * 4 + 8 * (64 * 4 + 3 * 64 * 4 + 12 * 4 + 8)),
+        2 * 4 * 8 * (4 * 256 + 4 * 8 * 16 + 3 * 8 * 16),
+    ),
     ("accept", "greedy 5,4,8, batch 2"): (2 * (8 * 512 * 4 + 16 * 8 + 16 * 6 + 8), 2 * 8 * 512),
     ("accept", "rejection, batch 2"): (2 * 8 * 512, 0),
     ("accept", "target only, batch 1"): (6 * 512 * 4, 0),

@@ -21,11 +21,21 @@ from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
+from eagle_kit.kernels.recurrence import (
+    Inputs,
+    Text,
+    TextPlan,
+    Written,
+    commit_recurrent,
+    recurrent_texts,
+    recurrent_window,
+)
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.kernels.window_attention import ancestor_bits
 
 TREE = SpecShape(5, 4, 8)
 WIDE = SpecShape(7, 8, 32)
@@ -277,6 +287,67 @@ def _make_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
     return PreparedCase(op, 0, moved, moved, returns=False)
 
 
+def recurrence_cases(sizes: Sizes) -> list[KernelCase]:
+    """Windows of a layer with the gated delta rule, the commit of three tokens, and a text."""
+    loads = [(n, b) for n in (sizes.windows[0], 1, sizes.windows[1]) for b in sizes.batches]
+    return [
+        *(case(f"{n} nodes, batch {b}", _make_recurrent_window, sizes, n, b) for n, b in loads),
+        *(case(f"commit of 3, batch {b}", _make_recurrent_commit, sizes, b) for b in sizes.batches),
+        case(f"text of {sizes.train_tokens}", _make_recurrent_text, sizes),
+    ]
+
+
+def _recurrent_inputs(sizes: Sizes, rng: RandomInputs, *lead: int) -> Inputs:
+    heads, key_heads, key, value = sizes.delta
+    q, k = (rng.normal(*lead, key_heads, key, dtype=torch.float32, scale=key**-0.5) for _ in range(2))
+    g, beta = (rng.uniform(*lead, heads, dtype=torch.float32) for _ in range(2))
+    return Inputs(q, k, rng.normal(*lead, heads, value), -g, beta)
+
+
+def _make_recurrent_window(sizes: Sizes, n: int, b: int, rng: RandomInputs) -> PreparedCase:
+    heads, _, key, value = sizes.delta
+    inputs = _recurrent_inputs(sizes, rng, b, n)
+    states, slots = rng.normal(b, heads, key, value, dtype=torch.float32), rng.permutation(b)
+    bits = ancestor_bits(rng.parents(b, n), n)
+
+    def op(backend: Backend) -> Any:
+        out, written = recurrent_window(inputs, states, slots, bits, delta=True, backend=backend)
+        return out, written.u, written.decay
+
+    flops = b * heads * n * (4 * key * value + 4 * n * key + 3 * n * value)
+    return PreparedCase(op, flops, (*inputs, states, bits))
+
+
+def _make_recurrent_commit(sizes: Sizes, b: int, rng: RandomInputs) -> PreparedCase:
+    heads, _, key, value = sizes.delta
+    inputs, n = _recurrent_inputs(sizes, rng, b, TREE.tokens), 3
+    states, slots = rng.normal(b, heads, key, value, dtype=torch.float32), rng.permutation(b)
+    decay = inputs.g.cumsum(1)
+    written = Written(inputs.k, inputs.v.float(), decay)
+    path = torch.arange(TREE.steps + 1, device=rng.device).expand(b, -1).contiguous()
+    count = torch.full((b,), n, device=rng.device)
+
+    def op(backend: Backend) -> None:
+        commit_recurrent(states, slots, written, path, count, backend=backend)
+
+    read = (written.k[:, :n], written.u[:, :n], decay[:, :n], states)
+    return PreparedCase(op, 2 * b * heads * n * key * value, read, (states,), returns=False)
+
+
+def _make_recurrent_text(sizes: Sizes, rng: RandomInputs) -> PreparedCase:
+    heads, _, key, value = sizes.delta
+    t, n = sizes.train_tokens, 32
+    inputs = _recurrent_inputs(sizes, rng, t)
+    states = rng.normal(2, heads, key, value, dtype=torch.float32)
+    plan = TextPlan([Text(0, t, 0, ((t, 1),))])
+
+    def op(backend: Backend) -> Any:
+        return recurrent_texts(inputs, states, plan, delta=True, backend=backend)
+
+    flops = t * heads * (6 * key * value + 4 * n * key + 3 * n * value)
+    return PreparedCase(op, flops, (*inputs, states[0]), (states[1],))
+
+
 def sampling_cases(sizes: Sizes) -> list[KernelCase]:
     """The sampling distribution after every node and a token sampled from it."""
     v, kinds = sizes.model.vocab_size, {"temperature": False, "top-k, top-p, min-p": True}
@@ -334,5 +405,6 @@ CASES: Cases = {
     "tree_build": tree_cases,
     "accept": accept_cases,
     "commit": commit_cases,
+    "recurrence": recurrence_cases,
     "sampling": sampling_cases,
 }

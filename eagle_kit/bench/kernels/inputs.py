@@ -20,6 +20,7 @@ class Sizes:
     32,000 and DeepSeek's latent.
 
     Attributes:
+        delta: heads, key heads, sizes of a key and a value of a recurrent layer, by default Qwen3-Next's.
         decode, verify, drafts: batches and contexts of window attention.
         windows: nodes of a verified window.
         prompts: batch, cached tokens and new tokens of a prefill.
@@ -32,6 +33,7 @@ class Sizes:
     draft_vocab_size: int = 32000
     latent: tuple[int, int] = (512, 64)
     latent_heads: tuple[int, ...] = (16, 32, 128)
+    delta: tuple[int, int, int, int] = (32, 16, 128, 128)
     page_size: int = 16
     decode: tuple[tuple[int, int], ...] = (
         *((1, K), (1, 8 * K), (1, 32 * K), (8, K), (8, 8 * K), (8, 32 * K), (32, 2 * K), (32, 8 * K)),
@@ -56,6 +58,7 @@ TINY = Sizes(
     draft_vocab_size=128,
     latent=(64, 16),
     latent_heads=(2, 4),
+    delta=(4, 2, 16, 16),
     decode=((1, 64), (2, 128)),
     windows=(8, 16),
     verify=((1, 64), (2, 128)),
