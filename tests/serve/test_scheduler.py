@@ -204,7 +204,7 @@ def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeyp
     prefill = engine.runner.prefill
 
     def counting(chunks):
-        computed.append(sum(stop - start for _, start, stop in chunks))
+        computed.append(sum(stop - start for _, start, stop, _ in chunks))
         return prefill(chunks)
 
     monkeypatch.setattr(engine.runner, "prefill", counting)
@@ -221,7 +221,7 @@ def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(models, mon
     prefill = engine.runner.prefill
 
     def counting(chunks):
-        parts.extend((start, stop - start) for _, start, stop in chunks)
+        parts.extend((start, stop - start) for _, start, stop, _ in chunks)
         return prefill(chunks)
 
     begin(engine, requests_of([[1, 2]], max_tokens=400), steps=3)
@@ -320,7 +320,7 @@ def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
     prefill = engine.runner.prefill
 
     def counting(chunks):
-        computed.append(sum(stop - start for _, start, stop in chunks))
+        computed.append(sum(stop - start for _, start, stop, _ in chunks))
         return prefill(chunks)
 
     monkeypatch.setattr(engine.runner, "prefill", counting)
