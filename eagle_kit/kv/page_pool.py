@@ -43,14 +43,14 @@ class PageAllocation:
 
     Attributes:
         snapshots: states behind private pages, by the number of pages before them.
-        passing: node whose snapshot gives way to the request's next.
+        passing: node, and number of its snapshot, which gives way to the request's next.
         source: node whose snapshot the request begins with, until it has done so.
     """
 
     nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    passing: RadixNode | None = None
+    passing: tuple[RadixNode, int] | None = None
     source: RadixNode | None = None
 
     def __len__(self) -> int:
@@ -84,6 +84,16 @@ class PagePool:
         # unused node never has children.
         self._unused: OrderedDict[RadixNode, None] = OrderedDict()
         self.num_evicted = 0
+
+    @property
+    def num_snapshots(self) -> int:
+        """Most snapshots at a time."""
+        return len(self._snapshots)
+
+    @property
+    def can_reuse(self) -> bool:
+        """True if a request may go on from what another has computed."""
+        return self.prefix_cache and (not self.has_snapshots or self.num_snapshots > 0)
 
     @property
     def num_available(self) -> int:
@@ -130,7 +140,11 @@ class PagePool:
         """Number of the state to save behind the first ``num_pages`` pages of a request, evicting the least
         recently used snapshot; None where all are in use, or there is no cache. Of passing ones the request
         keeps the last two, for results of the last one may be on their way."""
-        if not self.prefix_cache or num_pages <= len(allocation.nodes) or num_pages in allocation.snapshots:
+        if not self.can_reuse or num_pages <= len(allocation.nodes):
+            return None
+        if (known := allocation.snapshots.get(num_pages)) is not None:
+            is_passing = is_passing and known.is_passing
+            allocation.snapshots[num_pages] = known._replace(is_passing=is_passing)
             return None
         passing = sorted(pages for pages, given in allocation.snapshots.items() if given.is_passing)
         for pages in passing[:-1]:
@@ -167,9 +181,10 @@ class PagePool:
             self._free_snapshots.append(given.number)
         self._with_snapshot[node] = None
         self._with_snapshot.move_to_end(node)
-        before, allocation.passing = allocation.passing, node if given.is_passing and is_mine else None
-        if before is not None and before.snapshot is not None and not before.readers:
-            self._drop_snapshot(before)
+        before = allocation.passing
+        allocation.passing = (node, given.number) if given.is_passing and is_mine else None
+        if before is not None and before[0].snapshot == before[1] and not before[0].readers:
+            self._drop_snapshot(before[0])
 
     def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
         """Hold ``nodes`` and ``num_pages`` private pages; None, with no change, when too few are left."""

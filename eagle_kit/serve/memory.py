@@ -124,9 +124,14 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
 
 def _values_per_row(config: TargetConfig) -> int:
     """Values of a token that exist at the same time in a layer: the residual stream, a sum, its norm,
-    captured states, and queries, keys, values and their mix, or the MLP's gate, up, and product."""
+    captured states, and queries, keys, values and their mix, or the inputs, sums and fp32 copies of a
+    recurrent layer, or the MLP's or the experts' gate, up, and product."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size)
+    channels = max((count for count, _ in config.states.convolutions), default=0) if config.states else 0
+    experts = 0
+    if (moe := config.moe) is not None:
+        experts = 3 * (moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size)
+    return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size, experts, 6 * channels)
 
 
 def _expanded_per_token(config: TargetConfig) -> int:

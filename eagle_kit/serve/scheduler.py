@@ -23,7 +23,8 @@ more there are before them; half of them belong to the prompt that has waited lo
 end soonest, and one that two steps' tokens would end is ended. The weights and what is before a part are read
 once for all of it, so a longer prompt saves its share of several steps up until a part is worth that. A reply
 with much before it, or several such of one group, likewise sit out cycles that others share, until their
-share pays for one; in a turn these count like tokens.
+share pays for one; in a turn these count like tokens. With recurrent layers a turn is longer: what lies
+behind the last snapshot of a state is computed again.
 A request that does not fit yet keeps those behind it waiting.
 """
 
@@ -42,6 +43,8 @@ TURN_TOKENS = 32
 the time of 32 tokens."""
 SHORT_TURN_TOKENS = 8
 """Tokens of a turn that ends for a request without a token."""
+RECOMPUTED = 2
+"""Tokens that may be computed again for one of a turn: prompts are computed faster than replies."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
@@ -107,7 +110,7 @@ class Scheduler:
         self._num_held: Counter[int] = Counter()
         self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
-        self._short_turn = SHORT_TURN_TOKENS if page_pool.prefix_cache else TURN_TOKENS
+        self._short_turn = SHORT_TURN_TOKENS if page_pool.can_reuse else TURN_TOKENS
         self._prompt_turn = min(config.prefill_tokens, TURN_CHUNKS * config.mixed_prefill_tokens)
 
     @property
@@ -255,7 +258,7 @@ class Scheduler:
         """List the running requests that have more than a turn of their prompt to be computed, the oldest
         first. The others of them have little of a step's tokens."""
         long = (each for each in self.running if each.is_prefilling and _rest(each) > self._prompt_turn)
-        return sorted(long, key=_rank) if self.page_pool.prefix_cache else []
+        return sorted(long, key=_rank) if self.page_pool.can_reuse else []
 
     def _heads(self) -> list[Request]:
         """List the first request of every group that waits."""
@@ -267,7 +270,7 @@ class Scheduler:
         if group not in self._queues:
             return None
         head = self._queues[group][0][2]
-        if not self.page_pool.prefix_cache or not self._num_held[group]:
+        if not self.page_pool.can_reuse or not self._num_held[group]:
             return head
         for other in self.running:
             has_pages_to_share = other.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
@@ -288,7 +291,7 @@ class Scheduler:
             if self._num_held[request.group] > 1 or request in behind:
                 return True
             is_ahead = request.progress >= TURN_TOKENS  # of a request without a token
-            has_had_turn = is_ahead and _has_had_turn(request, self._short_turn)
+            has_had_turn = is_ahead and _has_had_turn(request, self._turn_of(request, self._short_turn))
             return has_had_turn or self._has_had_prompt_turn(request)
 
         return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
@@ -298,7 +301,18 @@ class Scheduler:
         if self.page_pool.has_snapshots:  # what is behind the last snapshot would be computed again
             kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
             computed = kept - request.num_shared_tokens
-        return self.page_pool.prefix_cache and computed >= self._prompt_turn < _rest(request)
+        return self.page_pool.can_reuse and computed >= self._prompt_turn < _rest(request)
+
+    def _turn_of(self, request: Request, least: int) -> int:
+        """Tokens of a request's turn. With recurrent layers what lies behind its last snapshot is computed
+        again afterwards, all of it where more wait than there are snapshots, so that its turn is as much
+        longer."""
+        if not self.page_pool.has_snapshots:
+            return least
+        kept = 0
+        if self.num_waiting < self.page_pool.num_snapshots:
+            kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
+        return max(least, (request.num_tokens - kept) // RECOMPUTED)
 
     def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
         """List those that give way to a waiting request."""
@@ -319,7 +333,7 @@ class Scheduler:
                 return True
             ahead = other.progress - request.progress
             turn = TURN_TOKENS if request.token_ids else self._short_turn
-            if ahead >= TURN_TOKENS and _has_had_turn(other, turn):
+            if ahead >= TURN_TOKENS and _has_had_turn(other, self._turn_of(other, turn)):
                 return True
             left = _rest(other) - request.num_to_compute
             is_longer = left > self._prompt_turn
@@ -342,7 +356,7 @@ class Scheduler:
         if not self._slots:
             return False
         wanted = request.num_to_compute
-        cached = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.prefix_cache else []
+        cached = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.

@@ -143,6 +143,24 @@ def test_a_long_prompt_that_gives_way_keeps_what_it_has_computed(models):
     assert request.token_ids == greedy(models[0], long, 4)
 
 
+@pytest.mark.parametrize("snapshots", [None, 0])
+def test_many_that_wait_do_not_have_everything_computed_again_and_again(models, snapshots):
+    """More conversations wait than there are snapshots."""
+    engine = engine_of(models, "none", batch=2, max_context=512, state_snapshots=snapshots)
+    engine.scheduler.reading_cost = engine.scheduler.weights_cost = 0.0
+    computed, prefill = [], engine.runner.prefill
+
+    def counting(chunks):
+        computed.append(sum(chunk.stop - chunk.start for chunk in chunks))
+        return prefill(chunks)
+
+    engine.runner.prefill = counting
+    prompts = [[(3 * i + i * i + number) % 11 for i in range(200)] for number in range(10)]
+    requests = requests_of(prompts, max_tokens=100)
+    serve(engine, requests)
+    assert sum(computed) < 2 * sum(len(prompt) for prompt in prompts)
+
+
 def test_sampled_replies_do_not_depend_on_speculation(models):
     target, head = models
     llm = LLM(target, HeadDraftModel(head, target), max_batch_size=4, max_context=128, page_size=4)

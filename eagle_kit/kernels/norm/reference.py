@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == torch.float32:
         return torch.rms_norm(x, weight.shape, weight, eps)
-    return (torch.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight).to(x.dtype)
+    return torch.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -272,7 +272,12 @@ def convolved_texts(
             before[i] = tails[text.source]
     columns = torch.cat((before.flatten(0, 1), x))
     places = plan.columns(width, x.device)
-    out = _weighted(columns[places.read], weight, bias)
+    factors = weight.to(x.dtype)
+    out = columns[places.read[:, 0]] * factors[:, 0]
+    for i in range(1, width):  # all at once would take W times the memory
+        out = out + columns[places.read[:, i]] * factors[:, i]
+    if bias is not None:
+        out = out + bias.to(x.dtype)
     if len(places.saved):
         assert tails is not None
         tails[places.numbers] = columns[places.saved].to(tails.dtype)

@@ -43,7 +43,7 @@ def rope(
     rotated, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), 1)
     if q_norm is not None and k_norm is not None:
         q, k = rotated.split(sizes, 1)
-        rotated = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), 1)
+        rotated = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), 1).to(qkv.dtype)
     q, k = rotate(rotated, table, interleaved).split(sizes, 1)
     return q, k, v
 

@@ -54,12 +54,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., size]`` -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        """``[..., size]`` -> the same shape and dtype; in training with an fp32 weight that of the weight."""
+        return self._rounded(rms_norm(x, self.weight, self.eps), x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm of ``x + residual``, and the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        normed, total = add_rms_norm(x, residual, self.weight, self.eps)
+        return self._rounded(normed, x), total
+
+    def _rounded(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return normed if self.weight.requires_grad else normed.to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -169,7 +173,11 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
+            q_weight, k_weight = (
+                norm.weight.to(heads.dtype) if norm.weight.requires_grad else norm.weight
+                for norm in (self.q_norm, self.k_norm)
+            )
+            norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
         stores = {} if slots is None else {**slots._asdict(), "returns_kv": False}
         return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
 

@@ -144,7 +144,7 @@ def test_settings_that_do_not_fit_the_modules_are_refused_before_training(
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("eagle3-mla", "no latent attention"), ("mtp", "DeepSeek's targets")]
+    ("kind", "cause"), [("eagle3-mla", "no latent attention"), ("mtp", "targets of DeepSeek, GLM and Qwen")]
 )
 def test_a_llama_target_is_refused(make_run, capsys, kind, cause):
     run = make_run()
