@@ -156,6 +156,8 @@ class EngineConfig(Options):
     def _options_go_together(self) -> "EngineConfig":
         if self.kv_tokens is not None and self.kv_memory is not None:
             raise UserError("The pool has a size in tokens and one in bytes.", "Give one or the other.")
+        if self.state_snapshots and not self.prefix_cache:
+            raise UserError("Snapshots are for the prefix cache, which is off.", "Leave one of the two out.")
         if self.is_relaxed and self.sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
         if self.is_relaxed and self.verifier not in (None, "relaxed"):

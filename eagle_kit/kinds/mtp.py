@@ -49,7 +49,7 @@ ARCHITECTURES = {
 }
 """By family of targets: architectures of modules in a folder of their own, and of the targets."""
 SHARED_HEAD = "shared_head.head.weight"
-COUNT = "num_nextn_predict_layers"
+COUNT, LAYERS = "num_nextn_predict_layers", "num_hidden_layers"
 QWEN = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -242,9 +242,9 @@ def _module_config(files: DraftFiles) -> dict[str, Any]:
 def _as_deepseeks(files: DraftFiles) -> DraftFiles:
     """Files of a Qwen whose module, behind its last layer, has DeepSeek's names; others as they are."""
     names = [name for name in files.names if name.startswith("mtp.")]
-    if not names:
-        return files
     raw = _module_config(files)
+    if not names:
+        return replace(files, config=files.config | {COUNT: raw[COUNT], LAYERS: raw[LAYERS]})
     if raw[COUNT] != 1:
         raise UserError(
             f"The target in {files.where} has {raw[COUNT]} MTP modules in one.", "Use a target with one."

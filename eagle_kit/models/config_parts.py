@@ -372,7 +372,7 @@ def _read_deepseek_moe(config: dict[str, Any], is_v3: bool, where: str) -> MoECo
             )
     if is_v3 and (missing := [name for name in V3_NEEDS if config.get(name) is None]):
         raise UserError(
-            f"The config of a DeepSeek-V3 lacks {', '.join(missing)}.",
+            f"The config.json in {where} lacks {', '.join(missing)}.",
             "Copy config.json again from its source.",
         )
     first = read_size(config, "first_k_dense_replace", where, 0, least=0)

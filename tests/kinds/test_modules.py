@@ -18,6 +18,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.llm import LLM
+from eagle_kit.train.run.simulate import match_table
 
 
 @pytest.fixture(scope="module", params=PREFIXES)
@@ -100,3 +101,26 @@ def test_missing_parts_are_named(made, tmp_path):
     save_file(tensors, file)
     with pytest.raises(UserError, match=r"eh_proj.weight is missing|no weights of any|has no MTP"):
         MTP.read(open_draft(tmp_path / "t"), target)
+
+
+def test_a_target_saved_without_its_module_is_named(made, tmp_path):
+    """As transformers saves a fine-tuned copy."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    folder, target, _ = made
+    shutil.copytree(folder, tmp_path / "t")
+    file = tmp_path / "t" / "model.safetensors"
+    kept = {k: v for k, v in load_file(file).items() if not k.startswith(("mtp.", "model.layers.4."))}
+    save_file(kept, file)
+    with pytest.raises(UserError, match=r"no weights of any|has no MTP"):
+        load_draft_model(tmp_path / "t", target, algorithm="NEXTN")
+
+
+def test_a_module_in_bf16_is_judged(made):
+    folder, _, _ = made
+    target = load_target(folder, torch.bfloat16)
+    head = MTP.read(open_draft(folder), target, dtype=torch.bfloat16)
+    ids = torch.randint(3, 131, (20,), generator=torch.Generator().manual_seed(0))
+    assert match_table(target, head, ids, 8, 2).shape == (11, 2)

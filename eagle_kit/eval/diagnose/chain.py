@@ -189,7 +189,7 @@ def _features(head: DraftHead, target: Target, states: States, view: View) -> to
     if view.unit_norm:
         parts = [part * part.float().square().mean(-1, keepdim=True).rsqrt().to(part.dtype) for part in parts]
     aux = torch.cat(parts, -1) if parts else final[:, :0]
-    dtype = head.last_norm.weight.dtype
+    dtype = head.dtype
     return head.features(final.to(dtype), aux.to(dtype))
 
 

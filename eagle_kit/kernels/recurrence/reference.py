@@ -21,8 +21,9 @@ Legend: B requests, N nodes, T packed tokens, H heads, Hk heads of queries and k
 share one), K key size, V value size, C channels, W width of a convolution.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -207,16 +208,19 @@ def window_convolution(
     """
     both = torch.cat((tail.to(x.dtype), x), 1)
     taken = both.gather(1, columns.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2]))
-    return _weighted(taken.view(*columns.shape, -1), weight, bias)
+    return _weighted(taken.view(*columns.shape, -1).unbind(2), weight, bias)
 
 
-def _weighted(columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Sum of ``columns [..., W, C]`` by ``weight [C, W]``, in one order of terms whatever their number."""
-    weight = weight.to(columns.dtype)
-    out = columns[..., 0, :] * weight[:, 0]
+def _weighted(
+    columns: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum of W ``columns [..., C]`` by ``weight [C, W]``, one after another, in fp32 or wider."""
+    dtype, wide = columns[0].dtype, torch.promote_types(columns[0].dtype, torch.float32)
+    factors = weight.to(wide)
+    out = columns[0] * factors[:, 0]
     for i in range(1, weight.shape[1]):
-        out = out + columns[..., i, :] * weight[:, i]
-    return out if bias is None else out + bias.to(columns.dtype)
+        out = out + columns[i] * factors[:, i]
+    return (out if bias is None else out + bias.to(wide)).to(dtype)
 
 
 def path_columns(ancestors: torch.Tensor, width: int) -> torch.Tensor:
@@ -256,6 +260,20 @@ def commit_tail(
     return columns.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
+class _Gathered(Sequence[torch.Tensor]):
+    """Columns of a convolution, gathered when they are asked for: all at once would take W times the
+    memory."""
+
+    def __init__(self, columns: torch.Tensor, read: torch.Tensor) -> None:
+        self._columns, self._read = columns, read
+
+    def __len__(self) -> int:
+        return self._read.shape[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._columns[self._read[:, index]]
+
+
 def convolved_texts(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -272,12 +290,7 @@ def convolved_texts(
             before[i] = tails[text.source]
     columns = torch.cat((before.flatten(0, 1), x))
     places = plan.columns(width, x.device)
-    factors = weight.to(x.dtype)
-    out = columns[places.read[:, 0]] * factors[:, 0]
-    for i in range(1, width):  # all at once would take W times the memory
-        out = out + columns[places.read[:, i]] * factors[:, i]
-    if bias is not None:
-        out = out + bias.to(x.dtype)
+    out = _weighted(_Gathered(columns, places.read), weight, bias)
     if len(places.saved):
         assert tails is not None
         tails[places.numbers] = columns[places.saved].to(tails.dtype)

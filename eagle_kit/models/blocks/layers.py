@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from eagle_kit.kernels.backend import is_differentiated
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
@@ -63,7 +64,7 @@ class RMSNorm(nn.Module):
         return self._rounded(normed, x), total
 
     def _rounded(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return normed if self.weight.requires_grad else normed.to(x.dtype)
+        return normed if is_differentiated(self.weight) else normed.to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -174,7 +175,7 @@ class Attention(nn.Module):
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
             q_weight, k_weight = (
-                norm.weight.to(heads.dtype) if norm.weight.requires_grad else norm.weight
+                norm.weight.to(heads.dtype) if is_differentiated(norm.weight) else norm.weight
                 for norm in (self.q_norm, self.k_norm)
             )
             norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}

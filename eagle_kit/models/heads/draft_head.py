@@ -86,8 +86,13 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def last_norm(self) -> RMSNorm:
-        """Norm in front of :attr:`output`, or else the head's last norm; its weight has the head's dtype and
+        """Norm in front of :attr:`output`, or else the head's last norm; its weight is on the head's
         device."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its matrices; norms may be fp32."""
+        return next(parameter.dtype for parameter in self.parameters() if parameter.ndim > 1)
 
     @property
     def cache(self) -> CacheSpec:

@@ -135,7 +135,7 @@ class ServerResponder:
                     error = future.exception()
                     if error is None:
                         take(numbers[future], future.result())
-                    elif failure is None:
+                    elif failure is None or isinstance(failure, _Stopped):
                         failure = error
                         for waiting in left:
                             waiting.cancel()  # those under way are still waited for
@@ -186,6 +186,7 @@ class ServerResponder:
         with self._lock:
             self._num_refusals += 1
             if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
+                self._stopped.set()
                 raise UserError(
                     f"The server at {self._options.root} refuses every request: {message}.",
                     "Correct the settings of the replies, or the server's.",
@@ -196,12 +197,11 @@ class ServerResponder:
         """Send a request, again where it failed for a passing reason -> the answer's JSON."""
         import httpx
 
-        url, pause = f"{self._options.root}/{path}", FIRST_WAIT
-        problem = "was stopped"
+        url, pause, problem = f"{self._options.root}/{path}", FIRST_WAIT, ""
         for left in range(self._options.retries, -1, -1):
             status, wanted = None, None
             if self._stopped.is_set():
-                break
+                raise _Stopped
             try:
                 answer = self._client.request(method, url, json=body)
                 status, problem = answer.status_code, f"answers {answer.status_code}"
@@ -216,14 +216,20 @@ class ServerResponder:
             except ValueError:
                 problem = "answers with something that is no JSON"
             if status is not None and status not in PASSING and not 200 <= status < 300:
+                self._stopped.set()
                 raise UserError(
                     f"The server at {url} {problem}.", "Correct the request's settings, or the server's."
                 )
-            if not left or self._stopped.wait(_seconds(wanted, pause)):
+            if not left:
                 break
+            self._stopped.wait(_seconds(wanted, pause))
             pause = min(2 * pause, MOST_WAIT)
         tries = self._options.retries + 1
         raise UserError(f"The server at {url} {problem}, {tries} times in a row.", START_IT)
+
+
+class _Stopped(Exception):
+    """Not sent: another request has ended the run."""
 
 
 class _Refused(Exception):

@@ -76,7 +76,7 @@ def match_table(
     table = torch.zeros(rows.shape[0], steps, dtype=torch.bool, device=device)
     if rows.shape[0] == 0:
         return table
-    dtype = head.last_norm.weight.dtype
+    dtype = head.dtype
     features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
     for step, fed_back in enumerate(_chain(target, head, ids, features, rows, steps)):
         drafted = head.to_target(head.logits(fed_back).argmax(-1))

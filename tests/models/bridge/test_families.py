@@ -13,7 +13,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
-QUICK = ("gemma2", "gpt_oss", "llama4_text")
+QUICK = ("gemma2", "gpt_oss", "llama4_text", "qwen3_next", "falcon_h1")
 """Run without the slow ones: between them they have every variant of attention."""
 SOME = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in FAMILIES]
 
