@@ -44,8 +44,9 @@ PROBE = 4
 a while of speculation, to see what plain cycles cost."""
 MOST_PROBE = 8
 """Plain cycles after which such a probe ends though none of them could be timed."""
-PROBE_EVERY = 64, 512
-"""Cycles of plain decoding before the first probe, and before later ones when they find nothing."""
+PROBE_EVERY, PROBE_LESS = (16, 256), 4
+"""Cycles of plain decoding before the first probe, and most of those before later ones; how much longer one
+that finds nothing makes them, unless it could be mistaken about the costs."""
 PLAIN_PROBE_EVERY = 32, 256
 """Least and most cycles of speculation before the next probe of plain decoding."""
 PROBE_LOSS = 0.004
@@ -54,12 +55,14 @@ seldom: up to a gain of 1.34, and 1 % at a gain of 3."""
 MOST_MISSED, HORIZON = 32, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
-DRIFT_RATE, COMMON_RATE = 0.05, 0.3
-"""Rates at which costs follow what is measured: those of a shape beside another, and all together."""
-TABLE_ERROR, TABLE_IS_WORTH = 0.15, 4
-"""Relative error up to which the table is believed, as much as that many changes between shapes. Where the
-middle one of three changes is larger, it is taken over; single cycles may be slow for reasons of
-their own."""
+TABLE_ERROR, WANDER = 0.15, 0.007
+"""Relative error that a shape's cost beside plain decoding may have in the table, and that it takes on from
+one change between the two to the next."""
+COMMON_RATE, NOISE_RATE, FIRST_NOISE = 0.3, 0.05, 0.05
+"""Rates at which what is common to all costs, and the variance of single cycles, follow what is measured; the
+relative error that these have at first."""
+NUM_SURE = 5
+"""Changes of which the middle one tells that a cost is not what it was."""
 NEXT = 4
 """Cycles after which a time still says something of the machine: between two shapes those that make a graph,
 or in which the draft catches up, are not taken."""
@@ -85,10 +88,12 @@ class Ease:
 @dataclass
 class _Clock:
     """Measured times of a batch size beside the table's, as logarithms: ``drift [M]`` of each shape beside
-    plain decoding, the ``recent`` changes that it follows, and what is ``common`` to all."""
+    plain decoding, with its variance ``doubt [M]``, the ``recent`` errors of what it foretold, what is
+    ``common`` to all, and the variance ``noise`` of single cycles."""
 
     drift: np.ndarray
-    num_changes: np.ndarray
+    doubt: np.ndarray
+    noise: float = FIRST_NOISE**2
     recent: dict[int, list[float]] = field(default_factory=dict)
     common: float = 0.0
     last: int = -1
@@ -230,12 +235,14 @@ class ShapePolicy:
         is_better = worth > speeds[0]
         if self._is_probe:
             if now:  # it drafted
-                longer = min(2 * self._probe_every, PROBE_EVERY[1])
-                self._probe_every = PROBE_EVERY[0] if is_better else longer
+                longer = min(PROBE_LESS * self._probe_every, PROBE_EVERY[1])
+                could_be = worth * math.exp(self._doubt(len(eases), now)) > speeds[0]
+                self._probe_every = PROBE_EVERY[0] if could_be else longer
             self._use(drafting if is_better else 0)
         elif not now and worth > GAIN * speeds[0]:
             self._use(drafting)
         elif now and worth < speeds[0]:
+            self._probe_every = PROBE_EVERY[0]
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
             self._use(drafting)
@@ -244,6 +251,11 @@ class ShapePolicy:
         elif now and self._num_drafting >= _probe_after(worth / speeds[0]):
             self._use(0, is_probe=True)
         self._rate = max(worth, float(speeds[0]))
+
+    def _doubt(self, batch_size: int, number: int) -> float:
+        """Relative error of a shape's cost, as far as cycles are timed."""
+        clock = self._clocks.get(batch_size)
+        return 0.0 if clock is None else math.sqrt(clock.doubt[number])
 
     def _rest_of_reading(self, batch_size: int, context: int) -> np.ndarray:
         """Part of the time of ``HORIZON`` cycles that is left when the draft has read what it has missed,
@@ -312,7 +324,8 @@ class ShapePolicy:
         become slower, changes no choice; a shape is compared with plain decoding where one follows the
         other."""
         number, num = self._number[shape], len(self.shapes)
-        clock = self._clocks.setdefault(batch_size, _Clock(np.zeros(num), np.zeros(num)))
+        new = _Clock(np.zeros(num), np.full(num, TABLE_ERROR**2))
+        clock = self._clocks.setdefault(batch_size, new)
         surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
         if abs(surprise) > OUTLIER and clock.last >= 0 and clock.num_outliers < MOST_OUTLIERS:
             clock.num_outliers += 1
@@ -320,24 +333,24 @@ class ShapePolicy:
         is_next = clock.last >= 0 and self._num_cycles - clock.last_cycle <= NEXT
         if is_next and clock.last != number and 0 in (clock.last, number):
             self._compare_with_plain(clock, max(clock.last, number), surprise if number else -surprise)
+        elif is_next and clock.last == number:
+            clock.noise += NOISE_RATE * (surprise**2 - clock.noise)
         clock.common += surprise * (COMMON_RATE if is_next else 1.0)
         clock.last, clock.last_cycle, clock.num_outliers = number, self._num_cycles, 0
         self._num_timed += 1
 
     @staticmethod
     def _compare_with_plain(clock: _Clock, number: int, surprise: float) -> None:
-        """Learn from a cycle of a shape beside one of plain decoding, with which it is compared. Two shapes
-        are not compared with one another: an error of one would be the other's too, and a shape that looks
-        dear is not used again to find out."""
-        clock.num_changes[number] += 1
-        clock.recent[number] = recent = [*clock.recent.get(number, ()), surprise][-3:]
-        middle = sorted(recent)[1] if len(recent) == 3 else 0.0
-        if abs(middle) > TABLE_ERROR:
-            clock.drift[number] += middle
-            clock.recent[number] = []
-        else:
-            rate = max(1 / (TABLE_IS_WORTH + clock.num_changes[number]), DRIFT_RATE)
-            clock.drift[number] += rate * min(max(surprise, -TABLE_ERROR), TABLE_ERROR)
+        """Learn from a cycle of a shape beside one of plain decoding, with which it is compared (a Kalman
+        filter of one number). Two shapes are not compared with one another: an error of one would be the
+        other's too, and a shape that looks dear is not used again to find out."""
+        clock.recent[number] = recent = [*clock.recent.get(number, ()), surprise][-NUM_SURE:]
+        if len(recent) == NUM_SURE and abs(sorted(recent)[NUM_SURE // 2]) > TABLE_ERROR:
+            clock.doubt[number], clock.recent[number] = TABLE_ERROR**2, []
+        doubt = clock.doubt[number] + WANDER**2
+        gain, limit = doubt / (doubt + clock.noise), 2.0 * math.sqrt(doubt + clock.noise)
+        clock.drift[number] += gain * min(max(surprise, -limit), limit)
+        clock.doubt[number] = (1.0 - gain) * doubt
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
         """What is chosen for batches of average text."""
