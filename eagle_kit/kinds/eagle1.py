@@ -18,7 +18,7 @@ from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
 from eagle_kit.kinds.support.config_json import LAYER_SIZES, layer_to_dict, read_layer
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import FAMILIES, TargetConfig
-from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_size
+from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_number, read_size
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config
 from eagle_kit.models.targets.target import Target
@@ -64,6 +64,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
             attention_bias=BIASES["qkv_bias"] in names,
             attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
             fc_bias=BIASES["bias"] in names,
+            logit_scale=float(read_number(raw, "logit_scale", where, target.logit_scale if target else 1.0)),
             max_position_embeddings=read_size(
                 raw, "max_position_embeddings", where, 0, least=0, most=MAX_POSITIONS
             ),
@@ -80,6 +81,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
             "attention_bias": config.attention_out_bias,
             **({} if config.fc_bias else {"bias": False}),
             **({"qkv_bias": True} if config.attention_bias else {}),
+            **({"logit_scale": config.logit_scale} if config.logit_scale != 1.0 else {}),
         }
 
     def published_name(self, part: str) -> str:
@@ -113,7 +115,11 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         like = Eagle3Config.for_target(target, target.vocab_size)
         sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
         width = settings.intermediate_size or like.intermediate_size
-        return Eagle1Config(**sizes | {"intermediate_size": width}, fc_bias=settings.fc_bias)
+        return Eagle1Config(
+            **sizes | {"intermediate_size": width},
+            fc_bias=settings.fc_bias,
+            logit_scale=target.logit_scale,
+        )
 
 
 EAGLE1 = Eagle1Kind()

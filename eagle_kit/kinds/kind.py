@@ -394,4 +394,4 @@ def soften(norm: nn.Module, target: Target) -> None:
     """Start a final norm at a tenth of the target's: a new layer says nothing yet, and at full size its first
     logits would be confidently wrong (loss 15 where guessing evenly costs 9)."""
     with torch.no_grad():
-        norm.weight.copy_(target.norm_weight * FIRST_NORM)  # type: ignore[operator]
+        norm.weight.copy_(target.norm_weight * target.logit_form.scale * FIRST_NORM)  # type: ignore[operator]

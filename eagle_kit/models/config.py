@@ -133,6 +133,7 @@ class TargetConfig(DecoderConfig):
         delta: layers with the gated delta rule in place of attention.
         mamba: Mamba-2 beside attention.
         embedding_scale: factor of embeddings in front of the first layer; heads read them without.
+        logit_scale: factor of logits.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
     """
 
@@ -163,6 +164,7 @@ class TargetConfig(DecoderConfig):
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     num_mtp_layers: int = 0
 
     @classmethod
@@ -208,6 +210,7 @@ class TargetConfig(DecoderConfig):
             delta=read_delta(config, where) if is_hybrid else None,
             mamba=read_mamba(config, where) if family == "falcon_h1" else None,
             embedding_scale=float(read_number(config, "embedding_multiplier", where, 1.0)),
+            logit_scale=float(read_number(config, "lm_head_multiplier", where, 1.0)),
             num_mtp_layers=read_size(config, mtp_count(config), where, 0, least=0, most=MAX_LAYERS),
         )
 

@@ -5,7 +5,8 @@ Sources: DeepSeek-V2 (arXiv 2405.04434, sections 2.1 and 2.2), DeepSeek-V3 (arXi
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN
@@ -102,6 +103,12 @@ class StateSpec:
         columns = sum(channels for channels, _ in self.convolutions)
         return columns * itemsize + 4 * sum(each.written for each in self.recurrences)
 
+    @property
+    def num_bytes_of_pair(self) -> int:
+        """Bytes that a layer needs for a pair of nodes of a window, where channels decay by themselves."""
+        pairs = (3 * each.num_heads * each.key_dim for each in self.recurrences if each.per_channel)
+        return 4 * max(pairs, default=0)
+
 
 @dataclass(frozen=True)
 class DeltaConfig:
@@ -134,6 +141,21 @@ class DeltaConfig:
         return StateSpec(((self.channels, self.conv_width),) * count, (one,) * count)
 
 
+class Multipliers(NamedTuple):
+    """Factors of Falcon-H1's activations: of the attention's inputs, keys and outputs, of Mamba's inputs, of
+    the five ``sections`` that its projection gives (gate, values, keys, queries, steps) and of its outputs,
+    and of the MLP's gate and outputs."""
+
+    attention_in: float
+    key: float
+    attention_out: float
+    ssm_in: float
+    sections: tuple[float, ...]
+    ssm_out: float
+    gate: float
+    down: float
+
+
 @dataclass(frozen=True)
 class MambaConfig:
     """Mamba-2 (arXiv 2405.21060) beside the attention of every layer.
@@ -146,6 +168,7 @@ class MambaConfig:
         conv_bias, has_bias, out_bias: of the convolution, and of the projections in and out.
         norms, norms_before_gate: an RMSNorm of each group's outputs, before or after their gate.
         step_limits: least and most of a step.
+        multipliers: part of the weights once they are loaded.
     """
 
     num_layers: int
@@ -160,6 +183,7 @@ class MambaConfig:
     norms: bool
     norms_before_gate: bool
     step_limits: tuple[float, float]
+    multipliers: Multipliers
 
     @property
     def inner(self) -> int:
@@ -261,6 +285,14 @@ def read_number(config: dict[str, Any], key: str, where: str, default: float | N
     if type(value) not in (int, float) or not NUMBERS[0] <= value <= NUMBERS[1]:  # type: ignore[operator]
         raise wrong_value(key, value, where, f"a number from {NUMBERS[0]} to {NUMBERS[1]}")
     return value  # type: ignore[return-value]
+
+
+def read_numbers(config: dict[str, Any], key: str, where: str, count: int) -> tuple[float, ...]:
+    """``count`` positive numbers; ones where they are absent or null. Raises UserError."""
+    values = [1.0] * count if config.get(key) is None else config[key]
+    if not isinstance(values, list) or len(values) != count:
+        raise wrong_value(key, values, where, f"a list of {count} numbers")
+    return tuple(float(read_number({key: value}, key, where)) for value in values)
 
 
 def read_flag(config: dict[str, Any], key: str, where: str, default: bool = False) -> bool:
@@ -433,7 +465,9 @@ def read_mamba(config: dict[str, Any], where: str) -> MambaConfig:
     try:
         least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
     except (TypeError, ValueError, KeyError):
-        raise wrong_value("time_step_limit", limits, where, "two numbers") from None
+        least, most = math.inf, 0.0
+    if not 0.0 <= least < most:
+        raise wrong_value("time_step_limit", limits, where, "two numbers, the smaller first")
     return MambaConfig(
         len(_layers(config, where)),
         heads,
@@ -447,6 +481,20 @@ def read_mamba(config: dict[str, Any], where: str) -> MambaConfig:
         read_flag(config, "mamba_rms_norm", where),
         read_flag(config, "mamba_norm_before_gate", where, True),
         (least, most),
+        _read_multipliers(config, where),
+    )
+
+
+def _read_multipliers(config: dict[str, Any], where: str) -> Multipliers:
+    one = partial(read_number, config, where=where, default=1.0)
+    return Multipliers(
+        one("attention_in_multiplier"),
+        one("key_multiplier"),
+        one("attention_out_multiplier"),
+        one("ssm_in_multiplier"),
+        read_numbers(config, "ssm_multipliers", where, 5),
+        one("ssm_out_multiplier"),
+        *read_numbers(config, "mlp_multipliers", where, 2),
     )
 
 

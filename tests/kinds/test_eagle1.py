@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,8 +12,12 @@ from tiny import randomise, tiny_head, tiny_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel, StandaloneDraftModel
 
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 131,
@@ -288,3 +292,17 @@ def test_a_head_of_ours_survives_the_published_names(target, tmp_path):
     hidden, embeds = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1)).unbind()
     outs = [m(hidden, embeds, torch.arange(7), lambda layer, q, k, v: q) for m in (head, loaded)]
     assert torch.equal(*outs)
+
+
+def test_a_factor_of_the_targets_logits_is_the_heads_too(tmp_path):
+    """vLLM reads it from the draft's config."""
+    scaled = replace(tiny_target().config, logit_scale=0.25)
+    target = LlamaModel(scaled).eval()
+    config = EAGLE1.new_config(HeadConfig(kind="eagle1", intermediate_size=97), scaled)
+    head = randomise(Eagle1Head(config), 3, 0.2).bind(target.lm_head)
+    states = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    for drafted in (head, HeadDraftModel(head, target), StandaloneDraftModel(target)):
+        torch.testing.assert_close(drafted.logits(states), target.logits(states))
+    save_draft(head, tmp_path / "draft", metadata={})
+    assert json.loads((tmp_path / "draft/config.json").read_text())["logit_scale"] == 0.25
+    assert load_draft(tmp_path / "draft").config.logit_scale == 0.25

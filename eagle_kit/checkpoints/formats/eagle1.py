@@ -6,6 +6,7 @@ output together or not at all. Zeros make up for a bias that a class wants and t
 are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
                 refuse(peer, "its heads together are as wide as the hidden size, and this head's are not")
             raw |= {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
             raw |= {"qkv_bias": True} if config.attention_bias else {}
+    if config.logit_scale != 1.0 and peer != "vllm":
+        warnings.warn(
+            f"{peer} does not read logit_scale ({config.logit_scale:g}): its trees and sampled drafts will "
+            "be those of other probabilities.",
+            stacklevel=2,
+        )
     own = {**files.own, "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
     return DraftFiles({**raw, OWN: own}, tensors | zeros, files.metadata)
 

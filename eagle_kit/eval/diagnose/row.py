@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.packed_attention import document_spans
-from eagle_kit.models.targets.target import Target, capped
+from eagle_kit.models.targets.target import Target
 
 LOGIT_ROWS = 128
 """Rows whose logits over the target's vocabulary exist at the same time."""
@@ -117,10 +117,10 @@ def log_probs(
         among: int64 ``[Vd]``, the only tokens there are; all when None.
     """
     hidden, weight = states.hidden[row.roots], target.head_weight
-    logits = capped(torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float()), target.soft_cap)
+    logits = target.logit_form(torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float()))
     if among is None:
         return logits - states.log_total
     chosen = weight[among]
     parts = (linear(rows, chosen).float() for rows in hidden.split(LOGIT_ROWS))
-    totals = [capped(part, target.soft_cap).logsumexp(-1) for part in parts]
+    totals = [target.logit_form(part).logsumexp(-1) for part in parts]
     return logits - torch.cat(totals)

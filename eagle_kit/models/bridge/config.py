@@ -42,7 +42,6 @@ class BridgedConfig(TargetConfig):
         source: its ``config.json``.
         records: its attention layers, without their sinks.
         recurrent: what its recurrent layers keep of a text; None without any.
-        logit_scale: factor of the final states before the output layer.
         soft_cap: of the logits.
         num_chosen_experts: experts of a token.
         active_weights, layer_weights, all_weights: elements of the matrices that a token meets in the layers,
@@ -52,7 +51,6 @@ class BridgedConfig(TargetConfig):
     source: dict[str, Any] | None = None
     records: tuple[LayerRecord, ...] = ()
     recurrent: StateSpec | None = None
-    logit_scale: float = 1.0
     soft_cap: float | None = None
     num_chosen_experts: int = 1
     active_weights: int = 0
@@ -186,6 +184,8 @@ def new_model(config: Any, where: str) -> Any:
         pin_rope(model)
         take_over_recurrence(model)
         return model
+    except UserError:
+        raise
     except (ImportError, KeyError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -231,8 +231,10 @@ def _pinned_context(rope: dict[str, Any], config: Any, context: int) -> int:
 
 
 def _logit_scale(config: Any) -> float:
-    """Factor of logits by its names in configs: of Cohere, Granite and Falcon-H1."""
+    """Factor of logits by its names in configs: of Cohere, Granite, Falcon-H1 and HyperCLOVA X."""
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    if config.model_type == "hyperclovax":
+        return divisor
     return float(_first(config, "logit_scale", "lm_head_multiplier") or 1.0) / divisor
 
 

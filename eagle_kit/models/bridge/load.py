@@ -23,7 +23,7 @@ from eagle_kit.models.bridge.config import (
 )
 from eagle_kit.models.bridge.gate import check
 from eagle_kit.models.bridge.model import BridgedModel
-from eagle_kit.models.targets.target import Target, TargetOutput
+from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
 
 MAX_HEAD_SIZE = 256
 LAYER = re.compile(r"(^|\.)(?:layers|h|blocks|decoder_layers)\.(\d+)\.")
@@ -120,7 +120,8 @@ class BridgedEnds(Target):
         super().__init__()
         self.norm = norm
         self.config: BridgedConfig = config
-        self.soft_cap, self.layers = config.soft_cap, nn.ModuleList()
+        self.logit_form = LogitForm(config.logit_scale, config.soft_cap)
+        self.layers = nn.ModuleList()
         self.embed_tokens = nn.Embedding.from_pretrained(embedding)
         with torch.device("meta"):
             self.lm_head = Linear(output.shape[1], output.shape[0], bias=False)
@@ -136,7 +137,9 @@ class BridgedEnds(Target):
 
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.targets.target.Target`."""
-        return self.norm(states) * self.config.logit_scale
+        states = self.norm(states)
+        assert isinstance(states, torch.Tensor)
+        return states
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from eagle_kit.models.bridge.attention import NAME, TUNING, Attended, Forward, c
 from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, layers_of, norm_of, pin_rope
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.bridge.recurrence import take_over_recurrence
-from eagle_kit.models.targets.target import Target, TargetOutput
+from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
 
 GATHERED_ROWS, GATHERED_BYTES = 64, 2**30
 """Rows, and bytes, up to which the weights of a token's experts are gathered: the same bits for any number of
@@ -52,7 +52,7 @@ class BridgedModel(Target):
         super().__init__()
         self.config: BridgedConfig = config
         self.model = model
-        self.soft_cap = config.soft_cap
+        self.logit_form = LogitForm(config.logit_scale, config.soft_cap)
         _replace_linears(model)
         pin_rope(model)
         take_over_recurrence(model)
@@ -122,7 +122,9 @@ class BridgedModel(Target):
 
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.targets.target.Target`."""
-        return norm_of(self._decoder[0])(states) * self.config.logit_scale
+        states = norm_of(self._decoder[0])(states)
+        assert isinstance(states, torch.Tensor)
+        return states
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, capture: tuple[int, ...] = ()
@@ -132,8 +134,6 @@ class BridgedModel(Target):
         with running(Forward(Attended(attend, self.config.cache.head_dim, positions), capture)) as forward:
             out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden = out.last_hidden_state[0]
-        if self.config.logit_scale != 1.0:
-            hidden = hidden * self.config.logit_scale
         aux = torch.cat([forward.captured[i] for i in capture], -1) if capture else hidden[:, :0]
         return TargetOutput(hidden, aux)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.bridge.attention import Handler, current
 
@@ -23,7 +24,17 @@ EPS = 1e-6
 
 
 def take_over_recurrence(model: torch.nn.Module) -> None:
-    """Have the recurrent layers of a model computed by the forward under way."""
+    """Have the recurrent layers of a model computed by the forward under way.
+
+    Raises:
+        UserError: they have been given their functions already, as in older versions of transformers.
+    """
+    for layer in model.modules():
+        if found := BOUND & vars(layer).keys():
+            raise UserError(
+                f"A {type(layer).__name__} of this transformers keeps {min(found)} for itself.",
+                "Upgrade transformers, or use a target that is written here.",
+            )
     for name in {type(module).__module__ for module in model.modules()}:
         file: Any = sys.modules[name]
         for function, make in REPLACED.items():
@@ -135,3 +146,5 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
 }
 """Functions of modelling files and what they are replaced by."""
+BOUND = {*REPLACED, "chunk_gated_delta_rule"}
+"""Names that such a function has where a layer keeps it."""

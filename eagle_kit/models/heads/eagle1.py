@@ -20,7 +20,11 @@ from eagle_kit.models.heads.draft_head import Block, TiedHead
 
 @dataclass(frozen=True)
 class Eagle1Config(DecoderConfig, TiedArchitecture):
-    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias."""
+    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
+
+    Attributes:
+        logit_scale: the target's factor of logits.
+    """
 
     hidden_size: int
     num_heads: int
@@ -34,6 +38,7 @@ class Eagle1Config(DecoderConfig, TiedArchitecture):
     attention_bias: bool = False
     attention_out_bias: bool = False
     fc_bias: bool = True
+    logit_scale: float = 1.0
     max_position_embeddings: int = 0
     target: str = ""
     template_hash: str = ""
@@ -73,3 +78,8 @@ class Eagle1Head(TiedHead, Block):
         """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
         h = residual + self.self_attn.o_proj(attended.flatten(1))
         return h + self.mlp(self.post_attention_layernorm(h))
+
+    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`; the output layer is the target's, whose
+        logits have a factor."""
+        return fed_back if self.config.logit_scale == 1.0 else fed_back * self.config.logit_scale

@@ -1,9 +1,9 @@
 """Published layout of Falcon-H1, put into ours: its names, and its multipliers, which become part of the
 weights.
 
-Every multiplier of its config scales the input or the output of a matrix, or of the last norm, whose rows are
-multiplied in fp32 before they are rounded to the dtype of the run; that of the embedding stays
-(``TargetConfig.embedding_scale``), since heads read plain rows.
+Every multiplier of a layer scales the input or the output of a matrix, whose rows are multiplied in fp32
+before they are rounded to the dtype of the run. Those of the embedding and of the logits stay
+(``TargetConfig.embedding_scale`` and ``logit_scale``), since heads read plain rows and plain final states.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def arrange(
 
     Args:
         published: by their names without ``model.``; it is emptied.
-        raw: the ``config.json``.
+        raw: the ``config.json``, which is not needed.
         block: see :func:`~eagle_kit.models.loading.published.take`.
     """
     found = {}
@@ -40,7 +40,7 @@ def arrange(
         ours = name
         for theirs, mine in NAMES.items():
             ours = ours.replace(theirs, mine)
-        factor = _factor(ours, config, raw, len(published[name]))
+        factor = _factor(ours, config, len(published[name]))
         if factor is None:
             found[ours] = published.pop(name)
         else:
@@ -49,40 +49,29 @@ def arrange(
     return found
 
 
-def _factor(name: str, config: TargetConfig, raw: dict[str, Any], rows: int) -> torch.Tensor | None:
+def _factor(name: str, config: TargetConfig, rows: int) -> torch.Tensor | None:
     """Factor of each row of a tensor, or one of all; None where it is 1."""
     mamba = config.mamba
     assert mamba is not None
-    scales_inputs = not name.endswith(".bias")
-    attention_in, ssm_in = (_number(raw, key) if scales_inputs else 1.0 for key in INPUTS)
-    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
+    given = mamba.multipliers
+    is_bias = name.endswith(".bias")  # not multiplied with the inputs
+    attention_in, ssm_in = (1.0, 1.0) if is_bias else (given.attention_in, given.ssm_in)
     if ".mamba.in_proj." in name:
-        sections = raw.get("ssm_multipliers") or [1.0] * 5
         shared = mamba.num_groups * mamba.state_dim
         sizes = (mamba.inner, mamba.inner, shared, shared, mamba.num_heads)
         if rows != sum(sizes):
             return None
         return ssm_in * torch.cat(
-            [torch.full((size,), float(factor)) for size, factor in zip(sizes, sections, strict=True)]
+            [torch.full((size,), factor) for size, factor in zip(sizes, given.sections, strict=True)]
         )
     factors = {
         ".self_attn.q_proj.": attention_in,
-        ".self_attn.k_proj.": attention_in * _number(raw, "key_multiplier"),
+        ".self_attn.k_proj.": attention_in * given.key,
         ".self_attn.v_proj.": attention_in,
-        ".self_attn.o_proj.": _number(raw, "attention_out_multiplier"),
-        ".mamba.out_proj.": _number(raw, "ssm_out_multiplier"),
-        ".mlp.gate_proj.": float(gate),
-        ".mlp.down_proj.": float(down),
+        ".self_attn.o_proj.": given.attention_out,
+        ".mamba.out_proj.": given.ssm_out,
+        ".mlp.gate_proj.": given.gate,
+        ".mlp.down_proj.": given.down,
     }
-    if name == "norm.weight":
-        return torch.tensor([_number(raw, "lm_head_multiplier")])
     factor = next((factor for part, factor in factors.items() if part in name), 1.0)
     return None if factor == 1.0 else torch.tensor([factor])
-
-
-INPUTS = "attention_in_multiplier", "ssm_in_multiplier"
-
-
-def _number(raw: dict[str, Any], key: str) -> float:
-    value = raw.get(key)
-    return 1.0 if value is None else float(value)

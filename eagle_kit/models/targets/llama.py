@@ -20,7 +20,7 @@ from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.targets.target import Target, TargetOutput
+from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
 
 
 def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
@@ -72,7 +72,7 @@ class LlamaModel(Target):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.logit_form = config, LogitForm(config.logit_scale)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

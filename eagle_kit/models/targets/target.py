@@ -28,6 +28,19 @@ class TargetOutput(NamedTuple):
     aux: torch.Tensor
 
 
+class LogitForm(NamedTuple):
+    """Logits ``soft_cap tanh(scale x / soft_cap)`` of what the output layer gives, ``scale x`` without a
+    cap."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the same shape."""
+        scaled = x if self.scale == 1.0 else x * self.scale
+        return scaled if self.soft_cap is None else self.soft_cap * torch.tanh(scaled / self.soft_cap)
+
+
 class Target(nn.Module, ABC):
     """Causal language model without caches, windows or batches, which ``attend`` implements.
 
@@ -38,14 +51,14 @@ class Target(nn.Module, ABC):
         lm_head: output layer.
         layers: its decoder layers; empty where it was loaded without them.
         working_bytes: memory that a forward needs besides its states.
-        soft_cap: logits are ``soft_cap tanh(x / soft_cap)`` of the output layer's; None without a cap.
+        logit_form: makes logits of what the output layer gives.
     """
 
     config: TargetConfig
     embed_tokens: nn.Embedding
     lm_head: Linear
     layers: nn.ModuleList
-    soft_cap: float | None = None
+    logit_form: LogitForm = LogitForm()
     working_bytes: int = 0
 
     @property
@@ -107,7 +120,7 @@ class Target(nn.Module, ABC):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
-        return capped(self.lm_head(hidden), self.soft_cap)
+        return self.logit_form(self.lm_head(hidden))
 
     def causal(self) -> Attend:
         """Attention of one text, all of which is in the forward."""
@@ -124,8 +137,3 @@ class Target(nn.Module, ABC):
     def _beside_states(self, attend: Attend, spans: list[tuple[int, int]] | None = None) -> Attend:
         """Put the recurrence of texts beside their attention, where there are recurrent layers."""
         return attend if self.config.states is None else Hybrid(attend, TextRecur(spans))
-
-
-def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
-    """``soft_cap tanh(logits / soft_cap)``; the logits themselves where there is no cap."""
-    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)

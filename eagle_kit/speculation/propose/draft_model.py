@@ -168,3 +168,13 @@ class StandaloneDraftModel(DraftModel):
     ) -> torch.Tensor:
         """See :class:`DraftModel`."""
         return self.model(tokens, slots, attend).hidden
+
+    def readout(self, states: torch.Tensor) -> Readout:
+        """See :class:`DraftModel`; a soft cap of its logits, which changes no order, is left out."""
+        scale = self.model.logit_form.scale
+        return super().readout(states if scale == 1.0 else states * scale)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftModel`."""
+        logits: torch.Tensor = self.model.logit_form(self.output(states))
+        return logits

@@ -5,7 +5,7 @@ The teacher of a block is made once and used by all K steps.
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, carried
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.targets.target import LogitForm
 from eagle_kit.train.algorithm.align import teacher_of
 from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import RowPlan
@@ -59,7 +60,7 @@ class Objective:
             the draft vocabulary is a part of the target's; None otherwise.
         regression: EAGLE-1's loss with these weights, in place of ``loss``.
         detach_steps: no gradient flows through the state that a step hands to the next.
-        soft_cap: of the target's logits.
+        form: of the target's logits.
     """
 
     loss: str = "ce"
@@ -67,7 +68,7 @@ class Objective:
     target_head: torch.Tensor | None = None
     regression: RegressionConfig | None = None
     detach_steps: bool = False
-    soft_cap: float | None = None
+    form: LogitForm = field(default_factory=LogitForm)
 
     @classmethod
     def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
@@ -150,10 +151,9 @@ def ttt_loss(
             continue
         wanted, index = torch.unique(teachers, return_inverse=True)
         hidden = batch.features.hidden[wanted]
-        cap = objective.soft_cap
-        probs, mass = draft_vocab_probs(hidden, batch.target_head, cap), None
+        probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
         if objective.target_head is not None:
-            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, cap)
+            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
         teacher = Teacher(probs, index, torch.cat(weights), mass)
         part = _block_loss(objective, weight, torch.cat(h), hidden, teacher, weight_grad)
         total = total + part.loss
@@ -174,7 +174,7 @@ def _block_loss(
     """Loss of a block's rows: ``states [M, H]`` learn from ``teacher``, made of the target's ``hidden
     [P, H]``. The gradient of the output layer ``weight``, if it learns, is added to ``weight_grad``."""
     if objective.regression is not None:
-        return regression_loss(states, weight, hidden, teacher, objective.regression)
+        return regression_loss(states, weight, hidden, teacher, objective.regression, objective.form.scale)
     return linear_draft_loss(
         states, weight, teacher, loss=objective.loss, eta=objective.eta, weight_grad=weight_grad
     )

@@ -27,11 +27,12 @@ def regression_loss(
     hidden: torch.Tensor,
     teacher: Teacher,
     config: RegressionConfig,
+    scale: float = 1.0,
 ) -> SoftCrossEntropy:
     """Weighted sum over rows of the loss above; differentiable in ``states``.
 
     Args:
-        states: ``[M, H]``, the head's output.
+        states: ``[M, H]``, the head's output times ``scale``, the target's factor of logits.
         weight: the target's output layer ``[V, H]``, frozen.
         hidden: ``[P, H]``, the target's final-normed states.
         teacher: its distributions at these P positions, which may be overwritten, and the rows' weights.
@@ -39,7 +40,8 @@ def regression_loss(
     index, row_weights = teacher.index, teacher.row_weights
     mass = _weigh(teacher.probs, config)[index]
     tokens = linear_soft_cross_entropy(states, weight, replace(teacher, row_weights=row_weights * mass))
-    distance = smooth_l1_loss(states.float(), hidden[index].float(), reduction="none").mean(-1)
+    own = states.float() / scale
+    distance = smooth_l1_loss(own, hidden[index].float(), reduction="none").mean(-1)
     loss = tokens.loss + config.feature_weight * (distance * row_weights).sum()
     rows = mass * tokens.row_losses + config.feature_weight * distance.detach()
     return SoftCrossEntropy(loss, rows, tokens.best)

@@ -126,7 +126,8 @@ def states_manifest(
         "template": template_hash(components.tokenizer),
         "layer_ids": list(draft.aux_layer_ids),
         "layer_ids_are": "inputs of layers",
-        "last_hidden_state": "after the final norm",
+        "last_hidden_state": "after the final norm"
+        + ("" if components.target.logit_form.scale == 1.0 else ", without the factor of logits"),
         "precision": config.training.precision,
         "format": config.training.state_format,
         "hidden_size": components.target.config.hidden_size,

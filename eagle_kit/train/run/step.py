@@ -134,7 +134,7 @@ class Stepper:
             objective,
             regression=regression,
             detach_steps=training.detach_steps,
-            soft_cap=self.target.soft_cap,
+            form=self.target.logit_form,
         )
         embeds = self.target.embed_tokens.weight.to(device)
         module = TTTModule(head, embeds, rows.to(device), training, objective)

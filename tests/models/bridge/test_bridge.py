@@ -14,7 +14,9 @@ from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import LogitForm
 from eagle_kit.serve.llm import without_graphs
+from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
 
 
 def save(model, folder, **changes):
@@ -50,10 +52,46 @@ def test_our_own_models_and_bridged_ones_are_the_same(kind, tmp_path):
     assert ours.config.cache == bridged.config.cache
 
 
+@pytest.mark.parametrize("kind", ["cohere", "granite", "falcon_h1"])
+def test_a_factor_of_logits_is_no_part_of_final_states(kind, tmp_path):
+    """States that another engine has written are read as they are, and heads read what it gives them."""
+    model = family_model(kind)
+    target = load_target(save(model, tmp_path))
+    ids = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = model(ids[None], output_hidden_states=True)
+    mine = target(ids, torch.arange(40), target.causal(), (target.config.num_layers,))
+    assert target.logit_form.scale != 1.0
+    torch.testing.assert_close(mine.hidden, theirs.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.final_norm(mine.aux), mine.hidden, rtol=1e-5, atol=1e-5)
+    probs = draft_vocab_probs(mine.hidden, target.head_weight, target.logit_form)
+    torch.testing.assert_close(probs, theirs.logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
+    kept = torch.arange(0, 131, 3)
+    mass = draft_vocab_mass(mine.hidden, target.head_weight[kept], target.head_weight, target.logit_form)
+    torch.testing.assert_close(mass, theirs.logits[0].softmax(-1)[:, kept].sum(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_that_keep_their_functions_are_named(tmp_path, monkeypatch):
+    """As in older versions of transformers."""
+    from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+
+    folder, mixer = save(family_model("olmo_hybrid"), tmp_path), modeling_olmo_hybrid.OlmoHybridGatedDeltaNet
+    make = mixer.__init__
+
+    def keeping(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.chunk_gated_delta_rule = modeling_olmo_hybrid.torch_chunk_gated_delta_rule
+
+    monkeypatch.setattr(mixer, "__init__", keeping)
+    with pytest.raises(UserError, match="keeps chunk_gated_delta_rule for itself") as error:
+        load_target(folder)
+    assert "Upgrade transformers" in error.value.remedy
+
+
 def test_a_target_without_its_layers_has_the_same_ends(tmp_path):
     folder = save(family_model("gemma2"), tmp_path)
     whole, ends = load_target(folder), load_target(folder, with_layers=False)
-    assert not len(ends.layers) and ends.soft_cap == whole.soft_cap == 3.0
+    assert not len(ends.layers) and ends.logit_form == whole.logit_form == LogitForm(1.0, 3.0)
     states = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
     normed = whole.final_norm(states)
     torch.testing.assert_close(ends.final_norm(states), normed, rtol=0, atol=0)

@@ -17,6 +17,8 @@ from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
+FALCON = "mamba", "time", "ssm", "mlp_m", "key_m", "lm_head_m"
+"""How keys of Falcon-H1's configs begin."""
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
 
 
@@ -154,10 +156,15 @@ def test_norms_and_decays_stay_in_fp32(folder, kind):
         ({"hidden_act": "gelu"}, "activation"),
         ({"mamba_n_heads": 7}, "divides 96 values by 7 heads"),
         ({"time_step_limit": ["soon", 1]}, "time_step_limit"),
+        ({"time_step_limit": [0.2, 0.1]}, "the smaller first"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers .* a list of 5 numbers"),
+        ({"mlp_multipliers": [1.0, "two"]}, "mlp_multipliers"),
+        ({"key_multiplier": "half"}, "key_multiplier"),
+        ({"lm_head_multiplier": 0}, "lm_head_multiplier"),
     ],
 )
 def test_impossible_configs_are_refused(kind, folder, tmp_path, changes, message):
-    if (kind == "falcon_h1") != any(key.startswith(("mamba", "time")) for key in changes):
+    if (kind == "falcon_h1") != any(key.startswith(FALCON) for key in changes):
         pytest.skip("a key of other families")
     config = json.loads((folder / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -142,3 +142,17 @@ def test_noise_has_the_published_distribution():
         assert abs(float(part.mean())) < 0.01 * bound
     with pytest.raises(ValueError, match="nor per_tokens"):
         FeatureNoise(kind="dropout", amount=0.1, per_tokens=512)
+
+
+def test_a_factor_of_logits_is_no_part_of_the_distance():
+    """The same target, its factor in its output layer or beside it."""
+    states, hidden, weight = (noise(*shape, seed=i) for i, shape in enumerate([(9, 48), (5, 48), (131, 48)]))
+    states.requires_grad_()
+    index, row_weights = torch.arange(9) % 5, torch.rand(9, generator=torch.Generator().manual_seed(4))
+    config, found = RegressionConfig(feature_weight=1.0, token_weight=0.1), []
+    for factor, output, scale in ((1.0, 0.125 * weight, 1.0), (0.125, weight, 0.125)):
+        teacher = Teacher((0.125 * hidden @ weight.t()).softmax(-1), index, row_weights)
+        out = regression_loss(states * factor, output, hidden, teacher, config, scale)
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, states)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
