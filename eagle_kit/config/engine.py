@@ -17,6 +17,7 @@ from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 
 GraphMode = Literal["cycle", "off"]
 DEFAULT_MAX_CONTEXT = 8192
+SNAPSHOTS_PER_REQUEST = 4
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -103,7 +104,8 @@ class EngineConfig(Options):
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
         state_snapshots: states kept for cached prefixes of targets with recurrent layers, which go on from
-            one of them; default two for each request of a batch.
+            one of them; default four for each request of a batch, or what fits into a quarter of the room
+            for the pool.
         kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
             another dtype, not equal.
         lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.
@@ -224,7 +226,9 @@ class ResolvedConfig(EngineConfig):
     @property
     def num_snapshots(self) -> int:
         """Snapshots of states, where the target has any."""
-        given = 2 * self.max_batch_size if self.state_snapshots is None else self.state_snapshots
+        given = self.state_snapshots
+        if given is None:
+            given = SNAPSHOTS_PER_REQUEST * self.max_batch_size
         return given if self.prefix_cache else 0
 
     @property

@@ -7,7 +7,9 @@ pool is bookkeeping on the host; the tensors belong to the stores.
 
 A target with recurrent layers needs the state before the tokens that it goes on with, so a cached prefix is
 of use as far as its last page with a snapshot of the state. Requests leave one behind their prompts, where
-their prompt leaves that of another, and, while a prompt is computed, behind its last part.
+their prompt leaves that of another, and, while a prompt is computed, behind its last part. A snapshot that
+one request alone has gone on from, as the last turn of a conversation, is the first to be evicted when that
+has left its own.
 """
 
 from collections import OrderedDict
@@ -19,14 +21,14 @@ from typing import NamedTuple
 class RadixNode:
     """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
     those of its ancestors. ``snapshot``: number of the state behind it, None without one, in use by
-    ``readers`` requests."""
+    ``readers`` requests; ``num_begun`` have gone on from it."""
 
-    __slots__ = ("children", "key", "page", "parent", "readers", "refs", "snapshot")
+    __slots__ = ("children", "key", "num_begun", "page", "parent", "readers", "refs", "snapshot")
 
     def __init__(self, parent: "RadixNode | None", key: tuple[int, ...], page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
         self.children: dict[tuple[int, ...], RadixNode] = {}
-        self.refs = self.readers = 0
+        self.refs = self.readers = self.num_begun = 0
         self.snapshot: int | None = None
 
 
@@ -45,6 +47,7 @@ class PageAllocation:
         snapshots: states behind private pages, by the number of pages before them.
         passing: node, and number of its snapshot, which gives way to the request's next.
         source: node whose snapshot the request begins with, until it has done so.
+        began: the same, afterwards too.
     """
 
     nodes: list[RadixNode] = field(default_factory=list)
@@ -52,6 +55,7 @@ class PageAllocation:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     passing: tuple[RadixNode, int] | None = None
     source: RadixNode | None = None
+    began: RadixNode | None = None
 
     def __len__(self) -> int:
         return len(self.nodes) + len(self.pages)
@@ -126,8 +130,9 @@ class PagePool:
     def begin(self, allocation: PageAllocation) -> None:
         """Keep the snapshot behind the shared pages of a new request until :meth:`has_begun`."""
         if self.has_snapshots and allocation.nodes:
-            node = allocation.source = allocation.nodes[-1]
+            node = allocation.source = allocation.began = allocation.nodes[-1]
             node.readers += 1
+            node.num_begun += 1
             self._with_snapshot.move_to_end(node)
 
     def has_begun(self, allocation: PageAllocation) -> None:
@@ -181,10 +186,18 @@ class PagePool:
             self._free_snapshots.append(given.number)
         self._with_snapshot[node] = None
         self._with_snapshot.move_to_end(node)
+        if not given.is_passing:
+            self._retire(allocation.began)
         before = allocation.passing
         allocation.passing = (node, given.number) if given.is_passing and is_mine else None
         if before is not None and before[0].snapshot == before[1] and not before[0].readers:
             self._drop_snapshot(before[0])
+
+    def _retire(self, began: RadixNode | None) -> None:
+        """Let a snapshot be the next to go that only the request has gone on from which has now left a later
+        one."""
+        if began is not None and began in self._with_snapshot and began.num_begun == 1:
+            self._with_snapshot.move_to_end(began, last=False)
 
     def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
         """Hold ``nodes`` and ``num_pages`` private pages; None, with no change, when too few are left."""
@@ -245,7 +258,7 @@ class PagePool:
         self._free_snapshots += [each.number for each in allocation.snapshots.values()]
         self.has_begun(allocation)
         allocation.nodes, allocation.pages = [], []
-        allocation.snapshots, allocation.passing = {}, None
+        allocation.snapshots, allocation.passing, allocation.began = {}, None, None
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""

@@ -200,9 +200,7 @@ class LLM:
         if self._engine is None:
             self.memory_plan = plan_memory(self.target, self.draft, self.config)
             steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
-            self.config = _fit_context(
-                self.config.replace(kv_tokens=self.memory_plan.kv_tokens, kv_memory=None), steps
-            )
+            self.config = _fit_context(self.config.replace(**self.memory_plan.sizes), steps)
             grammars = None
             if self.tokenizer is not None:
                 model = self.target.config

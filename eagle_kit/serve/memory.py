@@ -21,6 +21,8 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
+SNAPSHOT_SHARE = 0.25
+"""Share of what is left for the pool that snapshots of states may take when their number is not given."""
 LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
 
@@ -38,6 +40,7 @@ class MemoryPlan:
         free: bytes that were free before the pool, weights already there.
         ngram_log: bytes of host memory of a full log of n-grams.
         states: bytes of the states of recurrent layers, snapshots included.
+        state_snapshots: number of these; None without recurrent layers.
     """
 
     kv_tokens: int
@@ -50,15 +53,26 @@ class MemoryPlan:
     free: int
     ngram_log: int = 0
     states: int = 0
+    state_snapshots: int | None = None
 
     @property
     def pool(self) -> int:
         """Bytes of the pool."""
         return self.kv_tokens * self.bytes_per_token
 
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Options that it fills in."""
+        return {
+            "kv_tokens": self.kv_tokens,
+            "kv_memory": None,
+            "state_snapshots": self.state_snapshots,
+        }
+
     def __str__(self) -> str:
         parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch}
-        parts |= {"states": self.states} if self.states else {}
+        if self.state_snapshots is not None:
+            parts[f"states with {self.state_snapshots} snapshots"] = self.states
         parts |= {"logits": self.logits, "activations": self.activations}
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
@@ -88,10 +102,11 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
         activations += min(gathered, MAX_BYTES)
-    states = 0
+    states, snapshots = 0, None
     if (spec := model.states) is not None:
-        states = (batch + 1 + config.num_snapshots) * spec.num_bytes(weight.element_size())
+        states = (batch + 1) * spec.num_bytes(weight.element_size())
         scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
+        activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
     needed = scratch + logits + activations + states
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
@@ -102,10 +117,18 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
+    if spec is not None:
+        one, snapshots = spec.num_bytes(weight.element_size()), config.num_snapshots
+        if config.state_snapshots is None:
+            left = min(SNAPSHOT_SHARE * room, free - needed - (kv_tokens or 0) * per_token)
+            snapshots = min(snapshots, max(0, int(left)) // one)
+        room, needed, states = room - snapshots * one, needed + snapshots * one, states + snapshots * one
     if kv_tokens is None and room < per_token:
+        of_states = f", {states / 1e9:.2f} GB of them for states of recurrent layers" if states else ""
         raise UserError(
-            f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token.",
+            f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token{of_states}.",
             "Free memory, or lower the batch size or the tokens of a prefill step"
+            + (" or state_snapshots" if config.state_snapshots else "")
             + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
@@ -115,10 +138,20 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
         raise UserError(
             f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free.",
-            "Lower kv_tokens or kv_memory.",
+            "Lower kv_tokens or kv_memory" + (" or state_snapshots." if config.state_snapshots else "."),
         )
     return MemoryPlan(
-        kv_tokens, per_token, of_draft, weights, scratch, logits, activations, free, ngram_log, states
+        kv_tokens,
+        per_token,
+        of_draft,
+        weights,
+        scratch,
+        logits,
+        activations,
+        free,
+        ngram_log,
+        states,
+        snapshots,
     )
 
 

@@ -41,7 +41,8 @@ class Request:
         num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
         num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
         num_missed: its last tokens that the draft has not read.
-        num_branch_pages: cached pages of its tokens that lack a state to go on from; 0 without any.
+        num_branch_pages: cached pages of its tokens where it leaves those of another, without a state to go
+            on from; 0 without any.
         has_begun: a part of its prompt was given to the device since it was admitted.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: pages that the device's table has; -1 when it must be written anew.

@@ -45,6 +45,8 @@ SHORT_TURN_TOKENS = 8
 """Tokens of a turn that ends for a request without a token."""
 RECOMPUTED = 2
 """Tokens that may be computed again for one of a turn: prompts are computed faster than replies."""
+MOST_TURN_TOKENS = 512
+"""Tokens of a turn, whatever has to be computed again behind it."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
 
@@ -108,6 +110,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
+        self._num_waiting_tokens, self._states_stay = 0, True
         self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
         self._short_turn = SHORT_TURN_TOKENS if page_pool.can_reuse else TURN_TOKENS
@@ -121,12 +124,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
         heapq.heappush(self._queues.setdefault(request.group, []), (*_rank(request), request))
+        self._num_waiting_tokens += request.num_tokens
 
     def plan(self) -> StepPlan:
         """Plan the next step, and allocate its pages."""
         for request in self.running:
             if request.has_begun:
                 self.page_pool.has_begun(request.allocation)
+        self._states_stay = self._all_stay()
         preempted = self._make_room()
         if not preempted:
             preempted = self._admit_all()
@@ -177,6 +182,7 @@ class Scheduler:
         self.page_pool.release(request.allocation)
 
     def _dequeue(self, request: Request) -> None:
+        self._num_waiting_tokens -= request.num_tokens
         queue = self._queues[request.group]
         if queue[0][2] is request:
             heapq.heappop(queue)
@@ -305,14 +311,21 @@ class Scheduler:
 
     def _turn_of(self, request: Request, least: int) -> int:
         """Tokens of a request's turn. With recurrent layers what lies behind its last snapshot is computed
-        again afterwards, all of it where more wait than there are snapshots, so that its turn is as much
-        longer."""
+        again afterwards, all of it where this one does not stay, so that its turn is as much longer."""
         if not self.page_pool.has_snapshots:
             return least
         kept = 0
-        if self.num_waiting < self.page_pool.num_snapshots:
+        if self._states_stay:
             kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
-        return max(least, (request.num_tokens - kept) // RECOMPUTED)
+        return max(least, min((request.num_tokens - kept) // RECOMPUTED, MOST_TURN_TOKENS))
+
+    def _all_stay(self) -> bool:
+        """Return True if what all requests leave in the cache stays there: their pages, and their snapshots,
+        of which running ones may have two."""
+        num_tokens = self._num_waiting_tokens + sum(each.num_tokens for each in self.running)
+        num_snapshots = self.num_waiting + 2 * len(self.running)
+        pool = self.page_pool
+        return num_tokens <= pool.num_pages * pool.page_size and num_snapshots <= pool.num_snapshots
 
     def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
         """List those that give way to a waiting request."""
@@ -368,7 +381,8 @@ class Scheduler:
             return False
         self._dequeue(request)
         self.page_pool.begin(allocation)
-        request.num_branch_pages = len(cached) if len(cached) > len(shared) else 0
+        is_branch = len(cached) > len(shared) and bool(cached[-1].children)
+        request.num_branch_pages = len(cached) if is_branch else 0
         request.allocation, request.slot = allocation, self._slots.pop()
         request.turn_began = request.progress
         request.num_shared_tokens = len(shared) * self.page_pool.page_size

@@ -8,6 +8,7 @@ from tiny_engine import PROMPTS, make_engine, resolved, serve
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve import memory
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
@@ -111,6 +112,21 @@ def test_a_conversation_goes_on_from_its_last_prompt(models):
     assert second.num_cached_tokens == (len(PROMPTS[3]) - 1) // 4 * 4
 
 
+def test_conversations_that_take_turns_keep_a_snapshot_each(models):
+    """One to spare is enough: a turn's takes the place of that of the turn before."""
+    engine = engine_of(models, "none", batch=1, max_context=512, state_snapshots=4)
+    conversations = [[(number + 3 * i) % 11 for i in range(9 + number)] for number in range(3)]
+    kept = [0] * 3
+    for turn in range(4):
+        for number, tokens in enumerate(conversations):
+            (request,) = requests_of([tokens], 10 * turn + number, max_tokens=6)
+            serve(engine, [request])
+            assert request.token_ids == greedy(models[0], tokens, 6)
+            assert request.num_cached_tokens == kept[number]
+            kept[number] = (len(tokens) - 1) // 4 * 4
+            tokens += [*request.token_ids, 1, 2, 3]
+
+
 def test_an_aborted_request_leaves_nothing_to_the_next(models, wanted):
     engine = engine_of(models, "4,1,5", batch=1, lag=1)
     for number, prompt in enumerate(PROMPTS):
@@ -177,10 +193,38 @@ def test_the_memory_plan_counts_states(models):
     config = resolved(4, 128, kv_tokens=600)
     plan = plan_memory(target, None, config)
     one = 3 * (4 * 4 * 8 * 6 + 3 * (2 * 16 + 24) * 4)
-    assert plan.states == one * (4 + 1 + 8) and "states" in str(plan)
+    assert plan.states == one * (4 + 1 + 16) and "states with 16 snapshots" in str(plan)
     fewer = plan_memory(target, None, resolved(4, 128, kv_tokens=600, state_snapshots=3))
     assert fewer.states == one * 8
     assert plan_memory(target, None, resolved(4, 128, kv_tokens=600, prefix_cache=False)).states == one * 5
+
+
+def test_snapshots_take_no_more_than_a_part_of_what_is_free(models, monkeypatch):
+    target, _ = models
+    one = 3 * (4 * 4 * 8 * 6 + 3 * (2 * 16 + 24) * 4)
+    needed = plan_memory(target, None, resolved(4, 128, prefix_cache=False))
+    fixed = needed.scratch + needed.logits + needed.activations + needed.states
+
+    def free(count):
+        monkeypatch.setattr(memory, "free_memory", lambda device: 2 * (fixed + count))
+
+    free(4 * 6 * one)
+    plan = plan_memory(target, None, resolved(4, 128))
+    assert plan.state_snapshots == 6 and plan.states == one * (5 + 6)
+    assert plan.pool <= 3 * 6 * one
+    free(4 * 6 * one)
+    per_token = plan.bytes_per_token
+    given = (fixed + 2 * 4 * 6 * one) // per_token  # of 2 * (fixed + 4 * 6 * one) that are free
+    assert plan_memory(target, None, resolved(4, 128, kv_tokens=given)).state_snapshots == 0
+    assert plan_memory(
+        target, None, resolved(4, 128, kv_tokens=given - 2 * one // per_token - 1)
+    ).state_snapshots
+    free(4)
+    with pytest.raises(UserError, match="for states of recurrent layers"):
+        plan_memory(target, None, resolved(4, 128))
+    free(4 * one)
+    with pytest.raises(UserError, match="or state_snapshots"):
+        plan_memory(target, None, resolved(4, 128, state_snapshots=30))
 
 
 def test_snapshots_of_a_target_without_states_are_refused():

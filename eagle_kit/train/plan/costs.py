@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from eagle_kit.config.engine import SNAPSHOTS_PER_REQUEST
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
@@ -250,13 +251,17 @@ class Costs:
         return ends * self.target.vocab_size * self.target.hidden_size
 
     def _judge_bytes(self, layout: Layout) -> float:
-        """The engine's copy of the head, its pool of keys and values, prompts half a row long, and logits; on
-        a CPU a packed copy of the target too."""
+        """The engine's copy of the head, its pool of keys and values, prompts half a row long, states of
+        recurrent layers, and logits; on a CPU a packed copy of the target too."""
         judge, width = self.config.judge, self.numerics.operand
         context = self.config.data.max_length // 2 + judge.max_tokens
         per_token = self.target.cache.values_per_token + self.draft.cache.values_per_token
         window = max(SpecShape.parse(shape).tokens for shape in judge.shapes)
         pool = judge.batch_size * context * per_token * width
         logits = 2 * judge.batch_size * window * self.target.vocab_size * 4
+        if (states := self.target.states) is not None:
+            count = 1 + (1 + SNAPSHOTS_PER_REQUEST) * judge.batch_size
+            pool += count * states.num_bytes(width)
+            pool += judge.batch_size * window * states.num_bytes_of_node(width)
         packed = 0.0 if self.is_gpu else self.target_bytes(layout)
         return float(width * self.head.total + pool + logits + packed)
