@@ -6,9 +6,11 @@ import torch
 
 
 def to_device(
-    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+    numbers: Sequence[float] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Tensor ``[n]`` of ``numbers`` on ``device``; the host does not wait for the copy."""
+    """Tensor ``[n]`` of ``numbers``, or a tensor of the host, on ``device``; the host does not wait for the
+    copy."""
+    on_host = torch.as_tensor(numbers, dtype=dtype)
     if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)

@@ -235,7 +235,8 @@ def _module_config(files: DraftFiles) -> dict[str, Any]:
     if files.architecture in known:
         return raw | {"architectures": [known[files.architecture]]}
     has_qwens = any(name.startswith("mtp.") for name in files.names)
-    count = read_size(raw, mtp_count(raw), files.where, int(has_qwens), least=0)
+    known_count = files.config.get(COUNT, int(has_qwens))  # there once they have DeepSeek's names
+    count = read_size(raw, mtp_count(raw), files.where, known_count, least=0)
     return raw | {"architectures": [files.architecture], COUNT: count, "mtp_num_hidden_layers": count}
 
 

@@ -1,5 +1,7 @@
 """MTP modules of GLM and Qwen: their published forward, and what becomes of them."""
 
+import json
+
 import pytest
 import torch
 from families import family_config
@@ -83,6 +85,26 @@ def test_other_engines_read_the_module_from_the_target(made, tmp_path):
     files = open_draft(tmp_path / "draft")
     with pytest.raises(UserError, match="out of the target's own checkpoint"):
         mtp.write(files, "sglang", None)
+
+
+def test_a_module_inside_of_a_model_that_sees_is_read(made, tmp_path):
+    """A nested config, here without the number of modules."""
+    from safetensors.torch import save_file
+
+    folder, target, _ = made
+    config = json.loads((folder / "config.json").read_text())
+    names = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
+    if config["model_type"] not in names:
+        pytest.skip("published as a text model only")
+    inner = {key: value for key, value in config.items() if key != "mtp_num_hidden_layers"}
+    name = f"{names[config['model_type']]}ForConditionalGeneration"
+    outer = {"architectures": [name], "model_type": "qwen3_5", "text_config": inner, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(folder / "model.safetensors")
+    moved = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    save_file(moved, tmp_path / "model.safetensors")
+    head, alone = (MTP.read(open_draft(each), target) for each in (tmp_path, folder))
+    assert all(torch.equal(mine, alone.state_dict()[key]) for key, mine in head.state_dict().items())
 
 
 def test_missing_parts_are_named(made, tmp_path):

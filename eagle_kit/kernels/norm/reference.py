@@ -11,7 +11,8 @@ from eagle_kit.kernels.backend import is_differentiated
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32 for half types."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32 for half types; a half weight
+    multiplies what was rounded to its type, an fp32 one what was not."""
     if is_differentiated(x, weight):
         out: torch.Tensor = _RMSNorm.apply(x, weight, eps)
         return out
@@ -21,7 +22,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == torch.float32:
         return torch.rms_norm(x, weight.shape, weight, eps)
-    return torch.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+    return _narrowed(torch.rms_norm(x.float(), weight.shape, None, eps), x, weight) * weight
+
+
+def _narrowed(normed: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return normed if weight.dtype == torch.float32 else normed.to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -51,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
             share = torch.linalg.vecdot(g, normed)[..., None] / size
             dx = torch.addcmul(g, normed, share, value=-1.0).mul_(inverse).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            products = dy * normed.to(x.dtype)
+            products = dy * _narrowed(normed, x, weight)
             dw = products.reshape(-1, size).sum(0).to(weight.dtype)
         return dx, dw, None
 

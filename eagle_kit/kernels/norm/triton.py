@@ -1,7 +1,7 @@
 """RMSNorm, with or without a residual added first: one program per row, one pass over memory.
 
 Bytes: 2 T H elements without residual, 4 T H with it. After Zhang and Sennrich (arXiv 1910.07467); half types
-are rounded before the weight is multiplied, as in Hugging Face's models.
+are rounded before a weight of theirs is multiplied, but not before an fp32 one, as in Hugging Face's models.
 """
 
 import torch
@@ -25,7 +25,9 @@ def _rms_norm(x, residual, weight, out, total, eps, size, HAS_RESIDUAL: tl.const
         tl.store(total + row + i, rounded, inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
-    normed = (value * scale).to(kind).to(tl.float32)
+    normed = value * scale
+    if weight.dtype.element_ty != tl.float32:
+        normed = normed.to(kind).to(tl.float32)
     normed *= tl.load(weight + i, inside, 0.0).to(tl.float32)
     tl.store(out + row + i, normed.to(kind), inside)
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.transfer import to_device
+
 
 class Text(NamedTuple):
     """Tokens start..stop-1 of a forward.
@@ -96,7 +98,7 @@ class TextPlan:
         numbers = [[*each, *[-1] * (most - len(each))] for each in saved]
         sources = [-1 if text.source is None else text.source for text in self.texts]
         parts = (torch.tensor(part, dtype=torch.int64) for part in (sources, firsts, starts, counts, numbers))
-        return Chunks(*(part.to(device) for part in parts))
+        return Chunks(*(to_device(part, device) for part in parts))
 
     def columns(self, width: int, device: torch.device) -> Columns:
         """Columns of a convolution of ``width``, the same for all layers."""
@@ -117,4 +119,4 @@ class TextPlan:
                 numbers.append(number)
         found = torch.stack(saved) if saved else torch.zeros(0, kept, dtype=torch.int64)
         parts = torch.cat(reads), found, torch.tensor(numbers, dtype=torch.int64)
-        return Columns(*(part.to(device) for part in parts))
+        return Columns(*(to_device(part, device) for part in parts))

@@ -219,7 +219,7 @@ def _weighted(
     factors = weight.to(wide)
     out = columns[0] * factors[:, 0]
     for i in range(1, weight.shape[1]):
-        out = out + columns[i] * factors[:, i]
+        out = torch.addcmul(out, columns[i], factors[:, i])
     return (out if bias is None else out + bias.to(wide)).to(dtype)
 
 

@@ -297,22 +297,41 @@ def commit_recurrent(
     _run_commit(states, slots.contiguous(), *parts)
 
 
+@torch.library.custom_op("eagle_kit::recurrent_texts", mutates_args=("states",))
+def _run_texts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    chunks: list[torch.Tensor],
+    delta: bool,
+) -> torch.Tensor:
+    (_, heads, value), (key_heads, key) = v.shape, k.shape[1:]
+    sources, numbers = chunks[0], chunks[-1]
+    out, sizes = torch.empty_like(v), _sizes(heads, key_heads, key, value)
+    passing = states.new_empty(len(sources), heads, key, value)
+    _texts[(len(sources), heads, triton.cdiv(value, sizes["TILE"]))](
+        q, k, v, g, beta, states, passing, out, *chunks,
+        DELTA=delta, SAVES=numbers.shape[1], NODES=CHUNK, **sizes, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@_run_texts.register_fake
+def _(q, k, v, g, beta, states, chunks, delta):
+    return torch.empty_like(v)
+
+
 def recurrent_texts(
     inputs: Inputs, states: torch.Tensor | None, plan: TextPlan, *, delta: bool
 ) -> torch.Tensor:
     """See :func:`eagle_kit.kernels.recurrence.recurrent_texts`."""
-    q, k, v, g, beta = (part.contiguous() for part in inputs)
-    (_, heads, value), (key_heads, key) = v.shape, k.shape[1:]
-    chunks = plan.chunks(CHUNK, v.device)
-    held = v.new_empty(0, dtype=torch.float32) if states is None else states
+    parts = [part.contiguous() for part in inputs]
+    held = parts[2].new_empty(0, dtype=torch.float32) if states is None else states
     assert held.is_contiguous() and held.dtype == torch.float32
-    out, sizes = torch.empty_like(v), _sizes(heads, key_heads, key, value)
-    passing = held.new_empty(len(plan.texts), heads, key, value)
-    _texts[(len(plan.texts), heads, triton.cdiv(value, sizes["TILE"]))](
-        q, k, v, g, beta, held, passing, out, *chunks,
-        DELTA=delta, SAVES=chunks.numbers.shape[1], NODES=CHUNK, **sizes, num_warps=8,
-    )  # fmt: skip
-    return out
+    return _run_texts(*parts, held, list(plan.chunks(CHUNK, held.device)), delta)
 
 
 def variants() -> list[Variant]:

@@ -45,8 +45,11 @@ def _store_pairs(start, a, b, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr
 
 
 @triton.jit
-def _normed(x, scale, weight, kind: tl.constexpr):
-    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+def _normed(x, scale, weight, weight_kind: tl.constexpr, kind: tl.constexpr):
+    x = x * scale
+    if weight_kind != tl.float32:
+        x = x.to(kind).to(tl.float32)
+    return (x * weight).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -92,9 +95,11 @@ def _turn(
         norm = (1.0 / tl.sqrt_rn(total / D + eps))[:, None]
         one = tl.arange(0, 1)[:, None]
         weight_a, weight_b = _load_pairs(weight + one, one == 0, E, INTERLEAVED, BLOCK_HALF)
-        a, b = _normed(a, norm, weight_a, kind), _normed(b, norm, weight_b, kind)
+        weight_kind: tl.constexpr = weight.dtype.element_ty
+        a, b = _normed(a, norm, weight_a, weight_kind, kind), _normed(b, norm, weight_b, weight_kind, kind)
         if E < D:
-            rest = _normed(rest, norm, tl.load(weight + i, i < D, 0.0).to(tl.float32), kind)
+            weight_rest = tl.load(weight + i, i < D, 0.0).to(tl.float32)
+            rest = _normed(rest, norm, weight_rest, weight_kind, kind)
     j = tl.arange(0, BLOCK_HALF)[None, :]
     c = tl.load(cos + E // 2 + j, j < E // 2, 0.0)  # the second halves hold the plain sines
     s = tl.load(sin + E // 2 + j, j < E // 2, 0.0)
@@ -299,6 +304,7 @@ def _variant(
     *,
     rotated: int | None = None,
     norm: bool = False,
+    norm_kind: str | None = None,
     interleaved: bool = False,
     stored: str | None = None,
     returns: bool = True,
@@ -307,6 +313,7 @@ def _variant(
     rotated = rotated or head_dim
     blocks = _blocks(num_heads, head_dim, rotated)
     marks = [f"E{rotated}"] * (rotated < head_dim) + ["norm"] * norm + ["interleaved"] * interleaved
+    marks += [f"in {norm_kind}"] if norm_kind else []
     marks += [f"into {stored}"] * (stored is not None)
     pointers = ("qkv", "q_norm", "k_norm", "q", "k", "v")
     return Variant(
@@ -314,6 +321,7 @@ def _variant(
         _rope_store,
         {
             **dict.fromkeys(pointers, f"*{kind}"),
+            **dict.fromkeys(("q_norm", "k_norm"), f"*{norm_kind or kind}"),
             **dict.fromkeys(("cos", "sin"), "*fp32"),
             **dict.fromkeys(("k_rows", "v_rows"), f"*{stored or kind}"),
             "rows": "*i64",
@@ -349,6 +357,7 @@ def variants() -> list[Variant]:
         _variant("bf16", qwen3, norm=True, stored="bf16", returns=False),
         _variant("bf16", qwen3, norm=True, stored="fp8e4nv"),
         _variant("bf16", (32, 32, 80), stored="bf16", returns=False),
+        _variant("bf16", (16, 2, 256), rotated=64, norm=True, norm_kind="fp32", stored="bf16", returns=False),
         _variant("bf16", (32, 8, 96), rotated=48, norm=True, stored="bf16"),
         _variant("bf16", (16, 8, 256), norm=True, stored="bf16", returns=False),
         _variant("bf16", llama, interleaved=True, stored="bf16", returns=False),

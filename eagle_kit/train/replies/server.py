@@ -149,6 +149,13 @@ class ServerResponder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _reply(self, messages: Messages, params: SamplingParams) -> Reply:
+        try:
+            return self._answer(messages, params)
+        except UserError:
+            self._stopped.set()  # before this thread takes the next one
+            raise
+
+    def _answer(self, messages: Messages, params: SamplingParams) -> Reply:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -186,7 +193,6 @@ class ServerResponder:
         with self._lock:
             self._num_refusals += 1
             if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
-                self._stopped.set()
                 raise UserError(
                     f"The server at {self._options.root} refuses every request: {message}.",
                     "Correct the settings of the replies, or the server's.",
@@ -216,7 +222,6 @@ class ServerResponder:
             except ValueError:
                 problem = "answers with something that is no JSON"
             if status is not None and status not in PASSING and not 200 <= status < 300:
-                self._stopped.set()
                 raise UserError(
                     f"The server at {url} {problem}.", "Correct the request's settings, or the server's."
                 )

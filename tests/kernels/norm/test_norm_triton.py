@@ -29,12 +29,13 @@ def test_the_kernel_computes_the_norm(triton_device, dtype, shape):
     torch.testing.assert_close(out.double(), expected(total, weight, 1e-5), rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_round_where_the_reference_rounds(triton_device, dtype):
+def test_half_types_round_where_the_reference_rounds(triton_device, dtype, weight_dtype):
     generator = torch.Generator().manual_seed(2)
     x, weight = torch.randn(16, 96, generator=generator), torch.randn(96, generator=generator)
-    x, weight = x.to(dtype).to(triton_device), weight.to(dtype).to(triton_device)
-    ours, theirs = (rms_norm(x, weight, 1e-6, backend=name) for name in ("triton", "reference"))
+    x, weight = x.to(dtype).to(triton_device), weight.to(weight_dtype or dtype).to(triton_device)
+    ours, theirs = (rms_norm(x, weight, 1e-6, backend=name).to(dtype) for name in ("triton", "reference"))
     assert (ours != theirs).float().mean() < 0.02  # a sum in another order may fall on the other side
 
 

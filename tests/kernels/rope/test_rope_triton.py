@@ -70,7 +70,8 @@ def assert_near(ours, theirs, dtype):
 )
 def test_heads_are_normed_and_turned(triton_device, dtype, interleaved, shape, rotated):
     qkv, table, norms = inputs(shape, dtype, triton_device, rotated)
-    for chosen in ({}, norms):
+    wide = {name: norm.float() if name != "eps" else norm for name, norm in norms.items()}
+    for chosen in ({}, norms, wide):
         options = {"num_heads": shape[1], "interleaved": interleaved, **chosen}
         ours = rope_store(qkv, table, **options, backend="triton")
         assert_near(ours, expected(qkv, table, shape[1], chosen, interleaved), dtype)
