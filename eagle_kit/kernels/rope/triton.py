@@ -213,18 +213,20 @@ def _rope_store(
 def _blocks(num_heads: int, head_dim: int, rotated: int) -> dict[str, int]:
     """Block sizes. 1,024 pairs per program are 16 bytes of each half per thread in half dtypes: one load
     each, and at 16 programs per multiprocessor enough in flight for an H200; a single token still uses
-    several multiprocessors."""
-    half = triton.next_power_of_2(rotated // 2)
+    several multiprocessors. What is not rotated counts as well: it is in registers too."""
+    half, rest = (triton.next_power_of_2(max(1, size)) for size in (rotated // 2, head_dim - rotated))
+    heads = max(1, 1024 // (half + rest // 2))
     return {
-        "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), max(1, 1024 // half)),
+        "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), 1 << (heads.bit_length() - 1)),
         "BLOCK_HALF": half,
-        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - rotated)),
+        "BLOCK_REST": rest,
         "BLOCK_D": triton.next_power_of_2(head_dim),
     }
 
 
 def _num_warps(blocks: dict[str, int]) -> int:
-    return min(4, max(1, blocks["BLOCK_HEADS"] * blocks["BLOCK_HALF"] // 256))
+    pairs = blocks["BLOCK_HALF"] + blocks["BLOCK_REST"] // 2
+    return min(4, max(1, blocks["BLOCK_HEADS"] * pairs // 256))
 
 
 def _outputs(
