@@ -49,15 +49,20 @@ PROBE_EVERY, PROBE_LESS = (16, 256), 4
 that finds nothing makes them, unless it could be mistaken about the costs."""
 PLAIN_PROBE_EVERY = 32, 256
 """Least and most cycles of speculation before the next probe of plain decoding."""
+DOUBTFUL_PROBE_EVERY = 8
+"""Cycles of speculation before a probe of plain decoding where the costs could be so wrong that it is no
+faster; each one that leaves this open makes it twice as many."""
 PROBE_LOSS = 0.004
 """Part of the time that probes of plain decoding may take off, where ``PLAIN_PROBE_EVERY`` lets them come so
 seldom: up to a gain of 1.34, and 1 % at a gain of 3."""
 MOST_MISSED, HORIZON = 32, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
-TABLE_ERROR, WANDER = 0.15, 0.007
-"""Relative error that a shape's cost beside plain decoding may have in the table, and that it takes on from
-one change between the two to the next."""
+TABLE_ERROR, WANDER, TILT = 0.15, 0.007, 0.3
+"""Relative error that a shape's cost beside plain decoding may have in the table, that it takes on from one
+change between the two to the next, and, as a part of this, when the machine as a whole becomes slower or
+faster: more rows of a forward take less time beside its weights when others use the memory (measured: from
+a ratio of 1.65 to 1.38 when plain decoding becomes 1.55 times slower)."""
 COMMON_RATE, NOISE_RATE, FIRST_NOISE = 0.3, 0.05, 0.05
 """Rates at which what is common to all costs, and the variance of single cycles, follow what is measured; the
 relative error that these have at first."""
@@ -88,17 +93,24 @@ class Ease:
 @dataclass
 class _Clock:
     """Measured times of a batch size beside the table's, as logarithms: ``drift [M]`` of each shape beside
-    plain decoding, with its variance ``doubt [M]``, the ``recent`` errors of what it foretold, what is
-    ``common`` to all, and the variance ``noise`` of single cycles."""
+    plain decoding, with its variance ``doubt [M]`` when it was last compared, what was ``common`` to all
+    then (``common_then [M]``) and is now, the ``recent`` errors of what it foretold, and the variance
+    ``noise`` of single cycles."""
 
     drift: np.ndarray
     doubt: np.ndarray
+    common_then: np.ndarray
     noise: float = FIRST_NOISE**2
     recent: dict[int, list[float]] = field(default_factory=dict)
     common: float = 0.0
     last: int = -1
     last_cycle: int = 0
     num_outliers: int = 0
+
+    def doubt_now(self, number: int) -> float:
+        """Variance of a shape's drift. A change within half of a cycle's noise says nothing."""
+        change = abs(self.common - float(self.common_then[number])) - math.sqrt(self.noise) / 2
+        return float(self.doubt[number]) + (TILT * max(change, 0.0)) ** 2
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,8 @@ class ShapePolicy:
         self._num_cycles = self._num_timed = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
-        self._probe_every = PROBE_EVERY[0]
+        self._before = 0.0  # worth of drafting when it was tried
+        self._probe_every, self._plain_probe_every = PROBE_EVERY[0], DOUBTFUL_PROBE_EVERY
         self._costs: dict[tuple[int, int], np.ndarray] = {}
         self._clocks: dict[int, _Clock] = {}
 
@@ -236,8 +249,10 @@ class ShapePolicy:
         if self._is_probe:
             if now:  # it drafted
                 longer = min(PROBE_LESS * self._probe_every, PROBE_EVERY[1])
-                could_be = worth * math.exp(self._doubt(len(eases), now)) > speeds[0]
-                self._probe_every = PROBE_EVERY[0] if could_be else longer
+                is_open = self._could_pay(eases, context, worth)
+                self._probe_every = PROBE_EVERY[0] if is_open else longer
+            else:
+                self._plain_probe_every = min(2 * self._plain_probe_every, PLAIN_PROBE_EVERY[1])
             self._use(drafting if is_better else 0)
         elif not now and worth > GAIN * speeds[0]:
             self._use(drafting)
@@ -246,16 +261,49 @@ class ShapePolicy:
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
             self._use(drafting)
-        elif not now and self._num_plain >= self._probe_every and may_draft:
+        elif (
+            not now
+            and may_draft
+            and self._num_plain >= self._probe_after(len(eases), drafting, worth / speeds[0])
+        ):
+            self._before = float(speeds[drafting] / speeds[0])
             self._use(drafting, is_probe=True)
-        elif now and self._num_drafting >= _probe_after(worth / speeds[0]):
+        elif now and self._num_drafting >= self._plain_probe_after(len(eases), worth / speeds[0]):
             self._use(0, is_probe=True)
         self._rate = max(worth, float(speeds[0]))
 
     def _doubt(self, batch_size: int, number: int) -> float:
         """Relative error of a shape's cost, as far as cycles are timed."""
         clock = self._clocks.get(batch_size)
-        return 0.0 if clock is None else math.sqrt(clock.doubt[number])
+        return 0.0 if clock is None else math.sqrt(clock.doubt_now(number))
+
+    def _could_pay(self, eases: Sequence[Ease], context: int, worth: float) -> bool:
+        """Return True if drafting, which was just tried, could pay: its cost may be wrong, or more was
+        accepted than before, and the text may be easier than it seems from so few cycles."""
+        number, plain = self._number[self.shape], len(eases) / self._cost(len(eases), context)[0]
+        if worth * math.exp(self._doubt(len(eases), number)) > plain:
+            return True
+        best = [Ease(min(e.value + math.sqrt(e.variance), EASES[-1]), e.mix) for e in eases]
+        is_rising = self.speeds(eases, context)[1:].max() > self._before * plain
+        return bool(is_rising and self.speeds(best, context)[1:].max() > plain)
+
+    def _probe_after(self, batch_size: int, number: int, worth: float) -> int:
+        """Cycles of plain decoding after which drafting is tried: few where the machine has changed since its
+        cost was known, and it could pay by now."""
+        clock = self._clocks.get(batch_size)
+        has_changed = clock is not None and clock.doubt_now(number) > 2.0 * clock.doubt[number]
+        if has_changed and worth * math.exp(self._doubt(batch_size, number)) > 1.0:
+            return PROBE_EVERY[0]
+        return self._probe_every
+
+    def _plain_probe_after(self, batch_size: int, gain: float) -> float:
+        """Cycles of speculation after which plain decoding is tried."""
+        least, most = PLAIN_PROBE_EVERY
+        usual = min(max(PROBE * (1 - 1 / gain) / PROBE_LOSS, least), most)
+        if gain > math.exp(self._doubt(batch_size, self._number[self.shape])):
+            self._plain_probe_every = DOUBTFUL_PROBE_EVERY
+            return usual
+        return min(self._plain_probe_every, usual)
 
     def _rest_of_reading(self, batch_size: int, context: int) -> np.ndarray:
         """Part of the time of ``HORIZON`` cycles that is left when the draft has read what it has missed,
@@ -324,7 +372,7 @@ class ShapePolicy:
         become slower, changes no choice; a shape is compared with plain decoding where one follows the
         other."""
         number, num = self._number[shape], len(self.shapes)
-        new = _Clock(np.zeros(num), np.full(num, TABLE_ERROR**2))
+        new = _Clock(np.zeros(num), np.full(num, TABLE_ERROR**2), np.zeros(num))
         clock = self._clocks.setdefault(batch_size, new)
         surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
         if abs(surprise) > OUTLIER and clock.last >= 0 and clock.num_outliers < MOST_OUTLIERS:
@@ -347,10 +395,10 @@ class ShapePolicy:
         clock.recent[number] = recent = [*clock.recent.get(number, ()), surprise][-NUM_SURE:]
         if len(recent) == NUM_SURE and abs(sorted(recent)[NUM_SURE // 2]) > TABLE_ERROR:
             clock.doubt[number], clock.recent[number] = TABLE_ERROR**2, []
-        doubt = clock.doubt[number] + WANDER**2
+        doubt = clock.doubt_now(number) + WANDER**2
         gain, limit = doubt / (doubt + clock.noise), 2.0 * math.sqrt(doubt + clock.noise)
         clock.drift[number] += gain * min(max(surprise, -limit), limit)
-        clock.doubt[number] = (1.0 - gain) * doubt
+        clock.doubt[number], clock.common_then[number] = (1.0 - gain) * doubt, clock.common
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
         """What is chosen for batches of average text."""
@@ -363,12 +411,6 @@ class ShapePolicy:
                 Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
             )
         return choices
-
-
-def _probe_after(gain: float) -> float:
-    """Cycles of speculation after which a probe of plain decoding costs what it may."""
-    least, most = PLAIN_PROBE_EVERY
-    return min(max(PROBE * (1 - 1 / gain) / PROBE_LOSS, least), most)
 
 
 def _rows(eases: Sequence[Ease]) -> np.ndarray:
