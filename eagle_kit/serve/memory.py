@@ -18,6 +18,7 @@ from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.tuning.policy import MOST_MISSED
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
@@ -96,6 +97,8 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     per_token = model.cache.values_per_token * width + of_draft
     scratch = per_token * batch * MAX_WINDOW
+    if draft is not None:  # states of tokens that it may read later
+        scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
     activations = values * weight.element_size() + target.working_bytes

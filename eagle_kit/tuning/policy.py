@@ -18,7 +18,8 @@ Legend: G values of ease, M shapes, C classes of confidence.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import NormalDist, median
 
 import numpy as np
 
@@ -29,7 +30,10 @@ from eagle_kit.tuning.shapes import Seconds
 
 EASES = np.linspace(-6.0, 6.0, 49)
 VARIANCE, CHANGE = 1.0, 0.01
-"""Variance of the ease of texts, and what is added to that of a request's with every cycle: texts change."""
+"""Variance of the ease of texts beside what they have in common, and what is added to that of a request's
+with every cycle: texts change."""
+SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
+"""Variance at first of what texts have in common, and what every new request adds to it: tasks change."""
 MIX_RATE, SHARED_RATE = 0.1, 0.02
 WORTH_CYCLES, LEAST_CYCLES = 64, 8
 """Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch."""
@@ -40,39 +44,34 @@ LEAST_GAIN = 0.02
 HOLD = 8
 """Cycles between two looks."""
 PROBE = 4
-"""Cycles that draft after a while of plain decoding, to see what is accepted by now, or that are plain after
-a while of speculation, to see what plain cycles cost."""
+"""Cycles of a probe, which are plain where the rest drafts, or draft where the rest is plain."""
+SAMPLES = 16
+"""Drafts of all requests after which a probe that drafts may end sooner, in two cycles at least: one reads
+what the draft has missed, and is not timed."""
 MOST_PROBE = 8
-"""Plain cycles after which such a probe ends though none of them could be timed."""
-PROBE_EVERY, PROBE_LESS = (16, 256), 4
-"""Cycles of plain decoding before the first probe, and most of those before later ones; how much longer one
-that finds nothing makes them, unless it could be mistaken about the costs."""
-PLAIN_PROBE_EVERY = 32, 256
-"""Least and most cycles of speculation before the next probe of plain decoding."""
-DOUBTFUL_PROBE_EVERY = 8
-"""Cycles of speculation before a probe of plain decoding where the costs could be so wrong that it is no
-faster; each one that leaves this open makes it twice as many."""
-PROBE_LOSS = 0.004
-"""Part of the time that probes of plain decoding may take off, where ``PLAIN_PROBE_EVERY`` lets them come so
-seldom: up to a gain of 1.34, and 1 % at a gain of 3."""
-MOST_MISSED, HORIZON = 32, 32
+"""Plain cycles after which a probe ends though none of them could be timed."""
+USE = 128
+"""Cycles for which what a probe tells is of use."""
+PROBE_LOSS, MOST_LOSS = 0.006, 1.5
+"""Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
+MOST_MISSED, HORIZON = 128, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
-TABLE_ERROR, WANDER, TILT = 0.15, 0.007, 0.3
-"""Relative error that a shape's cost beside plain decoding may have in the table, that it takes on from one
-change between the two to the next, and, as a part of this, when the machine as a whole becomes slower or
+TABLE_ERROR, WANDER, TILT = 0.15, 0.003, 0.3
+"""Relative error that a shape's cost beside plain decoding may have in the table, that it takes on with every
+cycle in which the two are not compared, and, as a part of this, when the machine as a whole becomes slower or
 faster: more rows of a forward take less time beside its weights when others use the memory (measured: from
 a ratio of 1.65 to 1.38 when plain decoding becomes 1.55 times slower)."""
-COMMON_RATE, NOISE_RATE, FIRST_NOISE = 0.3, 0.05, 0.05
-"""Rates at which what is common to all costs, and the variance of single cycles, follow what is measured; the
-relative error that these have at first."""
-NUM_SURE = 5
-"""Changes of which the middle one tells that a cost is not what it was."""
+LEVEL_RATE, NOISE_RATE, FIRST_NOISE, MOST_NOISE = 0.3, 0.05, 0.08, 0.25
+"""Rates at which the speed of the machine and the variance of single cycles follow what is measured; the
+relative error that these have at first, and at most."""
+COMPARED = 6
+"""Cycles on either side of a change between plain decoding and drafting whose medians are compared."""
+MEDIAN = math.pi / 2
+"""Variance of a median over that of a mean."""
 NEXT = 4
 """Cycles after which a time still says something of the machine: between two shapes those that make a graph,
 or in which the draft catches up, are not taken."""
-OUTLIER, MOST_OUTLIERS = math.log(2.5), 3
-"""A cycle that is so much slower was interrupted, unless those after it are as slow."""
 
 
 Reading = Callable[[int, int, int], float]
@@ -82,35 +81,77 @@ Reading = Callable[[int, int, int], float]
 class Ease:
     """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
     known to; the ``mix [C]`` of classes of the draft's confidence in its next token, and this class, None
-    where it is not known."""
+    where it is not known; the number of cycles without a draft since it last had one."""
 
     value: float
     mix: np.ndarray
     confidence: int | None = None
     variance: float = VARIANCE
+    num_missed: int = 0
 
 
-@dataclass
 class _Clock:
-    """Measured times of a batch size beside the table's, as logarithms: ``drift [M]`` of each shape beside
-    plain decoding, with its variance ``doubt [M]`` when it was last compared, what was ``common`` to all
-    then (``common_then [M]``) and is now, the ``recent`` errors of what it foretold, and the variance
-    ``noise`` of single cycles."""
+    """Measured times of a batch size beside the table's, as logarithms.
 
-    drift: np.ndarray
-    doubt: np.ndarray
-    common_then: np.ndarray
-    noise: float = FIRST_NOISE**2
-    recent: dict[int, list[float]] = field(default_factory=dict)
-    common: float = 0.0
-    last: int = -1
-    last_cycle: int = 0
-    num_outliers: int = 0
+    Attributes:
+        drift: ``[M]`` of each shape beside plain decoding.
+        noise: variance of single cycles.
+    """
 
-    def doubt_now(self, number: int) -> float:
+    def __init__(self, num_shapes: int) -> None:
+        self.drift, self.noise = np.zeros(num_shapes), FIRST_NOISE**2
+        self._doubt = np.full(num_shapes, TABLE_ERROR**2)  # variance of the drift when it was last compared
+        self._level = 0.0  # of the machine
+        self._level_then, self._compared = np.zeros(num_shapes), np.zeros(num_shapes)
+        self._here: list[tuple[int, float]] = []  # cycles since plain decoding was entered or left
+        self._there: list[tuple[int, float]] = []  # those before that
+        self._surprise = np.zeros(num_shapes)  # of the last comparison
+        self._before = self.drift, self._doubt, self._surprise  # when plain decoding was entered or left
+        self._last_cycle = -NEXT - 1
+
+    def doubt(self, number: int, cycle: int) -> float:
         """Variance of a shape's drift. A change within half of a cycle's noise says nothing."""
-        change = abs(self.common - float(self.common_then[number])) - math.sqrt(self.noise) / 2
-        return float(self.doubt[number]) + (TILT * max(change, 0.0)) ** 2
+        change = abs(self._level - float(self._level_then[number])) - math.sqrt(self.noise) / 2
+        waited = WANDER**2 * (cycle - float(self._compared[number]))
+        doubt = float(self._doubt[number]) + waited + (TILT * max(change, 0.0)) ** 2
+        return min(doubt, TABLE_ERROR**2)
+
+    def observe(self, number: int, cycle: int, error: float) -> None:
+        """Take in a cycle whose time has the logarithm ``error`` beside the table's."""
+        if cycle - self._last_cycle > NEXT:
+            self._here, self._there = [], []
+            self._level = error - self.drift[number]
+        if self._here and bool(number) != bool(self._here[-1][0]):
+            self._here, self._there = [], self._here[-COMPARED:]
+            doubt = np.array([self.doubt(i, cycle) for i in range(len(self.drift))])
+            self._before = self.drift.copy(), doubt, self._surprise.copy()
+        if self._here and self._here[-1][0] == number:
+            change = min((error - self._here[-1][1]) ** 2 / 2, MOST_NOISE**2)
+            self.noise += NOISE_RATE * (change - self.noise)
+        self._here.append((number, error))
+        self._last_cycle = cycle
+        if self._there and len(self._here) <= COMPARED:
+            self._compare(cycle)
+        self._level += LEVEL_RATE * (error - self.drift[number] - self._level)
+
+    def _compare(self, cycle: int) -> None:
+        """Learn how the shapes on one side of a change compare with plain decoding on the other (a Kalman
+        filter of one number each, from what was known before the change). Two shapes are not compared with
+        one another: an error of one would be the other's too, and a shape that looks dear is not used again
+        to find out."""
+        drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
+        base = median([error for _, error in plain])
+        for number in {number for number, _ in drafted}:
+            mine = [error for each, error in drafted if each == number]
+            drift, doubt, last = (float(each[number]) for each in self._before)
+            self._surprise[number] = surprise = median(mine) - base - drift
+            if min(abs(surprise), abs(last)) > TABLE_ERROR and surprise * last > 0.0:
+                doubt = TABLE_ERROR**2  # twice is no chance: its cost is not what it was
+            gain = doubt / (doubt + MEDIAN * self.noise * (1 / len(mine) + 1 / len(plain)))
+            self.drift[number] = drift + gain * surprise
+            is_odd = abs(surprise) > TABLE_ERROR > abs(last)
+            self._doubt[number] = TABLE_ERROR**2 if is_odd else (1.0 - gain) * doubt
+            self._level_then[number], self._compared[number] = self._level, cycle
 
 
 @dataclass(frozen=True)
@@ -179,18 +220,19 @@ class ShapePolicy:
             for size, menu in menus.items()
         }
         self.shared_ease, self.shared_mix = 0.0, self._usual_mix
+        self._shared_variance = SHARED_VARIANCE
         self.shape = NO_SPECULATION
         self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
         self._num_cycles = self._num_timed = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
-        self._before = 0.0  # worth of drafting when it was tried
-        self._probe_every, self._plain_probe_every = PROBE_EVERY[0], DOUBTFUL_PROBE_EVERY
+        self._may_lose = math.inf  # seconds, in probes
         self._costs: dict[tuple[int, int], np.ndarray] = {}
         self._clocks: dict[int, _Clock] = {}
 
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
+        self._shared_variance = min(self._shared_variance + SHARED_CHANGE, VARIANCE)
         return Ease(self.shared_ease, self.shared_mix)
 
     def menu(self, batch_size: int) -> list[SpecShape]:
@@ -202,6 +244,7 @@ class ShapePolicy:
         average."""
         self._left -= 1
         self._num_cycles += 1
+        self._may_lose += PROBE_LOSS * float(self._cost(len(eases), context)[self._number[self.shape]])
         may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
         if self._left <= 0 and self._is_probe and not self.shape.steps and self._num_timed < 2:
             self._left = int(self._num_plain < MOST_PROBE)  # it is there to tell what plain cycles take
@@ -244,73 +287,61 @@ class ShapePolicy:
         if may_draft:
             worth = self._tokens / self._spent if self._spent else float(speeds[drafting])
             if not now:
-                worth *= self._rest_of_reading(len(eases), context)[drafting]
+                decoding = HORIZON * self._cost(len(eases), context)[drafting]
+                worth *= decoding / (decoding + self._reading_missed(eases, context))
         is_better = worth > speeds[0]
         if self._is_probe:
-            if now:  # it drafted
-                longer = min(PROBE_LESS * self._probe_every, PROBE_EVERY[1])
-                is_open = self._could_pay(eases, context, worth)
-                self._probe_every = PROBE_EVERY[0] if is_open else longer
-            else:
-                self._plain_probe_every = min(2 * self._plain_probe_every, PLAIN_PROBE_EVERY[1])
             self._use(drafting if is_better else 0)
         elif not now and worth > GAIN * speeds[0]:
             self._use(drafting)
-        elif now and worth < speeds[0]:
-            self._probe_every = PROBE_EVERY[0]
+        elif now and not is_better:
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
             self._use(drafting)
-        elif (
-            not now
-            and may_draft
-            and self._num_plain >= self._probe_after(len(eases), drafting, worth / speeds[0])
-        ):
-            self._before = float(speeds[drafting] / speeds[0])
-            self._use(drafting, is_probe=True)
-        elif now and self._num_drafting >= self._plain_probe_after(len(eases), worth / speeds[0]):
-            self._use(0, is_probe=True)
+        elif may_draft and self._pays_to_probe(eases, context, drafting, worth / speeds[0]):
+            self._use(0 if now else drafting, is_probe=True)
+            if self.shape.steps:
+                self._left = min(max(SAMPLES // len(eases), 2), PROBE)
         self._rate = max(worth, float(speeds[0]))
 
-    def _doubt(self, batch_size: int, number: int) -> float:
-        """Relative error of a shape's cost, as far as cycles are timed."""
-        clock = self._clocks.get(batch_size)
-        return 0.0 if clock is None else math.sqrt(clock.doubt_now(number))
+    def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
+        """Return True if trying the other of plain decoding and ``drafting``, which is worth ``gain`` times
+        plain decoding as far as is known, is expected to save more time than it takes (the knowledge
+        gradient of two choices), and probes have not lost too much lately."""
+        costs, size, is_plain = self._cost(len(eases), context), len(eases), not self.shape.steps
+        doubt, distance = self._doubt(eases, drafting), abs(math.log(gain))
+        other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
+        gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
+        saved = USE * float(costs[0]) * gain_if_better
+        cycles = min(max(SAMPLES // size, 2), PROBE) if is_plain else PROBE
+        lost = cycles * float(costs[drafting if is_plain else 0]) * (1 - math.exp(-distance))
+        lost += self._reading_missed(eases, context) if is_plain else self._reading(size, PROBE, context)
+        most, num_cycles = MOST_LOSS * float(costs[0]), self._num_plain + self._num_drafting
+        self._may_lose = min(self._may_lose, most)
+        has_waited = PROBE_LOSS * num_cycles * float(costs[self._number[self.shape]]) >= max(most, lost)
+        if not has_waited and (saved < lost or self._may_lose < lost):
+            return False
+        self._may_lose -= lost
+        return True
 
-    def _could_pay(self, eases: Sequence[Ease], context: int, worth: float) -> bool:
-        """Return True if drafting, which was just tried, could pay: its cost may be wrong, or more was
-        accepted than before, and the text may be easier than it seems from so few cycles."""
-        number, plain = self._number[self.shape], len(eases) / self._cost(len(eases), context)[0]
-        if worth * math.exp(self._doubt(len(eases), number)) > plain:
-            return True
-        best = [Ease(min(e.value + math.sqrt(e.variance), EASES[-1]), e.mix) for e in eases]
-        is_rising = self.speeds(eases, context)[1:].max() > self._before * plain
-        return bool(is_rising and self.speeds(best, context)[1:].max() > plain)
+    def _doubt(self, eases: Sequence[Ease], number: int) -> float:
+        """Relative error of what a shape is worth beside plain decoding: of the ease of the texts, and of the
+        cost as far as cycles are timed."""
+        rows = _rows(eases)
+        mixes = self._tilts[number] * np.stack([ease.mix for ease in eases])
+        mixes /= mixes.sum(1, keepdims=True)
+        lengths = (self._lengths[rows, number] * mixes).sum(1)
+        above = (self._lengths[np.minimum(rows + 1, len(EASES) - 1), number] * mixes).sum(1)
+        slopes = (above - lengths) / (EASES[1] - EASES[0])
+        variance = slopes**2 @ [ease.variance for ease in eases] + slopes.sum() ** 2 * self._shared_variance
+        clock = self._clocks.get(len(eases))
+        costs = 0.0 if clock is None else clock.doubt(number, self._num_cycles)
+        return math.sqrt(float(variance) / float(lengths.sum()) ** 2 + costs) + 1e-6
 
-    def _probe_after(self, batch_size: int, number: int, worth: float) -> int:
-        """Cycles of plain decoding after which drafting is tried: few where the machine has changed since its
-        cost was known, and it could pay by now."""
-        clock = self._clocks.get(batch_size)
-        has_changed = clock is not None and clock.doubt_now(number) > 2.0 * clock.doubt[number]
-        if has_changed and worth * math.exp(self._doubt(batch_size, number)) > 1.0:
-            return PROBE_EVERY[0]
-        return self._probe_every
-
-    def _plain_probe_after(self, batch_size: int, gain: float) -> float:
-        """Cycles of speculation after which plain decoding is tried."""
-        least, most = PLAIN_PROBE_EVERY
-        usual = min(max(PROBE * (1 - 1 / gain) / PROBE_LOSS, least), most)
-        if gain > math.exp(self._doubt(batch_size, self._number[self.shape])):
-            self._plain_probe_every = DOUBTFUL_PROBE_EVERY
-            return usual
-        return min(self._plain_probe_every, usual)
-
-    def _rest_of_reading(self, batch_size: int, context: int) -> np.ndarray:
-        """Part of the time of ``HORIZON`` cycles that is left when the draft has read what it has missed,
-        ``[M]``."""
-        reading = self._reading(batch_size, min(self._num_plain, MOST_MISSED), context)
-        decoding = HORIZON * self._cost(batch_size, context)
-        return decoding / (decoding + reading)
+    def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
+        """Seconds in which the draft reads what it has missed."""
+        missed = max(min(ease.num_missed, MOST_MISSED) for ease in eases)
+        return self._reading(len(eases), missed, context) if missed else 0.0
 
     def _use(self, number: int, *, is_probe: bool = False) -> None:
         shape = self.shapes[number]
@@ -333,18 +364,23 @@ class ShapePolicy:
 
     def _cost(self, batch_size: int, context: int) -> np.ndarray:
         """Seconds of a cycle in every shape, ``[M]``, as the table and this engine's cycles have them."""
+        table, clock = self._table(batch_size, context), self._clocks.get(batch_size)
+        return table if clock is None else table * np.exp(clock.drift)
+
+    def _table(self, batch_size: int, context: int) -> np.ndarray:
         key = batch_size, context // 256
         if key not in self._costs:
             middle = 256 * key[1] + 128
             self._costs[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
-        clock = self._clocks.get(batch_size)
-        return self._costs[key] if clock is None else self._costs[key] * np.exp(clock.drift)
+        return self._costs[key]
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``."""
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
+            ease.num_missed += 1
             return
+        ease.num_missed = 0
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known]
         surprise, information = float(num_accepted), 0.0
@@ -355,7 +391,9 @@ class ShapePolicy:
         left = ease.variance / (1.0 + ease.variance * information)
         ease.value = min(max(ease.value + left * surprise, EASES[0]), EASES[-1])
         ease.variance = min(left + CHANGE, VARIANCE)
-        self.shared_ease += SHARED_RATE * (ease.value - self.shared_ease)
+        rate = self._shared_variance / (self._shared_variance + VARIANCE + 1.0 / information)
+        self.shared_ease += rate * (ease.value - self.shared_ease)
+        self._shared_variance *= 1.0 - rate
 
     def see(self, ease: Ease, probability: float | None) -> None:
         """Take in the probability that the draft gives its next first token."""
@@ -371,34 +409,11 @@ class ShapePolicy:
         """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
         become slower, changes no choice; a shape is compared with plain decoding where one follows the
         other."""
-        number, num = self._number[shape], len(self.shapes)
-        new = _Clock(np.zeros(num), np.full(num, TABLE_ERROR**2), np.zeros(num))
-        clock = self._clocks.setdefault(batch_size, new)
-        surprise = math.log(seconds / float(self._cost(batch_size, context)[number])) - clock.common
-        if abs(surprise) > OUTLIER and clock.last >= 0 and clock.num_outliers < MOST_OUTLIERS:
-            clock.num_outliers += 1
-            return
-        is_next = clock.last >= 0 and self._num_cycles - clock.last_cycle <= NEXT
-        if is_next and clock.last != number and 0 in (clock.last, number):
-            self._compare_with_plain(clock, max(clock.last, number), surprise if number else -surprise)
-        elif is_next and clock.last == number:
-            clock.noise += NOISE_RATE * (surprise**2 - clock.noise)
-        clock.common += surprise * (COMMON_RATE if is_next else 1.0)
-        clock.last, clock.last_cycle, clock.num_outliers = number, self._num_cycles, 0
+        clock = self._clocks.setdefault(batch_size, _Clock(len(self.shapes)))
+        number = self._number[shape]
+        error = math.log(seconds / float(self._table(batch_size, context)[number]))
+        clock.observe(number, self._num_cycles, error)
         self._num_timed += 1
-
-    @staticmethod
-    def _compare_with_plain(clock: _Clock, number: int, surprise: float) -> None:
-        """Learn from a cycle of a shape beside one of plain decoding, with which it is compared (a Kalman
-        filter of one number). Two shapes are not compared with one another: an error of one would be the
-        other's too, and a shape that looks dear is not used again to find out."""
-        clock.recent[number] = recent = [*clock.recent.get(number, ()), surprise][-NUM_SURE:]
-        if len(recent) == NUM_SURE and abs(sorted(recent)[NUM_SURE // 2]) > TABLE_ERROR:
-            clock.doubt[number], clock.recent[number] = TABLE_ERROR**2, []
-        doubt = clock.doubt_now(number) + WANDER**2
-        gain, limit = doubt / (doubt + clock.noise), 2.0 * math.sqrt(doubt + clock.noise)
-        clock.drift[number] += gain * min(max(surprise, -limit), limit)
-        clock.doubt[number], clock.common_then[number] = (1.0 - gain) * doubt, clock.common
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
         """What is chosen for batches of average text."""

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.policy import HOLD, PROBE, PROBE_EVERY, ShapePolicy
+from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -97,7 +97,9 @@ def confident_table():
     return AcceptanceTable(CLASSES, dict.fromkeys(shapes, np.full(3, 1 / 3)), reach)
 
 
-def confident_speed(choose, see=lambda *_: None, num_tokens=20000, chances=(0.1, 0.5, 0.9)):
+def confident_speed(
+    choose, see=lambda _: None, num_tokens=20000, chances=(0.1, 0.5, 0.9), observe=lambda *_: None
+):
     """Tokens per second of a request whose drafts are as sure as they are good."""
     rng, time, count = random.Random(1), 0.0, 0
     while count < num_tokens:
@@ -108,6 +110,7 @@ def confident_speed(choose, see=lambda *_: None, num_tokens=20000, chances=(0.1,
         accepted = 0
         while accepted < shape.steps and rng.random() < chance:
             accepted += 1
+        observe(shape, accepted)
         count += accepted + 1
     return count / time
 
@@ -145,7 +148,12 @@ def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
         return shape
 
     plain = confident_speed(lambda: NO_SPECULATION, chances=(0.1,))
-    ours = confident_speed(choose, lambda chance: policy.see(ease, chance), chances=(0.1,))
+    ours = confident_speed(
+        choose,
+        lambda chance: policy.see(ease, chance),
+        chances=(0.1,),
+        observe=lambda shape, accepted: policy.observe(ease, shape, accepted),
+    )
     assert confident_speed(lambda: SHAPES[1], chances=(0.1,)) < 0.98 * plain < ours
     assert used[NO_SPECULATION] > 0.9 * sum(used.values())
 
@@ -229,6 +237,48 @@ def test_a_machine_that_becomes_faster_has_its_costs_compared_anew(seed):
     assert sum(drafted[640:]) > 0.7 * 260
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_new_requests_are_tried_though_those_before_them_could_not_be_drafted(seed):
+    """Eight replies of 64 tokens at a time, hard for long and then easy: that is seen within some replies,
+    though plain decoding tells nothing of them, and trying it costs the hard ones next to nothing."""
+    policy, rng = make_policy(), random.Random(seed)
+    seconds_of = {NO_SPECULATION: 0.05, SHAPES[1]: 0.064}
+    spent, tokens, drafted = [], [], []
+    for number in range(60):
+        chance = 0.05 if number < 30 else 0.5
+        eases, lengths = [policy.new_request() for _ in range(8)], [0] * 8
+        spent.append(0.0)
+        drafted.append(0)
+        while max(lengths) < 64:
+            shape = policy.choose(eases, 300)
+            shape = shape if shape in seconds_of else SHAPES[1]
+            for i, ease in enumerate(eases):
+                accepted = int(shape.steps > 0 and rng.random() < chance)
+                policy.observe(ease, shape, accepted)
+                lengths[i] += 1 + accepted
+            took = seconds_of[shape] * math.exp(rng.gauss(0.0, 0.06))
+            policy.observe_time(8, shape, 300, took)
+            spent[-1] += seconds_of[shape]
+            drafted[-1] += bool(shape.steps)
+        tokens.append(sum(lengths))
+    plain = 8 / seconds_of[NO_SPECULATION]
+    assert sum(tokens[5:30]) / sum(spent[5:30]) > 0.98 * plain
+    assert sum(drafted[36:]) > 0.8 * sum(tokens[36:]) / 8 / 1.5
+
+
+def test_one_slow_cycle_says_little_of_a_shape():
+    """Plain decoding is tried, and meets a machine that is slow for one of its cycles."""
+    clock_errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6
+    policy = make_policy()
+    for number, error in clock_errors:
+        shape = policy.shapes[number]
+        policy.choose([policy.new_request()] * 2, 300)
+        policy.observe_time(2, shape, 300, seconds(2, shape, 300) * math.exp(error))
+    plain, chain = policy.shapes[:2]
+    costs = policy._cost(2, 300)
+    assert costs[1] / costs[0] == pytest.approx(seconds(2, chain, 300) / seconds(2, plain, 300), rel=0.03)
+
+
 def test_a_machine_that_slows_down_changes_no_choice():
     policy = make_policy()
     before = policy.plan([1, 8])
@@ -245,10 +295,12 @@ def test_coming_back_must_pay_for_what_the_draft_has_missed():
             return batch_size * num_tokens * seconds_a_token
 
         policy = ShapePolicy(seconds, AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES}, "", reading)
-        ease, first_probe = policy.new_request(), PROBE_EVERY[0]
-        ease.value = -6.0
-        for _ in range(first_probe - HOLD - 1):
-            assert not policy.choose([ease], 300).steps
+        ease = policy.new_request()
+        ease.value, ease.variance = -6.0, 0.0
+        for _ in range(HOLD):
+            shape = policy.choose([ease], 300)
+            assert not shape.steps
+            policy.observe(ease, shape, 0)
         ease.value = 0.0
         return next((n for n in range(HOLD + 1) if policy.choose([ease], 300).steps), None)
 
@@ -261,7 +313,7 @@ def test_a_probe_ends_though_the_batch_changes():
     eases = [policy.new_request() for _ in range(3)]
     for ease in eases:
         ease.value = -6.0
-    used = [policy.choose(eases[: 1 + i % 3], 100) for i in range(200)]
+    used = [policy.choose(eases[: 1 + i % 3], 100) for i in range(1500)]
     first = next(i for i, shape in enumerate(used) if shape.steps)
     assert all(shape.steps for shape in used[first : first + PROBE])
     assert not any(shape.steps for shape in used[first + PROBE : first + PROBE + 40])
