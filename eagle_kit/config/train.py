@@ -226,7 +226,8 @@ class TrainingConfig(Section):
             processes).
         clip_norm: largest gradient norm; null does not clip.
         precision: ``float32``; ``tf32`` (float32 with TF32 matmuls on CUDA); ``bfloat16`` (target and
-            matmuls in bfloat16, weights of the head and optimiser in float32).
+            matmuls in bfloat16, weights of the head and optimiser in float32); ``auto`` is ``bfloat16`` on
+            CUDA and ``float32`` on a CPU.
         cache_hidden_states: ``disk`` keeps the target's states of every row in the cache directory, so that
             later epochs and runs skip the target forward.
         state_format: format of captured states: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
@@ -269,7 +270,7 @@ class TrainingConfig(Section):
     gradient_checkpointing: Literal["off", "steps"] = "off"
     target_placement: str = Field(default="same", pattern=r"^(same|cpu|auto|fsdp|cuda(:\d+)?)$")
     clip_norm: float | None = Field(default=0.5, gt=0.0)
-    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     cache_hidden_states: Literal["off", "disk"] = "off"
     state_format: Literal["computed", "bf16", "fp8"] = "computed"
     cpu_threads: int | None = Field(default=None, ge=1)

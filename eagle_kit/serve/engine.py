@@ -20,6 +20,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.backend import current_device
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
@@ -236,9 +237,13 @@ class Engine:
         self._collect_until(0)
         self._news.clear()
 
-    @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Schedule, compute, and take in results -> requests that have new tokens or have ended."""
+        """Schedule, compute, and take in results -> requests that have new tokens or have ended. Any thread
+        may be the one that makes the calls, and have another CUDA device as its current one."""
+        with torch.inference_mode(), current_device(self.runner.device):
+            return self._step()
+
+    def _step(self) -> list[Request]:
         if not self._pending:
             self._clock = time.perf_counter()
         plan = self.scheduler.plan()
@@ -298,7 +303,8 @@ class Engine:
 
     def warm_up(self) -> int:
         """Capture graphs before the first request -> their number."""
-        return self.runner.warm_up(self.shapes_at)
+        with current_device(self.runner.device):
+            return self.runner.warm_up(self.shapes_at)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for request, *_ in chunks:

@@ -18,6 +18,7 @@ from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
 from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.registry import algorithms, kind_in_target
@@ -83,11 +84,10 @@ class LLM:
             from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
             place = choose_device(self._options.device)
-            if place.startswith("cuda:"):
-                torch.cuda.set_device(place)  # graphs and kernels run on the current device
             folder = resolve_target(str(target))
             self._target_name = folder
-            self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
+            with current_device(torch.device(place)):
+                self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         if self.target.embed_tokens.weight.device.type == "cpu":
@@ -328,8 +328,9 @@ class LLM:
         cache."""
         device = self.target.embed_tokens.weight.device
         tokens = torch.tensor(ids, device=device)
-        out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
-        return self.target.logits(out.hidden)
+        with current_device(device):
+            out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
+            return self.target.logits(out.hidden)
 
 
 def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:

@@ -36,7 +36,7 @@ from eagle_kit.serve.grammar.compiler import allowed_tokens
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_rare
+from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_adjusted
 from eagle_kit.serve.scheduler import Chunk
 from eagle_kit.serve.slots import Slots
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
@@ -49,7 +49,10 @@ from eagle_kit.speculation.verify.decide import choose, is_finite
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 from eagle_kit.tuning.policy import MOST_MISSED
 
-GREEDY_AND_SAMPLED = (None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
+KINDS = (
+    *(None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)),
+    SamplingParams(repetition_penalty=1.1),
+)
 """Kinds of batches that are captured at the start."""
 
 
@@ -315,8 +318,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, shapes_at: Callable[[int], Sequence[SpecShape]]) -> int:
-        """Capture the graphs of greedy batches and of batches that sample, the largest first, in the shapes
-        of each size -> their number.
+        """Capture the graphs of greedy batches, of batches that sample and of those with penalties or biases,
+        the largest first, in the shapes of each size -> their number.
         Forms of linear layers are chosen by measurements before that."""
         if self.graphs.mode != "cycle" or not self.graphs.has_fixed_shapes:
             return 0
@@ -324,7 +327,7 @@ class Runner:
         for size, shape in [(each, shape) for each in sizes for shape in shapes_at(each)]:
             settings = self._settings(shape, self._columns(0), None)
             rows = self._tensor([self.slots.dummy] * size)
-            for params in GREEDY_AND_SAMPLED:
+            for params in KINDS:
                 sampling = None if params is None else self._sampling.of_params(params, size)
                 self._part("cycle", self.run_cycle, CycleInputs(rows, sampling), settings)
         return self.graphs.num_graphs
@@ -369,7 +372,9 @@ class Runner:
     ) -> Any:
         """Run a part of the cycle, as a graph where there are graphs."""
         sampling, window = inputs.sampling, inputs.window
-        if self.graphs.mode == "off" or (sampling is not None and is_rare(sampling)):
+        if sampling is not None and counts_tokens(sampling):
+            self.slots.make_counts(self.vocab_size)  # before a capture
+        if self.graphs.mode == "off" or self._is_rare(sampling):
             return body(inputs, settings)
         given = None if sampling is None else tuple(part is not None for part in sampling)
         drafts = None if window is None else (type(window.proposal), window.tree.tokens.shape)
@@ -384,6 +389,11 @@ class Runner:
             return self.graphs.run(
                 GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
             )
+
+    def _is_rare(self, sampling: SamplingBatch | None) -> bool:
+        """Return True for batches that are not worth a recording: there would be one for every combination of
+        adjustments of logits. Where shapes are fixed such batches have all of them, and a graph."""
+        return sampling is not None and is_adjusted(sampling) and not self.graphs.has_fixed_shapes
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:
         """Run a cycle, or the part of it behind a given window, and update the slots."""

@@ -32,14 +32,15 @@ class SamplingTables:
 
         Args:
             padding: dummy requests behind them.
-            has_fixed_shapes: set all filters when one is set, so that few kinds of batches are captured.
+            has_fixed_shapes: set all filters when one is set, and all adjustments of logits when there is
+                one, so that few kinds of batches are captured.
         """
         key = (*((request.number, request.epoch) for request in requests), (-1, padding))
         if self._key != key:
             made = self.of_requests(requests, padding)
             if made is not None:
                 made = made._replace(counts=None)
-                made = self._with_all_filters(made) if has_fixed_shapes else made
+                made = self._completed(made) if has_fixed_shapes else made
             self._key, self._batch = key, made
         return self._batch
 
@@ -53,24 +54,33 @@ class SamplingTables:
         return make_sampling_batch(params, prompts, seeds, self.vocab_size, self.device)
 
     def of_params(self, params: SamplingParams, size: int) -> SamplingBatch:
-        """Parameters of ``size`` equal requests, with all filters when there is one."""
-        return self._with_all_filters(
-            make_sampling_batch([params] * size, [[]] * size, [0] * size, self.vocab_size, self.device)
-        )
+        """Parameters of ``size`` equal requests, as :meth:`of_cycle` gives them where shapes are fixed."""
+        made = make_sampling_batch([params] * size, [[]] * size, [0] * size, self.vocab_size, self.device)
+        return self._completed(made._replace(counts=None))
 
     def forget(self) -> None:
         """Make the tables of the next batch anew."""
         self._key = ()
 
-    def _with_all_filters(self, sampling: SamplingBatch) -> SamplingBatch:
-        if all(part is None for part in (sampling.top_k, sampling.top_p, sampling.min_p)):
+    def _completed(self, sampling: SamplingBatch) -> SamplingBatch:
+        """Set all filters where there is one, and these and all adjustments of logits where there is one of
+        them; what was missing changes nothing."""
+        adjusts = is_adjusted(sampling)
+        if not adjusts and all(part is None for part in (sampling.top_k, sampling.top_p, sampling.min_p)):
             return sampling
         ones = torch.ones_like(sampling.temperature)
-        neutral = {
+        neutral: dict[str, torch.Tensor] = {
             "top_k": torch.full_like(sampling.seeds, self.vocab_size),
             "top_p": ones,
             "min_p": torch.zeros_like(ones),
         }
+        if adjusts:
+            tables = len(ones), self.vocab_size
+            neutral |= {"repetition": ones, "frequency": 0 * ones, "presence": 0 * ones}
+            neutral |= {
+                "bias": ones.new_zeros(tables),
+                "prompt_mask": torch.zeros(tables, dtype=torch.bool, device=self.device),
+            }
         missing = {name: value for name, value in neutral.items() if getattr(sampling, name) is None}
         return sampling._replace(**missing)
 
@@ -80,9 +90,8 @@ def counts_tokens(sampling: SamplingBatch) -> bool:
     return any(part is not None for part in (sampling.repetition, sampling.frequency, sampling.presence))
 
 
-def is_rare(sampling: SamplingBatch) -> bool:
-    """Return True if logits are adjusted before they are filtered, which takes tables of the vocabulary. Such
-    batches are not captured: there would be a graph for every combination of adjustments."""
+def is_adjusted(sampling: SamplingBatch) -> bool:
+    """Return True if logits are adjusted before they are filtered, which takes tables of the vocabulary."""
     return counts_tokens(sampling) or sampling.bias is not None
 
 

@@ -97,12 +97,18 @@ class Slots:
     def start_counts(self, slot: int, vocab_size: int, tokens: Sequence[int], root: torch.Tensor) -> None:
         """Count the tokens of a request's reply for its penalties: ``tokens`` that the host knows, or, when
         it knows none yet, the ``root [1]``."""
+        counts = self.make_counts(vocab_size)
+        counts[slot] = 0
+        if tokens:
+            known = torch.bincount(torch.tensor(tokens), minlength=vocab_size)
+            counts[slot] = known.to(counts)
+        else:
+            counts[slot].index_add_(0, root, torch.ones_like(root, dtype=torch.int32))
+
+    def make_counts(self, vocab_size: int) -> torch.Tensor:
+        """Return the counts of all slots, int32 ``[slots, V]``, made when they are first needed. Those of
+        requests without penalties mean nothing."""
         if self.counts is None:
             shape = (self.dummy + 1, vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self.roots.device)
-        self.counts[slot] = 0
-        if tokens:
-            known = torch.bincount(torch.tensor(tokens), minlength=vocab_size)
-            self.counts[slot] = known.to(self.counts)
-        else:
-            self.counts[slot].index_add_(0, root, torch.ones_like(root, dtype=torch.int32))
+        return self.counts

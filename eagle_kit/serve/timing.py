@@ -24,7 +24,7 @@ from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import Ease, ShapePolicy
 
-SECONDS_OF_A_VISIT = 15.0
+SECONDS_OF_A_VISIT, LEAST_ROUNDS = 15.0, 2
 MOST_ACCEPTED = 0.75
 """Part of a draft's steps that text which drafts well accepts."""
 
@@ -45,7 +45,7 @@ class Visit(NamedTuple):
 
 class Plan(NamedTuple):
     """What to time: ``shapes`` besides plain decoding at all ``points``, in ``num_passes`` over them of
-    ``num_rounds`` turns (fewer where they take longer than ``SECONDS_OF_A_VISIT``) of ``num_cycles`` each. A
+    ``num_rounds`` turns (fewer where they take longer than ``seconds``) of ``num_cycles`` each. A
     machine that is slower for some minutes is so in one pass of several. Batch sizes of a context come in
     rising order: a shape that cannot pay at one is left out at those above. Passes are counted from
     ``first_pass``."""
@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     num_cycles: int
     num_passes: int = 1
     first_pass: int = 0
+    seconds: float = SECONDS_OF_A_VISIT
 
     @property
     def passes(self) -> range:
@@ -149,7 +150,7 @@ def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan)
     rounds: list[list[tuple[float, int]]] = []
     try:
         while len(rounds) < plan.num_rounds:
-            if rounds and time.perf_counter() - begun > SECONDS_OF_A_VISIT:
+            if len(rounds) >= LEAST_ROUNDS and time.perf_counter() - begun > plan.seconds:
                 break
             batch.begin()
             turns = [(0.0, 0)] * len(shapes)

@@ -34,7 +34,8 @@ from eagle_kit.tuning.shapes import MOST_STEPS, choose_menu
 
 QUICK_SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
 QUICK_CONTEXT = 64
-QUICK_ROUNDS, QUICK_CYCLES = 2, 2
+QUICK_ROUNDS, QUICK_CYCLES, QUICK_SECONDS = 8, 2, 3.0
+"""Rounds of a batch size, as many as fit into these seconds and two at least: single cycles vary."""
 SHAPES = tuple(
     map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,2,6", "3,4,8", "5,4,16", "5,8,32"))
 )
@@ -148,7 +149,8 @@ def quick_plan(engine: Engine) -> Plan:
     sizes = sorted({1, min(4, most), most})
     context = min(QUICK_CONTEXT, engine.config.max_context // 4)
     points = [Point(size, context) for size in sizes if _fits(engine, size, context)]
-    return Plan(points, runnable(engine, QUICK_SHAPES), QUICK_ROUNDS, QUICK_CYCLES)
+    shapes = runnable(engine, QUICK_SHAPES)
+    return Plan(points, shapes, QUICK_ROUNDS, QUICK_CYCLES, seconds=QUICK_SECONDS)
 
 
 def whole_plan(engine: Engine) -> Plan:

@@ -67,6 +67,8 @@ LEVEL_RATE, NOISE_RATE, FIRST_NOISE, MOST_NOISE = 0.3, 0.05, 0.08, 0.25
 relative error that these have at first, and at most."""
 COMPARED = 6
 """Cycles on either side of a change between plain decoding and drafting whose medians are compared."""
+LEAST_DOUBT = 0.02
+"""Relative error to which a shape is known at best from cycles of other shapes, whose errors it shares."""
 MEDIAN = math.pi / 2
 """Variance of a median over that of a mean."""
 NEXT = 4
@@ -128,17 +130,28 @@ class _Clock:
         if self._here and self._here[-1][0] == number:
             change = min((error - self._here[-1][1]) ** 2 / 2, MOST_NOISE**2)
             self.noise += NOISE_RATE * (change - self.noise)
+        elif self._here:
+            self._compare_shapes(*self._here[-1], number, error)
         self._here.append((number, error))
         self._last_cycle = cycle
         if self._there and len(self._here) <= COMPARED:
             self._compare(cycle)
         self._level += LEVEL_RATE * (error - self.drift[number] - self._level)
 
+    def _compare_shapes(self, last: int, last_error: float, number: int, error: float) -> None:
+        """Learn from two cycles of different shapes how these compare (a Kalman filter of two numbers): each
+        is corrected by as much as it is doubted."""
+        doubts = float(self._doubt[last]), float(self._doubt[number])
+        surprise = (error - last_error) - float(self.drift[number] - self.drift[last])
+        spread = sum(doubts) + 2.0 * self.noise
+        surprise = min(max(surprise, -2.0 * math.sqrt(spread)), 2.0 * math.sqrt(spread))
+        for each, doubt, sign in ((last, doubts[0], -1.0), (number, doubts[1], 1.0)):
+            self.drift[each] += sign * doubt / spread * surprise
+            self._doubt[each] = max(doubt - doubt**2 / spread, LEAST_DOUBT**2)
+
     def _compare(self, cycle: int) -> None:
         """Learn how the shapes on one side of a change compare with plain decoding on the other (a Kalman
-        filter of one number each, from what was known before the change). Two shapes are not compared with
-        one another: an error of one would be the other's too, and a shape that looks dear is not used again
-        to find out."""
+        filter of one number each, from what was known before the change)."""
         drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
         base = median([error for _, error in plain])
         for number in {number for number, _ in drafted}:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import rope_store
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
@@ -112,6 +113,37 @@ def test_swiglu_forward_and_backward(rows, size, dtype):
     (gradient,) = torch.autograd.grad(out, ours, upstream)
     (expected,) = torch.autograd.grad(wanted, right, upstream.double())
     assert_near("gradient", gradient, expected)
+
+
+# Experts, those of a token, hidden and intermediate size.
+EXPERTS = pick(
+    {
+        "Mixtral": (8, 2, 4096, 14336),
+        "Qwen3-30B": (128, 8, 2048, 768),
+        "DeepSeek-V2-Lite": (64, 6, 2048, 1408),
+    },
+    {"tiny": (5, 2, 48, 40)},
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", pick([1, 64, 2048], [3]))
+@pytest.mark.parametrize("model", EXPERTS)
+def test_experts(model, rows, dtype):
+    count, chosen, hidden, size = EXPERTS[model]
+    by = generator(13)
+    x, scores = randn(rows, hidden, dtype=dtype, by=by), randn(rows, count, by=by)
+    gate_up = randn(count, 2 * size, hidden, dtype=dtype, by=by, scale=hidden**-0.5)
+    down = randn(count, hidden, size, dtype=dtype, by=by, scale=size**-0.5)
+    shares, ids = scores.softmax(-1).topk(chosen, -1)
+    out = experts(x, ids, shares, gate_up, down, backend="triton")
+    wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE)
+    for expert in range(count):
+        places, columns = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[places].double() @ gate_up[expert].double().T).chunk(2, -1)
+        part = (torch.nn.functional.silu(gate) * up) @ down[expert].double().T
+        wanted.index_add_(0, places, part * shares[places, columns, None].double())
+    assert_near("experts", out, wanted, slack=2.0)
 
 
 # Outputs and inputs: qkv, output, gate and up, down.

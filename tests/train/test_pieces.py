@@ -126,7 +126,7 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
     variable: str, value: str, named: str
 ) -> None:
     with pytest.raises(UserError, match=named):
-        check_launcher({variable: value}, TrainingConfig())
+        check_launcher({variable: value}, TrainingConfig(precision="float32"))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ def test_what_the_launcher_says_by_itself_is_accepted(asked: str) -> None:
         "ACCELERATE_MIXED_PRECISION": asked,
     }
     check_launcher(environ, TrainingConfig(precision="bfloat16"))
+    check_launcher(environ, TrainingConfig())
     check_launcher({}, TrainingConfig())
 
 
@@ -196,7 +197,7 @@ def test_the_launcher_s_own_variables_are_the_ones_that_are_read() -> None:
     args.num_machines = 1
     environ = prepare_simple_launcher_cmd_env(args)[1]
     with pytest.raises(UserError, match="--mixed_precision bf16"):
-        check_launcher(environ, TrainingConfig())
+        check_launcher(environ, TrainingConfig(precision="float32"))
 
 
 def test_every_process_of_a_run_says_what_stopped_it(

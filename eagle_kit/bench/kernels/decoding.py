@@ -20,6 +20,7 @@ from eagle_kit.kernels.accept import (
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_topk import draft_topk
+from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.recurrence import (
     Inputs,
@@ -100,6 +101,25 @@ def swiglu_cases(sizes: Sizes) -> list[KernelCase]:
 def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
     x = rng.normal(t, 2 * size)
     return PreparedCase(lambda backend: swiglu(x, backend=backend), 5 * t * size, (x,))
+
+
+def expert_cases(sizes: Sizes) -> list[KernelCase]:
+    """Routed experts of one layer; the torch form is the grouped matmul."""
+    return [case(f"{t} rows", _make_experts, sizes, t) for t in sizes.tokens]
+
+
+def _make_experts(sizes: Sizes, t: int, rng: RandomInputs) -> PreparedCase:
+    (count, chosen, size), h = sizes.experts, sizes.model.hidden_size
+    x, weights = rng.normal(t, h), rng.uniform(t, chosen, dtype=torch.float32)
+    gate_up = rng.normal(count, 2 * size, h, scale=h**-0.5)
+    down = rng.normal(count, h, size, scale=size**-0.5)
+    ids = rng.uniform(t, count).topk(chosen, -1).indices
+    read = ids.unique()  # weights of the experts that are chosen
+    return PreparedCase(
+        lambda backend: experts(x, ids, weights, gate_up, down, backend=backend),
+        6 * t * chosen * h * size,
+        (x, ids, weights, gate_up[: len(read)], down[: len(read)]),
+    )
 
 
 def draft_topk_cases(sizes: Sizes) -> list[KernelCase]:
@@ -402,6 +422,7 @@ CASES: Cases = {
     "rope": rope_cases,
     "norm": norm_cases,
     "swiglu": swiglu_cases,
+    "experts": expert_cases,
     "tree_build": tree_cases,
     "accept": accept_cases,
     "commit": commit_cases,

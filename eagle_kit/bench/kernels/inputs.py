@@ -20,6 +20,7 @@ class Sizes:
     32,000 and DeepSeek's latent.
 
     Attributes:
+        experts: number of experts, those of a token, and their intermediate size, by default Mixtral's.
         delta: heads, key heads, sizes of a key and a value of a recurrent layer, by default Qwen3-Next's.
         decode, verify, drafts: batches and contexts of window attention.
         windows: nodes of a verified window.
@@ -33,6 +34,7 @@ class Sizes:
     draft_vocab_size: int = 32000
     latent: tuple[int, int] = (512, 64)
     latent_heads: tuple[int, ...] = (16, 32, 128)
+    experts: tuple[int, int, int] = (8, 2, 14336)
     delta: tuple[int, int, int, int] = (32, 16, 128, 128)
     page_size: int = 16
     decode: tuple[tuple[int, int], ...] = (
@@ -58,6 +60,7 @@ TINY = Sizes(
     draft_vocab_size=128,
     latent=(64, 16),
     latent_heads=(2, 4),
+    experts=(4, 2, 16),
     delta=(4, 2, 16, 16),
     decode=((1, 64), (2, 128)),
     windows=(8, 16),

@@ -49,6 +49,17 @@ def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dic
     return stored
 
 
+def is_finite(stored: dict[str, torch.Tensor]) -> bool:
+    """Return False if an encoded state is NaN or infinite, which :func:`encode` does not make."""
+    return all(_is_finite(tensor) for tensor in stored.values())
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == FP8:  # it has no infinity, and torch does not look for its NaN
+        return not bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
 def decode(stored: dict[str, torch.Tensor], dtypes: dict[str, str]) -> dict[str, torch.Tensor]:
     """The inverse of :func:`encode`, on whatever device ``stored`` is.
 

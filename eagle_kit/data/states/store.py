@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_disk_space, remove, replacing, write_json_atomically
-from eagle_kit.data.states.format import decode, encode
+from eagle_kit.data.states.format import decode, encode, is_finite
 from eagle_kit.data.states.manifest import (
     DATA,
     DATA_FILES,
@@ -208,9 +208,12 @@ class StateStore:
         if shard is None:
             return None
         try:
-            return read_row(shard, row)
+            part = read_row(shard, row)
         except (OSError, SafetensorError) as error:
             raise self._unusable(shard.path, f"cannot be read any more ({error})") from error
+        if not is_finite(part):
+            raise self._unusable(shard.path, f"has states of row {row} that are not finite")
+        return part
 
     def _start(self) -> None:
         """Make the folder, its manifest and the copy of the packed rows, once."""

@@ -1,9 +1,9 @@
 """Routed experts of a mixture: every token passes through its own K of E SwiGLU networks.
 
 On a CPU the routing is read on the host, and each expert multiplies its own rows. On a GPU nothing is read on
-the host, so that it can be captured in a CUDA graph: in bf16, rows sorted by expert and two grouped matmuls,
-which read the weights of the active experts only; in other dtypes all experts over all rows, E / K times the
-work.
+the host, so that it can be captured in a CUDA graph: rows are sorted by expert, and the weights of the active
+experts are read only. In bf16 on Hopper and on Blackwell's data centre GPUs torch's grouped matmul does that;
+elsewhere it reads the routing on the host, and Triton does it. Gradients are those of the reference.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -15,12 +15,17 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from eagle_kit.kernels.backend import Backend, device_facts, is_differentiated, uses_triton
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
 from eagle_kit.kernels.recording import is_recording, keep_alive, library
 
 __all__ = ["PackedExperts", "experts", "pack_experts"]
 
+
+GROUPED_MAJORS, GROUPED_ROW_BYTES = (9, 10), 16
+"""Major compute capabilities on which torch's grouped matmul reads nothing on the host, and what the bytes of
+its rows are a multiple of."""
 
 _numbers = itertools.count()
 _packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()
@@ -66,6 +71,8 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     packed: PackedExperts | None = None,
+    *,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
     """Weighted sum of the outputs of each token's experts.
 
@@ -76,10 +83,18 @@ def experts(
         gate_up: ``[E, 2 I, H]``, the gate first.
         down: ``[E, H, I]``.
         packed: both weights packed by :func:`pack_experts`, for few rows without gradients.
+        backend: as for other operations.
 
     Returns:
         ``[T, H]`` in the dtype of ``x``.
     """
+    differs = is_differentiated(x, weights, gate_up, down)
+    if uses_triton(x, backend) and not differs and (backend is not None or not _groups(x, gate_up)):
+        from eagle_kit.kernels.experts import triton
+
+        return triton.routed_experts(
+            x.contiguous(), ids.contiguous(), weights.contiguous(), gate_up.contiguous(), down.contiguous()
+        )
     if packed is not None and takes_packed(x):
         if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)
@@ -92,3 +107,15 @@ def experts(
     if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
         return reference.grouped(x, ids, weights, gate_up, down)
     return reference.dense(x, ids, weights, gate_up, down)
+
+
+def _groups(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True if torch multiplies groups of rows without reading their sizes on the host."""
+    row = x.shape[-1] * x.element_size()
+    if (
+        not x.dtype == weight.dtype == torch.bfloat16
+        or row % GROUPED_ROW_BYTES
+        or not torch.cuda.is_available()
+    ):
+        return False
+    return device_facts(x.device).capability // 10 in GROUPED_MAJORS

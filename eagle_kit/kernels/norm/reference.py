@@ -44,6 +44,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(grads[0].device.type, enabled=False):  # vecdot is a matmul to it
+            return _RMSNorm._gradients(ctx, *grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy, wide = grads[0], torch.promote_types(x.dtype, torch.float32)
         normed = x.to(wide)

@@ -139,10 +139,23 @@ def fused_rows(
     group_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses, best ids and ``dh`` of all rows, one chunk of logits at a time; adds the weight's gradient to
-    ``dw``."""
-    m, vd = h.shape[0], weight.shape[0]
-    dh = torch.empty_like(h)
+    ``dw``. Matmuls run in the dtype of autocast, everything else in fp32."""
     dtype = matmul_dtype(h)
+    with torch.autocast(h.device.type, enabled=False):  # a loss may be written with a matmul of its own
+        return _fused_rows(h, weight, dw, dtype, teacher, row_loss, (chunk_rows, group_rows))
+
+
+def _fused_rows(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    dw: torch.Tensor | None,
+    dtype: torch.dtype,
+    teacher: Teacher,
+    row_loss: RowLoss,
+    block: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (chunk_rows, group_rows), m, vd = block, h.shape[0], weight.shape[0]
+    dh = torch.empty_like(h)
     h, weight = h.to(dtype), weight.to(dtype)  # the weight is cast once, not once a chunk
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
     best = torch.empty(m, dtype=torch.int64, device=h.device)

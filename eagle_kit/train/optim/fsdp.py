@@ -34,11 +34,12 @@ class FullySharded(Strategy):
 
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
         """See :meth:`Strategy.update`."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
+        norm = float(_whole(nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)))
         set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(_whole(norm))
+        return norm
 
     def whole_head(self) -> DraftHead:
         """A copy."""

@@ -61,7 +61,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
-        """One optimiser step; returns the gradient norm before clipping. Gradients are zero afterwards."""
+        """One optimiser step, or none where the gradient is not finite; returns the gradient's norm before
+        clipping, the same in all processes, NaN or infinite where there was no step. Gradients are zero
+        afterwards."""
 
     @abstractmethod
     def whole_head(self) -> DraftHead:
@@ -113,7 +115,8 @@ class Replicated(Strategy):
                 parameter.grad = torch.zeros_like(parameter)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf))
         set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 

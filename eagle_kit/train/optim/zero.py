@@ -3,6 +3,7 @@
 Weights and moments are fp32; a run in bfloat16 casts inside the module, as elsewhere.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ class Zero(Strategy):
         )
         self.module = self.engine
         self.optimizer = self.engine.optimizer
+        self.optimizer.check_grad_overflow = True  # stage 2 looks in half precision only; stage 3 always does
 
     def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
         """Stage 3 frees weights and gradients when the gradients of the module's inputs are there; without
@@ -79,7 +81,7 @@ class Zero(Strategy):
         """See :meth:`Strategy.update`."""
         set_learning_rate(self.optimizer, learning_rate)
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        return math.nan if self.optimizer.overflow else float(self.engine.get_global_grad_norm())
 
     def whole_head(self) -> DraftHead:
         """The head itself at stage 2, a copy at stage 3."""

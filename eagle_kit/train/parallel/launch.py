@@ -93,7 +93,7 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             "Launch without --dynamo_backend.",
         )
     asked, ours = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), training.precision
-    if asked not in ("", "no") and (asked, ours) != ("bf16", "bfloat16"):
+    if asked not in ("", "no") and (asked, ours) not in (("bf16", "bfloat16"), ("bf16", "auto")):
         wanted = "Set training.precision=bfloat16, or launch" if asked == "bf16" else "Launch"
         raise UserError(
             f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",

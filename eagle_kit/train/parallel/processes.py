@@ -22,6 +22,21 @@ PATIENCE = timedelta(hours=3)
 """Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
 
 
+def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainConfig:
+    """Settle the precision ``auto``: bfloat16 on a GPU, or where the launcher was asked for it, float32 on a
+    CPU.
+
+    Args:
+        on_gpu: default where this process will run.
+    """
+    if config.training.precision != "auto":
+        return config
+    on_gpu = not _is_on_cpu() if on_gpu is None else on_gpu
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "bf16"
+    precision = "bfloat16" if on_gpu or launched else "float32"
+    return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
+
+
 def make_accelerator(config: TrainConfig) -> "Accelerator":
     """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
     accelerate = _accelerate()

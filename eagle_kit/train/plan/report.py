@@ -7,6 +7,7 @@ from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loading.known_targets import target_architecture
+from eagle_kit.train.parallel.processes import with_precision
 from eagle_kit.train.plan.costs import Costs
 from eagle_kit.train.plan.gpus import find_gpu
 from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Placement, Planner
@@ -55,7 +56,7 @@ def print_plans(paths: Sequence[str], overrides: Sequence[str], gpu: str) -> Non
 
 def make_planner(path: str, overrides: Sequence[str], gpu: str) -> Planner:
     """Read a config and the architectures it speaks of. Raises UserError as a run would."""
-    config = load_config(TrainConfig, path, overrides)
+    config = with_precision(load_config(TrainConfig, path, overrides), on_gpu=True)
     target, _ = target_architecture(config.target)
     draft = head_architecture(config, target, None)
     return Planner(Costs(config, target, draft, is_gpu=True), find_gpu(gpu))

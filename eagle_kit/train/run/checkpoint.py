@@ -36,6 +36,8 @@ class TrainState:
         best_accept_length: longest decoded accept length so far, of the judge's first shape.
         best_step: the step it belongs to; -1 before the first judgement.
         num_worse: judgements since.
+        num_skipped: optimiser steps whose loss or gradient was not finite, which changed nothing.
+        num_skipped_now: those in a row until now.
     """
 
     step: int = 0
@@ -45,6 +47,8 @@ class TrainState:
     best_accept_length: float = 0.0
     best_step: int = -1
     num_worse: int = 0
+    num_skipped: int = 0
+    num_skipped_now: int = 0
 
 
 def save_checkpoint(

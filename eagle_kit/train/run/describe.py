@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+PRECISIONS = {
+    "float32": "float32",
+    "tf32": "float32 with TF32 matmuls",
+    "bfloat16": "bfloat16, weights of the head and optimiser in float32",
+}
+
+
+def describe_machine(config: TrainConfig, accelerator: "Accelerator") -> str:
+    """Processes, device and precision of a run."""
+    count, device = accelerator.num_processes, accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    return f"runs on {f'{count} x ' if count > 1 else ''}{name} in {PRECISIONS[config.training.precision]}"
+
+
 def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture) -> str:
     """Target, data, vocabulary and one conversation with its supervised tokens marked."""
     data = components.data

@@ -25,12 +25,13 @@ from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.optim.strategy import on_device
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
-from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers
+from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers, with_precision
 from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.describe import (
     describe,
     describe_judge,
+    describe_machine,
     estimate_run,
     judgement_line,
     judgement_scalars,
@@ -102,6 +103,7 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
     """
     training_kind(config)  # refuses settings that the head has no use for
+    config = with_precision(config)
     folder = RunFolder(config.output_dir)
     writes = is_main(os.environ) and not options.dry_run
     with folder.locked() if writes else nullcontext():
@@ -149,6 +151,7 @@ class Trainer:
         """Estimate, then step until the end or a stop; returns which. A dry run is done with the estimate."""
         heldout = len(self.components.data.heldout_prompts)
         context = self.components.target.config.max_position_embeddings
+        self._print(describe_machine(self.config, self.accelerator))
         self._print(describe(self.config, self.components, self.head.config))
         self._print(describe_judge(self.config, heldout, len(self.prompts), context))
         if self.options.resume:
@@ -181,6 +184,8 @@ class Trainer:
         finally:
             self.stepper.close()
         self._print(f"{why} The run is in {self.folder.path}.")
+        if self.state.num_skipped:
+            self._print(f"{self.state.num_skipped} steps were skipped: loss or gradient was not finite.")
         self._report()
         if self.accelerator.is_main_process and self.state.step:
             print(summary(RunCurves.read(self.folder.path)), flush=True)
@@ -239,6 +244,8 @@ class Trainer:
         step = self.state.step
         row = result.row(step)
         self.folder.metrics.append(row)
+        if not result.is_finite:
+            line.say(f"note    step {step} is skipped: its loss or its gradient is not finite")
         line.update(
             step, result.loss, result.match_per_step, result.simulated_accept_length, result.tokens_per_s
         )

@@ -1,5 +1,6 @@
 """Progress line of a run."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -48,11 +49,12 @@ class ProgressLine:
         self, step: int, loss: float, match: Sequence[float], accept_length: float, tokens_per_s: float
     ) -> None:
         """Show the figures of a finished step; the loss is smoothed over about twenty steps."""
-        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
+        if math.isfinite(loss):
+            self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
         shares = " ".join(f"{100 * share:.0f}" for share in match)
-        left = format_seconds(self._seconds_left(step))
+        left, mean = format_seconds(self._seconds_left(step)), self._loss or math.nan
         self._bar.set_postfix_str(
-            f"loss {self._loss:.3f} match {shares} % accept {accept_length:.2f} {tokens_per_s:.0f} tok/s "
+            f"loss {mean:.3f} match {shares} % accept {accept_length:.2f} {tokens_per_s:.0f} tok/s "
             f"left {left}",
             refresh=False,
         )

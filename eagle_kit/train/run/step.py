@@ -4,6 +4,7 @@ Legend: T packed tokens of a micro_batch, K steps of training-time test.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
-from eagle_kit.train.algorithm.module import TTTModule, autocast
+from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.optim.choose import make_strategy
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
-from eagle_kit.train.parallel.processes import sum_numbers
+from eagle_kit.train.parallel.processes import gather_objects, sum_numbers
 from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.clock import StepClock
 from eagle_kit.train.run.feature_source import FeatureSource
@@ -34,6 +36,8 @@ from eagle_kit.train.run.setup import TrainingComponents
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+MOST_SKIPPED = 3
+"""Optimiser steps in a row whose loss or gradient is not finite, after which a run ends."""
 TRIM_EVERY = 8
 """Steps between two returns of freed memory: the gaps that rows of many sizes leave add up to gigabytes."""
 
@@ -71,6 +75,11 @@ class StepResult:
     clock: StepClock
 
     @property
+    def is_finite(self) -> bool:
+        """False where loss or gradient was not, so that the step changed nothing."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens of the packed rows per second, over all processes."""
         return self.tokens / self.seconds
@@ -89,6 +98,7 @@ class StepResult:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "tokens_per_s": round(self.tokens_per_s, 1),
+            **({} if self.is_finite else {"skipped": True}),
             "seconds": {name: round(value, 4) for name, value in self.clock.seconds().items()},
         }
 
@@ -140,9 +150,14 @@ class Stepper:
         module = TTTModule(head, embeds, rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)
         self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
+        self._bad_rows: list[int] = []  # of the last step, whose loss was not finite
 
     def step(self, state: TrainState) -> StepResult:
-        """One optimiser step on the rows that belong to ``state.step``; advances ``state``."""
+        """One optimiser step on the rows that belong to ``state.step``; advances ``state``.
+
+        Raises:
+            UserError: loss or gradient was not finite several times in a row.
+        """
         started = time.perf_counter()
         clock = StepClock(self.accelerator.device)
         if state.step != self._expected_step:
@@ -163,13 +178,14 @@ class Stepper:
         loss, sums = self._backward(micro_batches, counts, num_documents, state.step, clock)
         rate = self.schedule.learning_rate(state.step)
         grad_norm = self.strategy.update(rate, self.training.clip_norm)
-        if self.ema is not None:
+        if self.ema is not None and math.isfinite(grad_norm):
             self.ema.update(state.step)
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         clock.lap("optimizer")
         loss, *flat = sum_numbers(self.accelerator, [loss, *sums.flatten().tolist()])
         clock.lap("communication")
+        self._count_skipped(state, math.isfinite(loss) and math.isfinite(grad_norm))
         seconds = time.perf_counter() - started
         state.step += 1
         self._expected_step = state.step
@@ -193,6 +209,23 @@ class Stepper:
             supervised_tokens=int(counts[0]),
             seconds=seconds,
             clock=clock,
+        )
+
+    def _count_skipped(self, state: TrainState, is_finite: bool) -> None:
+        """Count a step that was not finite, and end the run after several in a row."""
+        state.num_skipped_now = 0 if is_finite else state.num_skipped_now + 1
+        state.num_skipped += not is_finite
+        if state.num_skipped_now < MOST_SKIPPED:
+            return
+        mine = [int(row) for rows in self._rows_of(state.step, self.order) for row in rows]
+        rows = sorted(
+            row for part in gather_objects(self.accelerator, self._bad_rows or mine) for row in part
+        )
+        raise UserError(
+            f"Loss or gradient was not finite in {MOST_SKIPPED} steps in a row; in step {state.step + 1} "
+            f"with the packed rows {', '.join(map(str, rows))}.",
+            "Check the target's weights and the row's texts, or start a new run with a lower "
+            "training.learning_rate or training.precision=float32.",
         )
 
     def close(self) -> None:
@@ -233,6 +266,7 @@ class Stepper:
     ) -> tuple[float, torch.Tensor]:
         """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.sums`."""
         total, sums = 0.0, torch.zeros(4, len(counts), dtype=torch.float64)
+        self._bad_rows = []
         for number, micro_batch in enumerate(micro_batches, 1):
             last = number == len(micro_batches)
             step_weights = self.training.weights[: len(counts)]
@@ -242,12 +276,14 @@ class Stepper:
             features = self.features.get(micro_batch)
             clock.lap("capture")
             inputs = self._with_noise(features, micro_batch, step)
-            with autocast(self.training, micro_batch.ids.device):
-                out = self.strategy.forward(micro_batch, inputs, features.hidden, weights, last=last)
-                clock.lap("forward")
-                self.strategy.backward(out.loss, last=last)
+            out = self.strategy.forward(micro_batch, inputs, features.hidden, weights, last=last)
+            clock.lap("forward")
+            self.strategy.backward(out.loss, last=last)  # outside of autocast, which would round fp32 sums
             clock.lap("backward")
-            total += float(out.loss.detach())
+            loss = float(out.loss.detach())
+            if not math.isfinite(loss):
+                self._bad_rows += micro_batch.numbers
+            total += loss
             sums += out.sums
         return total, sums
 

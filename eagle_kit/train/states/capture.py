@@ -33,7 +33,7 @@ from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.parallel.launch import go_on
 from eagle_kit.train.parallel.placement import place_target
-from eagle_kit.train.parallel.processes import largest, make_process_state
+from eagle_kit.train.parallel.processes import largest, make_process_state, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
@@ -131,7 +131,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         )
     out = options.out.expanduser()
     _check_out(out)
-    process = make_process_state(config)
+    config, process = with_precision(config), make_process_state(config)
     if options.other is not None and process.num_processes > 1:
         raise UserError(
             f"{process.num_processes} processes would each take in the other engine's states.",

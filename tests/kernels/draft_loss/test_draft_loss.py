@@ -153,6 +153,18 @@ def test_autocast_runs_the_matmuls_in_bfloat16_and_keeps_fp32_gradients(loss):
         assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.995
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_under_autocast_losses_are_fp32_sums_over_the_rounded_logits(loss):
+    """Its dot products over the vocabulary are no matmuls that autocast may round."""
+    h, w, full, index, weights = inputs(4)
+    probs, mass = teacher(full)
+    z = torch.nn.functional.linear(h.detach().bfloat16(), w.detach().bfloat16()).float()
+    exact = linear_draft_loss(z, torch.eye(z.shape[1]), Teacher(probs, index, weights, mass), loss=loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_draft_loss(h, w, Teacher(probs, index, weights, mass), loss=loss)
+    torch.testing.assert_close(out.row_losses, exact.row_losses, rtol=1e-5, atol=1e-5)
+
+
 def test_only_losses_in_the_acceptance_rate_read_the_mass():
     h, w, full, index, weights = inputs(5)
     probs, mass = teacher(full)

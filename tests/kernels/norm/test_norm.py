@@ -51,3 +51,15 @@ def test_its_input_is_all_that_is_kept():
         t.untyped_storage().data_ptr() for t in (total, weight)
     }
     assert out.requires_grad
+
+
+def test_the_gradient_is_in_fp32_inside_of_autocast():
+    """Its sums are dot products, which autocast would round to bf16."""
+    x, weight, dy = case(torch.float32, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(rms_norm(x, weight, EPS), (x, weight), dy)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    normed = exact[0] / (exact[0].square().mean(-1, keepdim=True) + EPS).sqrt()
+    wanted = torch.autograd.grad(normed * exact[1], exact, dy.double())
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
