@@ -8,19 +8,27 @@ is computed as if it were whole.
 Legend: L layers, R rows, D = latent + RoPE size, H heads, T prompt tokens.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
+from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.prefill_attention import chunk_attention
+from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.models.config_parts import LatentSpec
+
+PAGE, PACKED_TOKENS = 16, 8192
+"""Slots of a page of expanded keys, and most tokens, cached ones included, of prompts that are expanded
+together: 128 heads of DeepSeek-V3 are half a gigabyte of keys."""
 
 
 class PagedLatents(PagedStore):
@@ -51,6 +59,17 @@ class PagedLatents(PagedStore):
         """See :class:`PagedStore`."""
         return _PrefillAttend(self, segments)
 
+    def taken_in(self, layer: int, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Write ``rows`` of a layer to ``at``, and return them as they will be read: chunks of a prompt give
+        the results of a whole prompt."""
+        held = self.rows[layer]
+        _put(held, at, rows)
+        if held.dtype == rows.dtype:
+            return rows
+        rounded = torch.empty_like(rows, dtype=held.dtype)
+        _put(rounded, torch.arange(len(rows), device=rows.device), rows)
+        return rounded.to(rows.dtype)
+
 
 class _LatentAttend:
     """Base that refuses the keys and values of other layers."""
@@ -74,21 +93,25 @@ class _WindowAttend(_LatentAttend):
 
 
 class _PrefillAttend(_LatentAttend):
-    """Expanded attention of prompts, request by request."""
+    """Expanded attention of prompts: request by request in torch, or several in one launch of the kernel."""
 
     def __init__(self, store: PagedLatents, segments: Sequence[Segment]) -> None:
         self.store = store
         self.written, self.cached = store.prompt_rows(segments)
         self.sizes = [segment.stop - segment.start for segment in segments]
+        self.packs = _packs(self.sizes, self.cached) if uses_triton(store.rows) else []
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held = self.store.rows[layer]
-        _put(held, self.written, rows)
-        if held.dtype != rows.dtype:  # chunks of a prompt give the results of a whole prompt
-            rounded = torch.empty_like(rows, dtype=held.dtype)
-            _put(rounded, torch.arange(len(rows), device=rows.device), rows)
-            rows = rounded.to(rows.dtype)
+        rows = self.store.taken_in(layer, self.written, rows)
         out = []
+        if self.packs:
+            for pack in self.packs:
+                known = torch.cat((_take(held, pack.cached, rows.dtype), rows[pack.first : pack.stop]))
+                keys, values = heads.expand(known[pack.order])
+                mine, scale = q.whole[pack.first : pack.stop], self.store.spec.scale
+                out.append(_attend_packed(mine, keys, values, pack.plan, scale))
+            return torch.cat(out) if len(out) > 1 else out[0]
         parts = zip(q.whole.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
         for my_q, my_rows, before in parts:
             known = len(before) + len(my_rows)
@@ -97,6 +120,66 @@ class _PrefillAttend(_LatentAttend):
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
             out.append(chunk_attention(my_q, keys, values, self.store.spec.scale, start=len(before)))
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+class _Pack(NamedTuple):
+    """Prompts in one launch: their rows ``first`` to ``stop``, the pool's rows ``cached`` before them, and
+    the ``order`` in which these and the new ones, behind them, lie as pages of the ``plan``."""
+
+    first: int
+    stop: int
+    cached: torch.Tensor
+    order: torch.Tensor
+    plan: PrefillPlan
+
+
+def _packs(sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> list[_Pack]:
+    """Put prompts together as long as they have at most ``PACKED_TOKENS``, cached ones included."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for i, (size, before) in enumerate(zip(sizes, cached, strict=True)):
+        tokens += size + len(before)
+        if not groups or tokens > PACKED_TOKENS:
+            groups.append([])
+            tokens = size + len(before)
+        groups[-1].append(i)
+    first, packs = 0, []
+    for group in groups:
+        stop = first + sum(sizes[i] for i in group)
+        packs.append(_pack(first, [sizes[i] for i in group], [cached[i] for i in group]))
+        first = stop
+    return packs
+
+
+def _pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> _Pack:
+    starts = [len(before) for before in cached]
+    num_cached, order, tables, before, new = sum(starts), [], [], 0, 0
+    for start, size in zip(starts, sizes, strict=True):
+        pages = -(-(start + size) // PAGE)
+        tables.append([len(order) // PAGE + page for page in range(pages)])
+        order += range(before, before + start)
+        order += range(num_cached + new, num_cached + new + size)
+        order += [0] * (pages * PAGE - start - size)  # never attended to
+        before, new = before + start, new + size
+    device, most = cached[0].device, max(map(len, tables))
+    tables = [[*table, *[0] * (most - len(table))] for table in tables]
+    numbers = [0, *itertools.accumulate(sizes)]
+    page_tables, cu_rows, begins, places = (
+        to_device(values, device) for values in (list(itertools.chain(*tables)), numbers, starts, order)
+    )
+    plan = PrefillPlan(page_tables.view(len(sizes), most), PAGE, cu_rows, begins, 0, max(sizes))
+    return _Pack(first, first + new, torch.cat(list(cached)), places, plan)
+
+
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scale: float
+) -> torch.Tensor:
+    """Attention of ``q [T, H, Dk]`` to keys ``[R, H, Dk]`` and values ``[R, H, Dv]`` in the pages of a plan
+    -> ``[T, H, Dv]``; the kernel has one size of head."""
+    size, out_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+    keys, values = (x.transpose(0, 1).contiguous() for x in (k, v))
+    return paged_prefill_attention(q, keys, values, plan, scale)[..., :out_size]
 
 
 def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:

@@ -168,6 +168,7 @@ class PagedStore(ABC):
     ) -> tuple[WindowPlan, torch.Tensor]:
         """Plan a window's attention -> the plan, and the scratch rows int64 ``[B * N]`` of its nodes."""
         b, n = ancestors.shape
+        assert n <= num_keys <= self.window, "a window has no more nodes than its scratch"
         plan = WindowPlan(
             page_table=page_table,
             page_size=self.page_size,

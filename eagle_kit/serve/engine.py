@@ -278,6 +278,7 @@ class Engine:
         eases = []
         for request in decoding:
             request.ease = request.ease or self.shapes.new_request()
+            request.ease.num_missed = request.num_missed
             eases.append(request.ease)
         return self.shapes.choose(eases, _mean_context(decoding))
 

@@ -86,8 +86,9 @@ class LLM:
             place = choose_device(self._options.device)
             folder = resolve_target(str(target))
             self._target_name = folder
-            with current_device(torch.device(place)):
-                self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
+            if place.startswith("cuda:"):
+                torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
+            self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         if self.target.embed_tokens.weight.device.type == "cpu":

@@ -14,6 +14,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
+from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
@@ -100,7 +101,10 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     if draft is not None:  # states of tokens that it may read later
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
-    values = config.prefill_tokens * _values_per_row(model) + config.max_context * _expanded_per_token(model)
+    expanded = config.max_context
+    if weight.device.type != "cpu":  # several prompts together
+        expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
+    values = config.prefill_tokens * _values_per_row(model) + expanded * _expanded_per_token(model)
     activations = values * weight.element_size() + target.working_bytes
     if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
@@ -171,10 +175,12 @@ def _values_per_row(config: TargetConfig) -> int:
 
 
 def _expanded_per_token(config: TargetConfig) -> int:
-    """Values of the keys and values that latent attention expands a token to in a prefill step."""
-    if config.mla is None:
+    """Values of the keys and values that latent attention expands a token to in a prefill step: as they are
+    made, and as matrices of one size for the kernel."""
+    if (mla := config.mla) is None:
         return 0
-    return config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim)
+    made = mla.qk_nope_head_dim + mla.v_head_dim + mla.qk_head_dim
+    return config.num_heads * (made + 2 * max(mla.qk_head_dim, mla.v_head_dim))
 
 
 def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]:

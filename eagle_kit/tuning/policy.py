@@ -23,7 +23,7 @@ from statistics import NormalDist, median
 
 import numpy as np
 
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
 from eagle_kit.tuning.shapes import Seconds
@@ -52,9 +52,9 @@ MOST_PROBE = 8
 """Plain cycles after which a probe ends though none of them could be timed."""
 USE = 128
 """Cycles for which what a probe tells is of use."""
-PROBE_LOSS, MOST_LOSS = 0.006, 1.5
+PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 """Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
-MOST_MISSED, HORIZON = 128, 32
+MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
 TABLE_ERROR, WANDER, TILT = 0.15, 0.003, 0.3
@@ -83,13 +83,15 @@ Reading = Callable[[int, int, int], float]
 class Ease:
     """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
     known to; the ``mix [C]`` of classes of the draft's confidence in its next token, and this class, None
-    where it is not known; the number of cycles without a draft since it last had one."""
+    where it is not known; ``num_missed``, tokens that the draft has not read; and the ``information`` that
+    its drafts have given about it, one over a variance."""
 
     value: float
     mix: np.ndarray
     confidence: int | None = None
     variance: float = VARIANCE
     num_missed: int = 0
+    information: float = 0.0
 
 
 class _Clock:
@@ -259,8 +261,9 @@ class ShapePolicy:
         self._num_cycles += 1
         self._may_lose += PROBE_LOSS * float(self._cost(len(eases), context)[self._number[self.shape]])
         may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
-        if self._left <= 0 and self._is_probe and not self.shape.steps and self._num_timed < 2:
-            self._left = int(self._num_plain < MOST_PROBE)  # it is there to tell what plain cycles take
+        if self._left <= 0 and self._is_probe:  # times may be late, or left out
+            timed, most = (1, PROBE) if self.shape.steps else (2, MOST_PROBE)
+            self._left = int(self._num_timed < timed and self._num_plain + self._num_drafting < most)
         if self._left <= 0 or (len(eases) != self._batch_size and not may_stay):
             self._look(eases, context)
         if not self.shape.steps:
@@ -296,16 +299,16 @@ class ShapePolicy:
         if len(eases) != self._batch_size:
             self._tokens = self._spent = 0.0
         self._batch_size, self._left = len(eases), HOLD
-        worth = 0.0
+        worth, entering = 0.0, 1.0
         if may_draft:
             worth = self._tokens / self._spent if self._spent else float(speeds[drafting])
             if not now:
                 decoding = HORIZON * self._cost(len(eases), context)[drafting]
-                worth *= decoding / (decoding + self._reading_missed(eases, context))
+                entering = decoding / (decoding + self._reading_missed(eases, context))
         is_better = worth > speeds[0]
         if self._is_probe:
             self._use(drafting if is_better else 0)
-        elif not now and worth > GAIN * speeds[0]:
+        elif not now and worth * entering > GAIN * speeds[0]:
             self._use(drafting)
         elif now and not is_better:
             self._use(0)
@@ -346,7 +349,8 @@ class ShapePolicy:
         lengths = (self._lengths[rows, number] * mixes).sum(1)
         above = (self._lengths[np.minimum(rows + 1, len(EASES) - 1), number] * mixes).sum(1)
         slopes = (above - lengths) / (EASES[1] - EASES[0])
-        variance = slopes**2 @ [ease.variance for ease in eases] + slopes.sum() ** 2 * self._shared_variance
+        variance = slopes**2 @ [ease.variance for ease in eases]
+        variance += slopes[[not ease.information for ease in eases]].sum() ** 2 * self._shared_variance
         clock = self._clocks.get(len(eases))
         costs = 0.0 if clock is None else clock.doubt(number, self._num_cycles)
         return math.sqrt(float(variance) / float(lengths.sum()) ** 2 + costs) + 1e-6
@@ -391,9 +395,7 @@ class ShapePolicy:
         """Learn from a cycle of one request, which began with its ``confidence``."""
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
-            ease.num_missed += 1
             return
-        ease.num_missed = 0
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known]
         surprise, information = float(num_accepted), 0.0
@@ -404,7 +406,9 @@ class ShapePolicy:
         left = ease.variance / (1.0 + ease.variance * information)
         ease.value = min(max(ease.value + left * surprise, EASES[0]), EASES[-1])
         ease.variance = min(left + CHANGE, VARIANCE)
-        rate = self._shared_variance / (self._shared_variance + VARIANCE + 1.0 / information)
+        known, ease.information = ease.information, ease.information + information
+        told = _about_all(ease.information) - _about_all(known)
+        rate = self._shared_variance * told / (1.0 + self._shared_variance * told)
         self.shared_ease += rate * (ease.value - self.shared_ease)
         self._shared_variance *= 1.0 - rate
 
@@ -432,13 +436,19 @@ class ShapePolicy:
         """What is chosen for batches of average text."""
         choices = []
         for size in batch_sizes:
-            speeds, costs = self.speeds([self.new_request()] * size, context), self._cost(size, context)
+            average = Ease(self.shared_ease, self.shared_mix)
+            speeds, costs = self.speeds([average] * size, context), self._cost(size, context)
             best = int(speeds.argmax())
             gain, length = speeds[best] / speeds[0], speeds[best] * costs[best] / size
             choices.append(
                 Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
             )
         return choices
+
+
+def _about_all(information: float) -> float:
+    """Information about what texts have in common, of that about one of them: one text tells little."""
+    return information / (1.0 + VARIANCE * information)
 
 
 def _rows(eases: Sequence[Ease]) -> np.ndarray:

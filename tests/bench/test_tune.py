@@ -37,13 +37,10 @@ def test_every_cell_is_measured_and_drawn(folders, capsys):
     cells = {(row["task"], row["batch"]): row for row in rows if "ratios" in row}
     names = "chat", "noise"
     assert set(cells) == {(task, batch) for task in names for batch in (1, 2)}
-    for (task, _), row in cells.items():
+    for row in cells.values():
         rounds = row["rounds"]
-        every = {"none", "1,1,2", "2,2,4", AUTO}
-        assert set(rounds) == every if task == "chat" else {"none", AUTO} < set(rounds) <= every
-        assert sum(row["shapes"].values()) > 0
-        assert len(rounds["none"]) == len(rounds[AUTO]) == 2
-        assert all(len(rates) in (1, 2) for rates in rounds.values())
+        assert set(rounds) == {"none", "1,1,2", "2,2,4", AUTO} and sum(row["shapes"].values()) > 0
+        assert len(rounds["none"]) == len(rounds[AUTO]) == 2 >= len(rounds["1,1,2"]) >= 1
         pairs = [a / b for a, b in zip(rounds[AUTO], rounds["none"], strict=True)]
         assert row["figures"]["auto over plain"] == pytest.approx(sum(pairs) / 2)
         low, high = row["intervals"][AUTO]
@@ -67,8 +64,6 @@ def test_verdicts_name_the_worst_cell():
         {**cell(0.97, 1.0, {"1,1,2": 0.9, "4,1,5": 0.8}), "task": "noise"},
         {"draft": "d", "batch": 1, "figures": {"share of a cycle": 0.001}},
     ]
-    hopeless = {**cell(1.3, 1.3, {"4,1,5": 1.3}), "task": "u"}
-    rows.append(hopeless)
     rows.append({"draft": "d", "batch": 1, "figures": {"auto over plain": 0.9}, "course": [1.0, 0.9]})
     peer = {"draft": "d", "batch": 8, "task": "t", "peers": True}
     rows.append({**peer, "figures": {"times transformers": 2.5}})

@@ -33,6 +33,48 @@ def test_shapes_that_change_every_cycle_change_no_text(models, batch, params, la
     assert sum(drafting) == engine.totals.spec.num_verifies == engine.totals.num_drafts
 
 
+class Late(Restless):
+    """Plain decoding for some cycles, then a chain."""
+
+    def __init__(self, num_plain):
+        super().__init__(0, SHAPES)
+        self.num_plain, self.chain = num_plain, next(shape for shape in SHAPES if shape.topk == 1)
+
+    def choose(self, eases, context):
+        self.num_plain -= 1
+        return NO_SPECULATION if self.num_plain >= 0 else self.chain
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("num_plain", [1, 63, 64, 65, 100, 150])
+def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, batch, num_plain):
+    """What it missed fills a window of the scratch, and is read in several where it is more. The batch is
+    full, so that a row too many would be another request's, or nobody's."""
+    prompts = [list(prompt) for prompt in PROMPTS[:batch]]
+
+    def serve_with(policy, prompts, max_tokens):
+        engine = make_engine(models, batch, max_context=512)
+        engine.use_shape(policy)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
+        serve(engine, requests)
+        return requests
+
+    late = serve_with(Late(num_plain), prompts, num_plain + 41)
+    known = [prompt + request.token_ids[:num_plain] for prompt, request in zip(prompts, late, strict=True)]
+    soon = serve_with(Late(0), known, 41)
+    assert [request.token_ids[num_plain:] for request in late] == [request.token_ids for request in soon]
+    if batch == 1:  # others join some cycles later, and wait for fewer
+        assert [request.stats for request in late] == [request.stats for request in soon]
+    accepted = [
+        sum(sum(request.stats.num_accepted_at) for request in requests)
+        / sum(request.stats.num_verifies for request in requests)
+        for requests in (late, soon)
+    ]
+    assert accepted[0] == pytest.approx(accepted[1], abs=0.05)
+    assert num_plain > 65 or accepted[1] > 0.05, "nothing was accepted, so nothing was tested"
+
+
 @pytest.mark.parametrize("drafts", [{}, {"sampled_drafts": True}], ids=["deterministic", "sampled"])
 def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
     engine, chain, seen = make_engine(models, 2, **drafts), SpecShape(2, 1, 3), []

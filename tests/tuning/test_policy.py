@@ -266,6 +266,24 @@ def test_new_requests_are_tried_though_those_before_them_could_not_be_drafted(se
     assert sum(drafted[36:]) > 0.8 * sum(tokens[36:]) / 8 / 1.5
 
 
+def test_looking_at_the_plan_changes_nothing():
+    """``/metrics`` asks for it as often as it likes."""
+    policy, other = make_policy(), make_policy()
+    for _ in range(50):
+        policy.plan([1, 8])
+    assert policy._shared_variance == other._shared_variance
+
+
+def test_one_request_tells_little_of_the_others():
+    """However long it is drafted, it is one text."""
+    policy, rng = make_policy(), random.Random(0)
+    ease, before = policy.new_request(), policy._shared_variance
+    for _ in range(5000):
+        policy.observe(ease, SHAPES[1], int(rng.random() < 0.9))
+    assert policy._shared_variance > before / (1.0 + before) - 1e-6
+    assert 0.0 < policy.shared_ease < 0.5 * ease.value
+
+
 def test_one_slow_cycle_says_little_of_a_shape():
     """Plain decoding is tried, and meets a machine that is slow for one of its cycles."""
     clock_errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6
@@ -298,10 +316,8 @@ def test_coming_back_must_pay_for_what_the_draft_has_missed():
         ease = policy.new_request()
         ease.value, ease.variance = -6.0, 0.0
         for _ in range(HOLD):
-            shape = policy.choose([ease], 300)
-            assert not shape.steps
-            policy.observe(ease, shape, 0)
-        ease.value = 0.0
+            assert not policy.choose([ease], 300).steps
+        ease.value, ease.num_missed = 0.0, HOLD
         return next((n for n in range(HOLD + 1) if policy.choose([ease], 300).steps), None)
 
     assert cycles_until_drafting(0.0) is not None

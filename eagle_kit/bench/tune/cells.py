@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,21 +24,11 @@ from eagle_kit.tuning.policy import ShapePolicy
 
 WARM_UP = 1
 """Rounds before those that count, at the first task of a batch size."""
-FAR_BEHIND, HOPELESS = 0.85, 0.7
-"""Parts of the best setting's speed below which a fixed shape is not decoded in further rounds, and not for
-further tasks of the batch size."""
+FAR_BEHIND = 0.85
+"""Part of the best setting's speed below which a fixed shape is not decoded in further rounds."""
 
 Engines = Mapping[str, LLM]
 """Engines by setting: a shape, ``none`` or ``auto``."""
-
-
-@dataclass
-class BatchSize:
-    """What tasks of one batch size know of one another: the ``size`` that there are graphs for (0 for none)
-    and the shapes that are ``hopeless`` at it."""
-
-    size: int = 0
-    hopeless: set[str] = field(default_factory=set)
 
 
 def compare(
@@ -47,22 +36,19 @@ def compare(
     prompts: Sequence[list[int]],
     batch: int,
     sizes: Sizes,
-    known: BatchSize,
+    warm: set[int],
     machine: Machine,
 ) -> dict[str, Any]:
     """Decode a batch of prompts a round in every setting, side by side, as long as it is whole; replies go on
-    behind their ends. A fixed shape that is far behind after a round has the figures of the rounds that it
-    was in, and none for later tasks if it was hopeless.
+    behind their ends. A fixed shape that is far behind
+    after a round has the figures of the rounds that it was in.
 
     Args:
-        known: of the task before; becomes what this one leaves.
+        warm: the batch size that there are graphs for, if there are; becomes this one.
     """
-    num_warm_ups = 0
-    if batch != known.size:
-        num_warm_ups, known.size, known.hopeless = WARM_UP, batch, set()
+    num_warm_ups = 0 if batch in warm else WARM_UP
+    if num_warm_ups:
         forget_graphs(llms)
-    llms = {setting: llm for setting, llm in llms.items() if setting not in known.hopeless}
-    shapes = [shape for shape in sizes.shapes if shape in llms]
     params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
@@ -82,15 +68,12 @@ def compare(
             used.update({str(shape): count for shape, count in request.shapes.items()})
         ratios = {
             s: [mine / plain for mine, plain in zip(rates[s], rates[PLAIN], strict=False)]
-            for s in (*shapes, AUTO)
+            for s in (*sizes.shapes, AUTO)
         }
-        running = {
-            name: llms[name]
-            for name in running
-            if name in (PLAIN, AUTO) or _reaches(FAR_BEHIND, name, ratios)
-        }
-    best = max(shapes, key=lambda shape: statistics.median(ratios[shape]))
-    known.hopeless |= {s for s in shapes if s != best and not _reaches(HOPELESS, s, ratios)}
+        running = {name: llms[name] for name in running if name in (PLAIN, AUTO) or _may_win(name, ratios)}
+    warm.clear()
+    warm.add(batch)
+    best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
     best_ratio = max(statistics.median(ratios[best]), 1.0)
     mine = statistics.median(ratios[AUTO])
     over_best = [a / max(b, 1.0) for a, b in zip(ratios[AUTO], ratios[best], strict=False)]
@@ -117,11 +100,11 @@ def _agree(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> b
     return all(list(a[: len(b)]) == list(b[: len(a)]) for a, b in pairs)
 
 
-def _reaches(part: float, shape: str, ratios: Mapping[str, Sequence[float]]) -> bool:
-    """Return False for a fixed shape that is below a part of the best: at batch 32 such shapes would take
-    most of the time."""
+def _may_win(shape: str, ratios: Mapping[str, Sequence[float]]) -> bool:
+    """Return False for a fixed shape that is far behind: at batch 32 such shapes would take most of the
+    time."""
     best = max(statistics.median(values) for values in ratios.values())
-    return max(ratios[shape]) >= part * max(best, 1.0)
+    return max(ratios[shape]) >= FAR_BEHIND * max(best, 1.0)
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:

@@ -35,12 +35,10 @@ def verdicts(shapes: Sequence[str], rows: Rows, counts: bool) -> list[Verdict]:
         if "share of a cycle" in row.get("figures", {})
     ]
 
-    decoded = {shape: [row["ratios"] for row in cells if shape in row["ratios"]] for shape in shapes}
-    means = [
-        (geometric_mean(ratios[AUTO] / ratios[shape] for ratios in found), shape)
-        for shape, found in decoded.items()
-        if found
-    ]
+    def mean(setting: str) -> float:
+        return geometric_mean(row["ratios"][setting] for row in cells)
+
+    means = [(mean(AUTO) / mean(shape), shape) for shape in shapes if cells]
     return [
         at_least(f"auto at least {NOT_SLOWER} x plain decoding", NOT_SLOWER, plain),
         at_least(f"auto at least {NOT_SLOWER} x plain decoding in the first replies", NOT_SLOWER, cold),

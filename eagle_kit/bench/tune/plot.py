@@ -30,8 +30,8 @@ def _panels(name: str, cells: Rows) -> list[Panel]:
     """Panels of a draft."""
     batches = list(dict.fromkeys(row["batch"] for row in cells))
     settings = list(cells[0]["ratios"])
-    means = {  # of the tasks that it was decoded on, at least the first of each batch size
-        (setting, batch): geometric_mean(_ratios(cells, setting, batch))
+    means = {
+        (setting, batch): geometric_mean(r["ratios"][setting] for r in cells if r["batch"] == batch)
         for setting in settings
         for batch in batches
     }
@@ -72,10 +72,5 @@ def _bars(
     colour: int,
 ) -> BarSeries:
     pairs = list(zip(chosen, batches, strict=True))
-    dots = [_ratios(cells, setting, batch) for setting, batch in pairs]
+    dots = [[row["ratios"][setting] for row in cells if row["batch"] == batch] for setting, batch in pairs]
     return BarSeries(label, [means[pair] for pair in pairs], hue(colour), dots)
-
-
-def _ratios(cells: Rows, setting: str, batch: int) -> list[float]:
-    found = [row["ratios"] for row in cells if row["batch"] == batch]
-    return [ratios[setting] for ratios in found if setting in ratios]

@@ -11,7 +11,6 @@ from eagle_kit.bench.case import Case, Machine
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.runner import Benchmark, conduct
 from eagle_kit.bench.tune.cells import (
-    BatchSize,
     Engines,
     compare,
     compare_cold,
@@ -117,11 +116,11 @@ def cases_of(
     """Cases of a draft: every batch size and task; the first replies of a new engine, its recordings not made
     yet; what choosing costs beside a cycle; and, where asked for, two batch sizes beside other engines."""
     name, first = name_of(draft), next(iter(prompts))
-    known = BatchSize()
+    warm: set[int] = set()
     for batch in sizes.batches:
         for task, texts in prompts.items():
             values = {"draft": name, "batch": batch, "task": task}
-            measure = partial(compare, llms, texts, batch, sizes, known)
+            measure = partial(compare, llms, texts, batch, sizes, warm)
             yield Case(f"{name}, batch {batch}", task, measure, values)
     values = {"draft": name, "batch": 1, "task": first}
     yield Case(f"{name}, cold", first, partial(compare_cold, llms, prompts[first], sizes, most), values)

@@ -89,7 +89,7 @@ def experts(
         ``[T, H]`` in the dtype of ``x``.
     """
     differs = is_differentiated(x, weights, gate_up, down)
-    if uses_triton(x, backend) and not differs and (backend is not None or not _groups(x, gate_up)):
+    if uses_triton(x, backend) and not differs and (backend is not None or not _groups(x, down)):
         from eagle_kit.kernels.experts import triton
 
         return triton.routed_experts(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores, warn_of_spinning
+from eagle_kit.data.states.manifest import read_manifest
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.train.run.trackers import tracker_options
 
@@ -23,17 +25,21 @@ PATIENCE = timedelta(hours=3)
 
 
 def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainConfig:
-    """Settle the precision ``auto``: bfloat16 on a GPU, or where the launcher was asked for it, float32 on a
-    CPU.
+    """Settle the precision ``auto``: that of captured states that are given, else bfloat16 on a GPU that has
+    it, or where the launcher was asked for it, else float32.
 
     Args:
-        on_gpu: default where this process will run.
+        on_gpu: plan for GPUs that have it; default where this process will run.
     """
     if config.training.precision != "auto":
         return config
-    on_gpu = not _is_on_cpu() if on_gpu is None else on_gpu
+    if on_gpu is None:
+        on_gpu = not _is_on_cpu() and torch.cuda.is_bf16_supported()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "bf16"
     precision = "bfloat16" if on_gpu or launched else "float32"
+    if config.data.store is not None:
+        store = read_manifest(Path(config.data.store).expanduser())
+        precision = str((store or {}).get("precision", precision))
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
 
 

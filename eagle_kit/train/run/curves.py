@@ -1,5 +1,6 @@
 """A run folder as curves: `metrics.jsonl` and `judge.jsonl` over steps, tokens and time, and their panels."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -117,13 +118,20 @@ def draw_comparison(groups: Mapping[str, Sequence[RunCurves]], shape: str) -> by
     return draw(f"Accept length, decoded, {SpecShape.parse(shape).label}", panels, legend=True)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Running mean over about a fortieth of the curve, without the pull of its beginning."""
+def smooth(values: Sequence[float | None]) -> list[float]:
+    """Running mean over about a fortieth of the curve, without the pull of its beginning; steps that were
+    skipped, None, add nothing."""
     keep, total, weight, out = 1 - 1 / max(1.0, len(values) / 40), 0.0, 0.0, []
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        out.append(total / weight)
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        out.append(total / weight if weight else math.nan)
     return out
+
+
+def _drawn(values: Sequence[float | None]) -> list[float]:
+    """Leave gaps for steps that were skipped."""
+    return [math.nan if value is None else value for value in values]
 
 
 def _running_mean(rows: Rows, key: str) -> list[float]:
@@ -162,13 +170,13 @@ def _learning(run: RunCurves) -> list[Curves]:
         shares = smooth([100 * row["match_per_step"][k] for row in trained])
         colour = shade(HUES[0], 0.7 * k / max(1, depth - 1))
         matches.append(Curve(run.x("step", trained), shares, f"step {k}", colour))
-    norms = [row["grad_norm"] for row in rows]
+    losses, norms = ([row[key] for row in rows] for key in ("loss", "grad_norm"))
     return [
         Curves(
             across,
             "loss",
             [
-                Curve(steps, [row["loss"] for row in rows], faint=True),
+                Curve(steps, _drawn(losses), faint=True),
                 Curve(steps, loss, mark=(steps[-1], loss[-1])),
             ],
         ),
@@ -177,7 +185,7 @@ def _learning(run: RunCurves) -> list[Curves]:
         Curves(
             across,
             "gradient norm, before clipping",
-            [Curve(steps, norms, colour=GREY, faint=True), Curve(steps, smooth(norms), colour=GREY)],
+            [Curve(steps, _drawn(norms), colour=GREY, faint=True), Curve(steps, smooth(norms), colour=GREY)],
         ),
     ]
 

@@ -366,7 +366,7 @@ class Trainer:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """A metrics row for a tracker: lists become one number per step."""
+    """A metrics row for a tracker: lists become one number per step; None is left out."""
     flat: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, list):
@@ -375,4 +375,4 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
             flat |= {f"{name}/{key}": number for key, number in value.items()}
         elif name != "step":
             flat[name] = value
-    return flat
+    return {name: value for name, value in flat.items() if value is not None}

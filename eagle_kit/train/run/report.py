@@ -110,13 +110,14 @@ def _table(rows: Sequence[dict[str, Any]], shape: str) -> Table:
 
 def _facts(run: RunCurves) -> Table:
     last = run.metrics[-1]
+    losses = [row["loss"] for row in run.metrics if row["loss"] is not None]
     facts = {
         "steps": str(last["step"]),
         "tokens": f"{run.tokens:,}",
         "rows with loss at step 0": f"{sum(row['supervised_tokens'] for row in run.metrics):,}",
         "time in steps": format_seconds(sum(run.seconds.values())),
         "time in judgements": format_seconds(sum(row["seconds"] for row in run.judged)),
-        "loss": f"{last['loss']:.4f}",
+        "loss": f"{losses[-1]:.4f}" if losses else "never finite",
     }
     for shape in run.shapes:
         row, length = run.best(shape)

@@ -88,10 +88,10 @@ class StepResult:
         """The row of ``metrics.jsonl``."""
         return {
             "step": step,
-            "loss": self.loss,
+            "loss": _or_none(self.loss),
             "lr": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "loss_per_step": self.loss_per_step,
+            "grad_norm": _or_none(self.grad_norm),
+            "loss_per_step": [_or_none(loss) for loss in self.loss_per_step],
             "learned_per_step": self.learned_per_step,
             "match_per_step": self.match_per_step,
             "simulated_accept_length": self.simulated_accept_length,
@@ -101,6 +101,11 @@ class StepResult:
             **({} if self.is_finite else {"skipped": True}),
             "seconds": {name: round(value, 4) for name, value in self.clock.seconds().items()},
         }
+
+
+def _or_none(number: float) -> float | None:
+    """Turn NaN and infinities, which JSON does not have, into None."""
+    return number if math.isfinite(number) else None
 
 
 class Stepper:
@@ -218,9 +223,9 @@ class Stepper:
         if state.num_skipped_now < MOST_SKIPPED:
             return
         mine = [int(row) for rows in self._rows_of(state.step, self.order) for row in rows]
-        rows = sorted(
-            row for part in gather_objects(self.accelerator, self._bad_rows or mine) for row in part
-        )
+        found = gather_objects(self.accelerator, (self._bad_rows, mine))
+        bad = [row for rows, _ in found for row in rows]
+        rows = sorted(bad or [row for _, rows in found for row in rows])
         raise UserError(
             f"Loss or gradient was not finite in {MOST_SKIPPED} steps in a row; in step {state.step + 1} "
             f"with the packed rows {', '.join(map(str, rows))}.",
@@ -278,7 +283,9 @@ class Stepper:
             inputs = self._with_noise(features, micro_batch, step)
             out = self.strategy.forward(micro_batch, inputs, features.hidden, weights, last=last)
             clock.lap("forward")
-            self.strategy.backward(out.loss, last=last)  # outside of autocast, which would round fp32 sums
+            # Where a loss is not finite no gradient is, so that all processes skip the step.
+            loss_of_all = out.loss * torch.where(out.loss.detach().isfinite(), 1.0, math.nan)
+            self.strategy.backward(loss_of_all, last=last)  # outside of autocast, which would round fp32 sums
             clock.lap("backward")
             loss = float(out.loss.detach())
             if not math.isfinite(loss):
