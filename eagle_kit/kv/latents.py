@@ -107,8 +107,8 @@ class _PrefillAttend(_LatentAttend):
         out = []
         if self.packs:
             for pack in self.packs:
-                known = torch.cat((_take(held, pack.cached, rows.dtype), rows[pack.first : pack.stop]))
-                keys, values = heads.expand(known[pack.order])
+                found = torch.cat((_take(held, pack.cached, rows.dtype), rows[pack.first : pack.stop]))
+                keys, values = heads.expand(found[pack.order])
                 mine, scale = q.whole[pack.first : pack.stop], self.store.spec.scale
                 out.append(_attend_packed(mine, keys, values, pack.plan, scale))
             return torch.cat(out) if len(out) > 1 else out[0]
@@ -153,7 +153,8 @@ def _packs(sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> list[_Pack]:
 
 def _pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> _Pack:
     starts = [len(before) for before in cached]
-    num_cached, order, tables, before, new = sum(starts), [], [], 0, 0
+    order: list[int] = []
+    num_cached, tables, before, new = sum(starts), [], 0, 0
     for start, size in zip(starts, sizes, strict=True):
         pages = -(-(start + size) // PAGE)
         tables.append([len(order) // PAGE + page for page in range(pages)])

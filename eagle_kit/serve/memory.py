@@ -25,6 +25,8 @@ FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
 SNAPSHOT_SHARE = 0.25
 """Share of what is left for the pool that snapshots of states may take when their number is not given."""
+BYTES_OF_TABLES = 4 + 4 + 1
+"""Of a slot for each token of the vocabulary: counts, biases, and whether it is in the prompt."""
 LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
 
@@ -100,6 +102,10 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     scratch = per_token * batch * MAX_WINDOW
     if draft is not None:  # states of tokens that it may read later
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
+    if (
+        weight.device.type != "cpu"
+    ):  # a graph of every kind is captured, so the tables are there from the start
+        scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     expanded = config.max_context
     if weight.device.type != "cpu":  # several prompts together

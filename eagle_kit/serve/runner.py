@@ -36,9 +36,9 @@ from eagle_kit.serve.grammar.compiler import allowed_tokens
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.sampling_tables import SamplingTables, counts_tokens, is_adjusted
+from eagle_kit.serve.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.serve.scheduler import Chunk
-from eagle_kit.serve.slots import Slots
+from eagle_kit.serve.slots import Slots, Tables
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -225,8 +225,7 @@ class Runner:
         lens = self._tensor([request.num_to_compute for request in finished])
         self.slots.join(slots, lens, roots, draft)
         for i, request in enumerate(finished):
-            if request.params.has_penalties:
-                self.slots.start_counts(request.slot, self.vocab_size, request.token_ids, roots[i : i + 1])
+            self.slots.adjust(request, self.vocab_size, roots[i : i + 1])
         return results
 
     def _soundness(self, prompts: list[tuple[Request, int]], hidden: torch.Tensor) -> Results:
@@ -372,9 +371,9 @@ class Runner:
     ) -> Any:
         """Run a part of the cycle, as a graph where there are graphs."""
         sampling, window = inputs.sampling, inputs.window
-        if sampling is not None and counts_tokens(sampling):
-            self.slots.make_counts(self.vocab_size)  # before a capture
-        if self.graphs.mode == "off" or self._is_rare(sampling):
+        if is_adjusted(sampling):
+            self.slots.make_tables(self.vocab_size)  # before a capture
+        if self.graphs.mode == "off":
             return body(inputs, settings)
         given = None if sampling is None else tuple(part is not None for part in sampling)
         drafts = None if window is None else (type(window.proposal), window.tree.tokens.shape)
@@ -389,11 +388,6 @@ class Runner:
             return self.graphs.run(
                 GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
             )
-
-    def _is_rare(self, sampling: SamplingBatch | None) -> bool:
-        """Return True for batches that are not worth a recording: there would be one for every combination of
-        adjustments of logits. Where shapes are fixed such batches have all of them, and a graph."""
-        return sampling is not None and is_adjusted(sampling) and not self.graphs.has_fixed_shapes
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:
         """Run a cycle, or the part of it behind a given window, and update the slots."""
@@ -412,11 +406,12 @@ class Runner:
         return propose(self.models.drafter, state, settings, sampling)
 
     def _state(self, inputs: CycleInputs) -> tuple[CycleState, SamplingBatch | None]:
-        """Gather the rows of the slots, and the sampling parameters with the counts of the replies."""
+        """Gather the rows of the slots, and of their tables where logits are adjusted."""
         sampling = inputs.sampling
-        if sampling is not None and counts_tokens(sampling):
-            assert self.slots.counts is not None
-            sampling = sampling._replace(counts=self.slots.counts[inputs.rows])
+        if sampling is not None and is_adjusted(sampling):
+            assert self.slots.tables is not None
+            rows = (table[inputs.rows] for table in self.slots.tables)
+            sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
         return self.slots.gather(inputs.rows), sampling
 
     def _ngram_draft(

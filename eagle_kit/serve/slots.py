@@ -4,13 +4,27 @@ Legend: M slots, P pages a request may have, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.sampling import LARGEST
 from eagle_kit.kernels.transfer import to_device
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.sampling_tables import adjusts_logits
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.tuning.policy import MOST_MISSED
+
+
+class Tables(NamedTuple):
+    """Tables of the vocabulary of all slots, ``[M + 1, V]``: ``counts`` int32 of the reply's tokens, ``bias``
+    fp32, and ``prompt_mask`` bool, tokens of the prompt. Rows of requests without penalties and biases add
+    nothing, but for their counts, which no penalty multiplies."""
+
+    counts: torch.Tensor
+    bias: torch.Tensor
+    prompt_mask: torch.Tensor
 
 
 class Slots:
@@ -38,7 +52,8 @@ class Slots:
         self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
         self.active[count] = False
         self.draft = drafter.empty_state(count + 1, topk) if drafter is not None else None
-        self.counts: torch.Tensor | None = None
+        self.tables: Tables | None = None
+        self._adjusted: set[int] = set()
         self.missed: Missed | None = None
         if drafter is not None and drafter.can_wait:
             model = drafter.model
@@ -83,8 +98,8 @@ class Slots:
         if self.draft is not None and state.draft is not None:
             for mine, new in zip(self.draft, state.draft, strict=True):
                 mine[rows] = new
-        if self.counts is not None and counts is not None:
-            self.counts[rows] = counts
+        if self.tables is not None and counts is not None:
+            self.tables.counts[rows] = counts
 
     def miss(self, rows: torch.Tensor, new: Missed) -> None:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
@@ -94,21 +109,36 @@ class Slots:
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts
 
-    def start_counts(self, slot: int, vocab_size: int, tokens: Sequence[int], root: torch.Tensor) -> None:
-        """Count the tokens of a request's reply for its penalties: ``tokens`` that the host knows, or, when
-        it knows none yet, the ``root [1]``."""
-        counts = self.make_counts(vocab_size)
-        counts[slot] = 0
-        if tokens:
-            known = torch.bincount(torch.tensor(tokens), minlength=vocab_size)
-            counts[slot] = known.to(counts)
-        else:
-            counts[slot].index_add_(0, root, torch.ones_like(root, dtype=torch.int32))
+    def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
+        """Write a request's rows of the tables that penalties and biases need, or those that change nothing
+        where a request with some was in its slot.
 
-    def make_counts(self, vocab_size: int) -> torch.Tensor:
-        """Return the counts of all slots, int32 ``[slots, V]``, made when they are first needed. Those of
-        requests without penalties mean nothing."""
-        if self.counts is None:
-            shape = (self.dummy + 1, vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.roots.device)
-        return self.counts
+        Args:
+            root: ``[1]``, the token behind the prompt, which the host may not know yet.
+        """
+        params, slot = request.params, request.slot
+        if not adjusts_logits(params):
+            if self.tables is not None and slot in self._adjusted:
+                self._adjusted.discard(slot)
+                for table in self.tables:
+                    table[slot] = 0
+            return
+        counts, bias, prompt_mask = self.make_tables(vocab_size)
+        self._adjusted.add(slot)
+        counts[slot] = bias[slot] = 0
+        prompt_mask[slot] = False
+        prompt_mask[slot, to_device(request.prompt_ids, root.device)] = True
+        if params.logit_bias:
+            tokens = to_device(list(params.logit_bias), root.device)
+            values = [min(max(value, -LARGEST), LARGEST) for value in params.logit_bias.values()]
+            bias[slot, tokens] = to_device(values, root.device, bias.dtype)
+        known = to_device(request.token_ids, root.device) if request.token_ids else root
+        counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
+
+    def make_tables(self, vocab_size: int) -> "Tables":
+        """Return the tables of all slots, made when they are first needed."""
+        if self.tables is None:
+            shape, device = (self.dummy + 1, vocab_size), self.roots.device
+            kinds = torch.int32, torch.float32, torch.bool
+            self.tables = Tables(*(torch.zeros(shape, dtype=kind, device=device) for kind in kinds))
+        return self.tables

@@ -159,7 +159,8 @@ class _Clock:
         for number in {number for number, _ in drafted}:
             mine = [error for each, error in drafted if each == number]
             drift, doubt, last = (float(each[number]) for each in self._before)
-            self._surprise[number] = surprise = median(mine) - base - drift
+            surprise = median(mine) - base - drift
+            self._surprise[number] = surprise
             if min(abs(surprise), abs(last)) > TABLE_ERROR and surprise * last > 0.0:
                 doubt = TABLE_ERROR**2  # twice is no chance: its cost is not what it was
             gain = doubt / (doubt + MEDIAN * self.noise * (1 / len(mine) + 1 / len(plain)))
@@ -406,8 +407,8 @@ class ShapePolicy:
         left = ease.variance / (1.0 + ease.variance * information)
         ease.value = min(max(ease.value + left * surprise, EASES[0]), EASES[-1])
         ease.variance = min(left + CHANGE, VARIANCE)
-        known, ease.information = ease.information, ease.information + information
-        told = _about_all(ease.information) - _about_all(known)
+        before, ease.information = ease.information, ease.information + information
+        told = _about_all(ease.information) - _about_all(before)
         rate = self._shared_variance * told / (1.0 + self._shared_variance * told)
         self.shared_ease += rate * (ease.value - self.shared_ease)
         self._shared_variance *= 1.0 - rate

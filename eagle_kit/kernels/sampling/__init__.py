@@ -2,6 +2,7 @@
 with."""
 
 from eagle_kit.kernels.sampling.distribution import (
+    LARGEST,
     FilteredLogits,
     SamplingBatch,
     adjust_logits,
@@ -25,6 +26,7 @@ from eagle_kit.kernels.sampling.uniform import (
 
 __all__ = [
     "DRAFT_UNIFORMS",
+    "LARGEST",
     "TARGET_UNIFORMS",
     "VERIFY_UNIFORMS",
     "FilteredLogits",

@@ -62,12 +62,15 @@ def make_sampling_batch(
     seeds: Sequence[int],
     vocab_size: int,
     device: torch.device,
+    *,
+    with_tables: bool = True,
 ) -> SamplingBatch:
     """Sampling parameters of requests with ``params`` and empty replies, as tensors.
 
     Args:
         prompts: token ids of each prompt.
         seeds: seed of each request's random numbers.
+        with_tables: make the tables of the vocabulary that penalties and biases need.
     """
 
     def column(name: str, neutral: float, kind: torch.dtype = torch.float32) -> torch.Tensor | None:
@@ -86,18 +89,18 @@ def make_sampling_batch(
     if repetition is not None:
         repetition = repetition.clamp(min=SMALLEST)
     bias = prompt_mask = counts = None
-    if any(p.logit_bias for p in params):
+    if with_tables and any(p.logit_bias for p in params):
         bias = torch.zeros(len(params), vocab_size)
         for i, p in enumerate(params):
             for token, value in p.logit_bias.items():
                 bias[i, token] = min(max(value, -LARGEST), LARGEST)
         bias = bias.to(device)
-    if repetition is not None:
+    if with_tables and repetition is not None:
         prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
             prompt_mask[i, torch.tensor(list(prompt), dtype=torch.int64)] = True
         prompt_mask = prompt_mask.to(device)
-    if any(p.has_penalties for p in params):
+    if with_tables and any(p.has_penalties for p in params):
         counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
     return SamplingBatch(
         temperature=to_device([min(p.temperature, LARGEST) for p in params], device, torch.float32),
