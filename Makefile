@@ -31,7 +31,7 @@ test: install ## run the tests but those marked slow, about 10 minutes on two co
 	@echo "== tests, $(WORKERS) processes"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install ## run all tests, about 15 minutes on two cores
+test-all: install ## run all tests, about half an hour on two cores
 	@echo "== all tests, $(WORKERS) processes"
 	@$(PYTEST) $(ARGS)
 

@@ -120,9 +120,10 @@ class StudyRun:
         """The config with its overrides. Raises UserError for a wrong one."""
         from eagle_kit.config.loading.loader import load_config
         from eagle_kit.config.train import TrainConfig
+        from eagle_kit.train.parallel.processes import with_precision
 
         words = (*self.overrides, f"output_dir={json.dumps(str(self.folder))}")
-        return load_config(TrainConfig, self.config, words)
+        return with_precision(load_config(TrainConfig, self.config, words))
 
     def check(self) -> None:
         """Raise UserError when the run, or a head whose run was deleted, had other settings."""

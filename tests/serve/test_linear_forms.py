@@ -183,7 +183,7 @@ def test_an_engine_measures_what_its_cycles_run_before_it_captures_them(calls, m
     )
     runner = llm.engine().runner
     runner.graphs, runner.linear_forms.timer = GraphRunner("cycle", Graph), timer
-    assert llm.engine().warm_up() == 3
+    assert llm.engine().warm_up() == 4
     table = runner.linear_forms.table
     assert {2, 8} <= {size.rows for size in table}, "draft steps have a row a request, the window four"
     assert {size.dtype for size in table} == {BF16} and len(timer.calls) == 2 * len(table)

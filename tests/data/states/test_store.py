@@ -89,6 +89,23 @@ def test_a_store_makes_nothing_before_its_first_shard_and_keeps_rows_in_any_orde
     assert (tmp_path / "states" / "data" / "ids.npy").read_bytes() == b"ids.npy" * 3
 
 
+@pytest.mark.parametrize("form", ["computed", "fp8"])
+def test_states_that_are_not_finite_are_refused_when_they_are_read(
+    tmp_path: Path, data: Path, form: str
+) -> None:
+    """None are written, but a file may have been made by anything."""
+    store = StateStore(tmp_path / "states", manifest(format=form), data)
+    fill(store, 0, 1)
+    store._buffer[1]["hidden"].view(torch.uint8)[1, :4] = 0x7F  # NaN in fp8
+    if form == "computed":
+        store._buffer[1]["hidden"][1, 0] = float("nan")
+    store.flush()
+    again = StateStore(tmp_path / "states", manifest(format=form), data)
+    assert again.read([0]) is not None
+    with pytest.raises(UserError, match="states of row 1 that are not finite"):
+        again.read([1])
+
+
 def test_shards_are_bounded_and_the_manifest_counts_them(tmp_path: Path, data: Path) -> None:
     store = whole_store(tmp_path / "states", data)
     about = json.loads((tmp_path / "states" / "manifest.json").read_text())
