@@ -102,9 +102,7 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     scratch = per_token * batch * MAX_WINDOW
     if draft is not None:  # states of tokens that it may read later
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
-    if (
-        weight.device.type != "cpu"
-    ):  # a graph of every kind is captured, so the tables are there from the start
+    if weight.device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     expanded = config.max_context

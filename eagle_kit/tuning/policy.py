@@ -318,7 +318,7 @@ class ShapePolicy:
         elif may_draft and self._pays_to_probe(eases, context, drafting, worth / speeds[0]):
             self._use(0 if now else drafting, is_probe=True)
             if self.shape.steps:
-                self._left = min(max(SAMPLES // len(eases), 2), PROBE)
+                self._left = _drafting_probe(len(eases))
         self._rate = max(worth, float(speeds[0]))
 
     def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
@@ -330,7 +330,7 @@ class ShapePolicy:
         other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
         gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
         saved = USE * float(costs[0]) * gain_if_better
-        cycles = min(max(SAMPLES // size, 2), PROBE) if is_plain else PROBE
+        cycles = _drafting_probe(size) if is_plain else PROBE
         lost = cycles * float(costs[drafting if is_plain else 0]) * (1 - math.exp(-distance))
         lost += self._reading_missed(eases, context) if is_plain else self._reading(size, PROBE, context)
         most, num_cycles = MOST_LOSS * float(costs[0]), self._num_plain + self._num_drafting
@@ -425,9 +425,10 @@ class ShapePolicy:
 
     def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
         """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
-        become slower, changes no choice; a shape is compared with plain decoding where one follows the
-        other."""
-        clock = self._clocks.setdefault(batch_size, _Clock(len(self.shapes)))
+        become slower, changes no choice; shapes are compared where one follows the other."""
+        clock = self._clocks.get(batch_size)
+        if clock is None:
+            clock = self._clocks[batch_size] = _Clock(len(self.shapes))
         number = self._number[shape]
         error = math.log(seconds / float(self._table(batch_size, context)[number]))
         clock.observe(number, self._num_cycles, error)
@@ -445,6 +446,11 @@ class ShapePolicy:
                 Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
             )
         return choices
+
+
+def _drafting_probe(batch_size: int) -> int:
+    """Cycles of a probe that drafts."""
+    return min(max(SAMPLES // batch_size, 2), PROBE)
 
 
 def _about_all(information: float) -> float:
