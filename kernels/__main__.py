@@ -25,8 +25,8 @@ def main() -> int:
 
 
 def check() -> int:
-    """Every operation against fp64, its Triton form too (interpreted where no GPU is), and what the compiler
-    makes of each configuration for GPUs that need not be there."""
+    """Every operation against fp64, its Triton form too (interpreted where no GPU is), what the compiler
+    makes of each configuration for GPUs that need not be there, and the launches of a cycle."""
     from eagle_kit.kernels.backend import triton_available
     from eagle_kit.kernels.selfcheck import TOLERANCE, Check, run_checks
 
@@ -60,9 +60,12 @@ def check() -> int:
     faults = sum(bool(report["faults"]) for report in reports)
     import triton
 
+    from eagle_kit.bench.engine.launches import MODEL, table
+
     print(
         f"\n{len(reports) - faults} of {len(reports)} compile as they should (Triton {triton.__version__})."
     )
+    print(f"\nLaunches of a cycle of {MODEL} with an EAGLE-3 head, by phase:", *table(), sep="\n")
     return 1 if wrong or faults else 0
 
 

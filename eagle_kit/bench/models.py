@@ -61,7 +61,7 @@ def make_models(
 ) -> tuple[LlamaModel, HeadDraftModel]:
     """A random target and a random EAGLE-3 head of its shape, with a random hot-token map."""
     torch.manual_seed(seed)
-    with torch.device(device), _default(dtype), torch.no_grad():
+    with torch.device(device), default_dtype(dtype), torch.no_grad():
         target = LlamaModel(config)
         head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size))
         for model in (target, head):
@@ -78,7 +78,7 @@ def make_models(
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

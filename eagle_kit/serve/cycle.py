@@ -88,6 +88,15 @@ class CycleOutput(NamedTuple):
     missed: Missed | None = None
 
 
+class WindowRead(NamedTuple):
+    """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` that made
+    it, and the ``logits [B, N, V]``."""
+
+    out: TargetOutput
+    attend: Attend
+    logits: torch.Tensor
+
+
 class Verified(NamedTuple):
     """Result of verification: the target's ``out`` over the window, the ``accepted`` path, and ``emitted``
     and ``counts`` as in :class:`CycleOutput`."""
@@ -149,9 +158,28 @@ def verify_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
-    b, n = window.tree.tokens.shape
-    out, attend = _forward(models, window.tree, state, settings.num_columns)
-    logits = models.target.logits(out.hidden).view(b, n, -1)
+    read = read_window(models, state, window.tree, settings)
+    return accept_and_commit(models, state, window, read, settings, sampling, allowed)
+
+
+def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowRead:
+    """Run the target over the window's nodes."""
+    b, n = tree.tokens.shape
+    out, attend = _forward(models, tree, state, settings.num_columns)
+    return WindowRead(out, attend, models.target.logits(out.hidden).view(b, n, -1))
+
+
+def accept_and_commit(
+    models: CycleModels,
+    state: CycleState,
+    window: DraftOutput,
+    read: WindowRead,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> Verified:
+    """Accept a path of the window that the target has read, and commit it to the pool."""
+    out, attend, logits = read
     steps, seq_lens = settings.shape.steps, state.seq_lens
     accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
     num_emitted = (accepted.num_accepted + 1) * state.active
