@@ -2,7 +2,8 @@
 
 It holds bfloat16 as uint16 and multiplies and rounds it wrongly: here conversions between floats go through
 torch (round to nearest even; fp8 saturates, as on a GPU), and operands of a dot are widened to fp32 first.
-That of Triton 3.6 takes an array of one element for an index, which NumPy refuses since 2.4.
+That of Triton 3.6 takes an array of one element for an index, which NumPy refuses since 2.4, and rounds a
+product before it adds to it.
 """
 
 from typing import Any
@@ -60,6 +61,10 @@ def repair() -> None:
         product = np.matmul(widen(a.data, a.dtype.scalar), widen(b.data, b.dtype.scalar), dtype=np.float32)
         return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
+    def multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
+        total = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
+
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -68,4 +73,5 @@ def repair() -> None:
 
     interpreter._patch_lang_tensor = patch
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot
+    builder.create_fma = multiply_add
     builder.is_repaired = True

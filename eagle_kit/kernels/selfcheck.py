@@ -33,7 +33,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_texts,
     recurrent_window,
 )
-from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
@@ -183,12 +183,17 @@ def _norm() -> float:
 
 
 def _rope() -> float:
-    """Two query heads and a key head of four elements: pairs (0, 2) and (1, 3) turn by the table's angles."""
-    qkv, angle = _randn(3, 4, 4), _randn(3, 1, 2, seed=1)
-    table = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    got = torch.cat(rope_store(qkv, table, num_heads=2), 1)
+    """Two query heads and a key head of four elements: pairs (0, 2) and (1, 3) turn by the positions' angles,
+    late ones too; keys and values of a window go to their rows."""
+    qkv, rotation = _randn(4, 4, 4), Rotation(torch.tensor([0, 7, 131071, 2]), torch.tensor([1.0, 0.03]))
+    k_rows, v_rows = torch.zeros(2, 1, 9, 4)
+    stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": WindowRows(2, 3, 2, 2, qkv.device)}
+    q = rope_store(qkv, rotation, num_heads=2, **stores, returns_kv=False)[0]
+    written = torch.tensor([2, 3, 5, 6])
+    got = torch.cat((q, k_rows[0, written, None], v_rows[0, written, None]), 1)
+    angle = (rotation.positions[:, None, None].float() * rotation.inv_freq).double()
     turned = torch.view_as_complex(qkv.double().unflatten(-1, (2, 2)).transpose(-1, -2).contiguous())
-    turned = turned * torch.polar(torch.ones(()).double(), angle.double())
+    turned = turned * torch.polar(torch.ones(()).double(), angle)
     expected = torch.view_as_real(turned).transpose(-1, -2).flatten(-2)
     expected[:, 3] = qkv[:, 3].double()
     return _error(got, expected)

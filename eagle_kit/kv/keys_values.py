@@ -10,6 +10,7 @@ import torch
 
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
+from eagle_kit.kernels.rope import Rows, WindowRows, rows_tensor
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.variant import AttentionVariant
@@ -69,8 +70,7 @@ class PagedKV(PagedStore):
     ) -> Attend:
         """See :class:`PagedStore`; the nodes' keys and values are written as soon as they are computed
         (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
-        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
-        return _WindowAttend(self, rows, plan)
+        return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
         """See :class:`PagedStore`. Kernels, and stores of another dtype, read keys from the pool; otherwise
@@ -129,9 +129,9 @@ def _join(store_rows: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, out: 
 
 
 class _StoreAttend:
-    """Attention over a store into whose ``rows [T]`` keys and values are written as they are made."""
+    """Attention over a store into whose rows keys and values are written as they are made."""
 
-    def __init__(self, kv: PagedKV, rows: torch.Tensor) -> None:
+    def __init__(self, kv: PagedKV, rows: Rows) -> None:
         self.kv, self.rows = kv, rows
 
     def kv_slots(self, layer: int) -> KVSlots:
@@ -142,15 +142,15 @@ class _StoreAttend:
         """Write ``k`` and ``v`` -> the layer's keys and values, these included."""
         k_rows, v_rows, rows = self.kv_slots(layer)
         if len(k):
-            store(k_rows, rows, k, 1.0)
-            store(v_rows, rows, v, 1.0)
+            store(k_rows, rows_tensor(rows), k, 1.0)
+            store(v_rows, rows_tensor(rows), v, 1.0)
         return k_rows, v_rows
 
 
 class _WindowAttend(_StoreAttend):
     """Attention of window nodes to the pool and the scratch."""
 
-    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: WindowPlan) -> None:
+    def __init__(self, kv: PagedKV, plan: WindowPlan, rows: WindowRows) -> None:
         super().__init__(kv, rows)
         self.plan = plan
 

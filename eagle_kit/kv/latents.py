@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
+from eagle_kit.kernels.rope import WindowRows
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
@@ -81,12 +82,12 @@ class _LatentAttend:
 class _WindowAttend(_LatentAttend):
     """Absorbed attention of window nodes."""
 
-    def __init__(self, store: PagedLatents, plan: WindowPlan, rows: torch.Tensor) -> None:
+    def __init__(self, store: PagedLatents, plan: WindowPlan, rows: WindowRows) -> None:
         self.store, self.plan, self.rows = store, plan, rows
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         held, spec = self.store.rows[layer], self.store.spec
-        _put(held, self.rows, rows)
+        _put(held, self.rows.tensor, rows)
         nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)
         out = mla_window_attention(nodes, held, self.plan, spec.scale, latent_dim=spec.latent_dim)
         return heads.project(out.flatten(0, 1))

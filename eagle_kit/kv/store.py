@@ -15,6 +15,7 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.rope import WindowRows
 from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan
 from eagle_kit.models.blocks.layers import Attend
 
@@ -108,11 +109,6 @@ class PagedStore(ABC):
         page = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
         return page_table.gather(1, page) * self.page_size + positions % self.page_size
 
-    def scratch_rows(self, batch_size: int, start: int, stop: int) -> torch.Tensor:
-        """Scratch rows start..stop-1 of each request, int64 ``[B, stop - start]``."""
-        request = torch.arange(batch_size, device=self.device)[:, None] * self.window
-        return self.num_slots + request + torch.arange(start, stop, device=self.device)
-
     @abstractmethod
     def window_attend(
         self,
@@ -165,8 +161,8 @@ class PagedStore(ABC):
         ancestors: torch.Tensor,
         num_keys: int,
         num_columns: int,
-    ) -> tuple[WindowPlan, torch.Tensor]:
-        """Plan a window's attention -> the plan, and the scratch rows int64 ``[B * N]`` of its nodes."""
+    ) -> tuple[WindowPlan, WindowRows]:
+        """Plan a window's attention -> the plan, and the scratch rows of its nodes."""
         b, n = ancestors.shape
         assert n <= num_keys <= self.window, "a window has no more nodes than its scratch"
         plan = WindowPlan(
@@ -183,7 +179,7 @@ class PagedStore(ABC):
             dtype=self.dtype,
             gathered=0 if self.gathered is None else self.gathered.number,
         )
-        return plan, self.scratch_rows(b, num_keys - n, num_keys).reshape(-1)
+        return plan, WindowRows(self.num_slots + num_keys - n, self.window, b, n, self.device)
 
     def prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Rows int64 ``[T]`` that prompt tokens are written to (the trash row where they are not), and the

@@ -5,7 +5,7 @@ import torch
 
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.rope import WindowRows, rope_store
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.blocks.layers import Rope
@@ -69,7 +69,7 @@ def test_rope_and_store(name, tokens, dtype, stored):
     with_norm, interleaved = name.startswith(("Qwen", "partly")), name == "Llama-3.1-8B" and tokens == 96
     qkv = randn(tokens, hq + 2 * hkv, size, dtype=dtype, by=by)
     positions = torch.randint(0, 32768, (tokens,), generator=by, device=DEVICE)
-    table = Rope(rotated, 1e4, None).to(DEVICE).table(positions)
+    rotation = Rope(rotated, 1e4, None).to(DEVICE).at(positions)
     q, k, v = qkv.split((hq, hkv, hkv), 1)
     norms = {}
     if with_norm:
@@ -83,7 +83,7 @@ def test_rope_and_store(name, tokens, dtype, stored):
     scales = {"k_scale": 0.2, "v_scale": 0.02} if stored == FP8 else {}
     stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": rows}
     options = {"num_heads": hq, "interleaved": interleaved, "backend": "triton", **norms}
-    out = rope_store(qkv, table, **options, **stores, **scales, returns_kv=False)
+    out = rope_store(qkv, rotation, **options, **stores, **scales, returns_kv=False)
     assert_near("q", out[0], right[0], dtype)
     assert len(out[1]) == len(out[2]) == 0
     for what, store, values, scale in (
@@ -95,8 +95,27 @@ def test_rope_and_store(name, tokens, dtype, stored):
         wide[:, rows] = float("nan")
         assert wide.isnan().all(), f"{what}: a row that is nobody's was written"
     if stored == dtype:
-        for what, ours, values in zip("qkv", rope_store(qkv, table, **options), (*right, v), strict=True):
+        for what, ours, values in zip("qkv", rope_store(qkv, rotation, **options), (*right, v), strict=True):
             assert_near(what, ours, values.double(), dtype)
+
+
+def test_cosines_and_sines_of_late_positions_and_rows_of_windows():
+    """Pairs (1, 0) and (0, 1) show the cosine and the sine themselves; rows are counted in the kernel."""
+    batch, nodes = 40, 8
+    positions = torch.cat((torch.arange(160), torch.arange(131072 - 160, 131072))).to(DEVICE)
+    rotation = Rope(128, 5e5, None).to(DEVICE).at(positions)
+    qkv = torch.zeros(batch * nodes, 3, 128, device=DEVICE)
+    qkv[..., :64] = 1.0
+    rows = WindowRows(3, 64, batch, nodes, torch.device(DEVICE))
+    k_rows, v_rows = torch.full((2, 1, 3 + 64 * batch, 128), float("nan"), device=DEVICE)
+    stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": rows, "returns_kv": False}
+    q, _, _ = rope_store(qkv, rotation, num_heads=1, backend="triton", **stores)
+    angle = (positions.float()[:, None] * rotation.inv_freq).double()
+    right = torch.cat((angle.cos(), angle.sin()), -1)
+    assert (q[:, 0].double() - right).abs().max() < 2e-7
+    assert torch.equal(k_rows[:, rows.tensor], q.transpose(0, 1))
+    assert torch.equal(v_rows[:, rows.tensor], qkv[:, 2:].transpose(0, 1))
+    assert int(k_rows.isnan().all(-1).sum()) == 3 + 64 * batch - batch * nodes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -31,7 +31,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_texts,
     recurrent_window,
 )
-from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.rope import Rotation, rope_store
 from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
@@ -56,9 +56,8 @@ def rope_cases(sizes: Sizes) -> list[KernelCase]:
 
 def _make_rope(sizes: Sizes, t: int, norms: bool, rng: RandomInputs) -> PreparedCase:
     hq, hkv, d = sizes.model.num_heads, sizes.model.num_kv_heads, sizes.model.head_dim
-    qkv, angle = rng.normal(t, hq + 2 * hkv, d), rng.normal(t, 1, d // 2, dtype=torch.float32)
-    cos, sin = angle.cos(), angle.sin()
-    table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    qkv, inv_freq = rng.normal(t, hq + 2 * hkv, d), rng.normal(d // 2, dtype=torch.float32)
+    rotation = Rotation(rng.permutation(max(t, 8192))[:t], inv_freq)
     k_rows, v_rows = (rng.normal(hkv, 2 * t, d) for _ in range(2))
     rows = rng.permutation(2 * t)[:t]
     weights = [rng.normal(d) for _ in range(2 * norms)]
@@ -66,9 +65,9 @@ def _make_rope(sizes: Sizes, t: int, norms: bool, rng: RandomInputs) -> Prepared
     if norms:
         options |= {"q_norm": weights[0], "k_norm": weights[1], "eps": EPS}
     return PreparedCase(
-        lambda backend: rope_store(qkv, table, returns_kv=False, backend=backend, **options),
+        lambda backend: rope_store(qkv, rotation, returns_kv=False, backend=backend, **options),
         3 * t * (hq + 2 * hkv) * d,
-        (qkv, cos, sin, rows, *weights),
+        (qkv, rotation.positions, rows, *weights),
         (k_rows[:, :t], v_rows[:, :t]),
     )
 

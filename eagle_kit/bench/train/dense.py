@@ -105,7 +105,7 @@ def dense_way(head: Eagle3Head, work: DenseInputs) -> float:
     for step, rows in enumerate(plan.rows):
         tokens = ids[token_of(everything, step).clamp(max=length - 1)]
         x, residual = layer.inputs(fed_back, torch.nn.functional.embedding(tokens, work.embed_weight))
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions + step))
         keys.append(k.repeat_interleave(q.shape[1] // k.shape[1], 1))
         values.append(v.repeat_interleave(q.shape[1] // v.shape[1], 1))
         attended = _dense_attention(q, keys, values, bias, scale)

@@ -9,13 +9,14 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.rope import reference
+from eagle_kit.kernels.rope.plan import Rotation, Rows, WindowRows, rows_tensor
 
-Table = tuple[torch.Tensor, torch.Tensor]
+__all__ = ["Rotation", "Rows", "WindowRows", "rope_store", "rows_tensor"]
 
 
 def rope_store(
     qkv: torch.Tensor,
-    table: Table,
+    rotation: Rotation,
     *,
     num_heads: int,
     q_norm: torch.Tensor | None = None,
@@ -23,7 +24,7 @@ def rope_store(
     eps: float = 0.0,
     k_rows: torch.Tensor | None = None,
     v_rows: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    rows: Rows | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     interleaved: bool = False,
@@ -34,12 +35,12 @@ def rope_store(
     k and v.
 
     Args:
-        table: cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``. The first
-            E elements of a head are rotated, the others are copied.
+        rotation: positions ``[T]`` and frequencies ``[E / 2]``. The first E elements of a head are rotated,
+            the others are copied.
         q_norm, k_norm: weights ``[D]`` of an RMSNorm of each head before its rotation, of the dtype of
             ``qkv`` or fp32.
-        k_rows, v_rows: one layer of a store, ``[Hkv, R, D]`` contiguous; rows ``rows`` int64 ``[T]`` of both
-            are overwritten. A row may repeat only where its content does not matter.
+        k_rows, v_rows: one layer of a store, ``[Hkv, R, D]`` contiguous; rows ``rows`` of both are
+            overwritten. A row may repeat only where its content does not matter.
         k_scale, v_scale: divisors of the values of an fp8 store, which saturates.
         interleaved: pairs are ``(2i, 2i + 1)`` instead of ``(i, i + E/2)``.
         returns_kv: False returns k and v as ``[0, Hkv, D]``, for callers that read them from the store.
@@ -57,12 +58,14 @@ def rope_store(
     if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
         from eagle_kit.kernels.rope import triton
 
-        cos, sin = (part.contiguous() for part in table)
-        head = (qkv.contiguous(), cos, sin, num_heads, q_norm, k_norm, eps, interleaved)
-        slots = (k_rows, v_rows, None if rows is None else rows.contiguous())
-        return triton.rope_store(*head, *slots, k_scale, v_scale, returns_kv)
-    q, k, v = reference.rope(qkv, table, num_heads, q_norm, k_norm, eps, interleaved)
+        turn = (rotation.positions.contiguous(), rotation.inv_freq, rotation.magnitude)
+        head = (qkv.contiguous(), *turn, num_heads, q_norm, k_norm, eps, interleaved)
+        rule = [rows.first, rows.stride, rows.nodes] if isinstance(rows, WindowRows) else []
+        given = rows.contiguous() if isinstance(rows, torch.Tensor) else None
+        return triton.rope_store(*head, k_rows, v_rows, given, rule, k_scale, v_scale, returns_kv)
+    q, k, v = reference.rope(qkv, rotation.table, num_heads, q_norm, k_norm, eps, interleaved)
     if k_rows is not None and v_rows is not None and rows is not None:
-        reference.store(k_rows, rows, k, k_scale)
-        reference.store(v_rows, rows, v, v_scale)
+        at = rows_tensor(rows)
+        reference.store(k_rows, at, k, k_scale)
+        reference.store(v_rows, at, v, v_scale)
     return (q, k, v) if returns_kv else (q, k[:0], v[:0])

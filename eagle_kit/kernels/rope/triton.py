@@ -5,8 +5,12 @@ A program has one token and some heads of one kind (query, key or value). Half t
 norm, after its weight and after the rotation, as the reference rounds; an fp8 store takes the rounded values
 divided by its scale, and the conversion saturates.
 
-Moves T (2 Hq + 4 Hkv) D elements, or T (2 Hq + 6 Hkv) D where k and v are both stored and returned, and 4 T E
-bytes of the table. After Su et al. (arXiv 2104.09864); norms of heads after Qwen3 (arXiv 2505.09388).
+Angles are those of the reference, products in fp32; their cosines and sines are computed here
+(:func:`_cos_sin`): a table in memory would be one more launch a forward, or 64 MB for 131,072 positions, and
+its row an address that a load must bring first.
+
+Moves T (2 Hq + 4 Hkv) D elements, or T (2 Hq + 6 Hkv) D where k and v are both stored and returned. After Su
+et al. (arXiv 2104.09864); norms of heads after Qwen3 (arXiv 2505.09388).
 """
 
 import torch
@@ -14,6 +18,28 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+
+
+@triton.jit
+def _cos_sin(angle):
+    """Cosine and sine of fp32 angles, within 2e-7 up to 4 million radians.
+
+    Cody and Waite's reduction: ``angle - k pi/2`` with pi/2 in three parts. Multiplied and added at once, the
+    first part leaves no error, since angle and ``k pi/2`` are near each other; the second rounds once. What
+    is left is at most pi/4, where Taylor's series to r^9 and r^10 are closer than fp32. CUDA's own ``cosf``
+    would put an array on the stack for large angles.
+    """
+    k = tl.floor(angle * 0.6366197723675814 + 0.5)
+    r = tl.fma(k, -1.57079637050628662109375, angle)
+    r = tl.fma(k, 4.37113900018624283e-8, r)
+    r = tl.fma(k, 1.71512451613e-15, r)
+    z = r * r
+    sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
+    cos = 1.0 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320 + z * (-1 / 3628800)))))
+    quarter = k.to(tl.int32)
+    is_odd = (quarter & 1) != 0
+    c, s = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
+    return tl.where(((quarter + 1) & 2) != 0, -c, c), tl.where((quarter & 2) != 0, -s, s)
 
 
 @triton.jit
@@ -66,8 +92,9 @@ def _turn(
     out,
     stored,
     inside,
-    cos,
-    sin,
+    position,
+    inv_freq,
+    magnitude,
     weight,
     eps,
     scale,
@@ -101,8 +128,8 @@ def _turn(
             weight_rest = tl.load(weight + i, i < D, 0.0).to(tl.float32)
             rest = _normed(rest, norm, weight_rest, weight_kind, kind)
     j = tl.arange(0, BLOCK_HALF)[None, :]
-    c = tl.load(cos + E // 2 + j, j < E // 2, 0.0)  # the second halves hold the plain sines
-    s = tl.load(sin + E // 2 + j, j < E // 2, 0.0)
+    c, s = _cos_sin(position * tl.load(inv_freq + j, j < E // 2, 0.0))
+    c, s = c * magnitude, s * magnitude
     a, b = (a * c - b * s).to(kind).to(tl.float32), (b * c + a * s).to(kind).to(tl.float32)
     if RETURNS:
         _store_pairs(out, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
@@ -118,8 +145,9 @@ def _turn(
 @triton.jit
 def _rope_store(
     qkv,
-    cos,
-    sin,
+    positions,
+    inv_freq,
+    magnitude,
     q_norm,
     k_norm,
     q,
@@ -128,6 +156,9 @@ def _rope_store(
     k_rows,
     v_rows,
     rows,
+    first_row,
+    row_stride,
+    num_nodes,
     num_rows,
     eps,
     k_scale,
@@ -140,6 +171,7 @@ def _rope_store(
     HAS_NORM: tl.constexpr,
     RETURNS: tl.constexpr,
     STORES: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -147,6 +179,7 @@ def _rope_store(
 ):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    position = tl.load(positions + token).to(tl.float32)
     Q_PARTS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (HKV + BLOCK_HEADS - 1) // BLOCK_HEADS
     source = qkv + token * (HQ + 2 * HKV) * D
@@ -159,8 +192,9 @@ def _rope_store(
             out,
             out,
             head < HQ,
-            cos + token * E,
-            sin + token * E,
+            position,
+            inv_freq,
+            magnitude,
             q_norm,
             eps,
             1.0,
@@ -178,15 +212,20 @@ def _rope_store(
         returned = (token * HKV + head) * D
         stored = returned
         if STORES:
-            stored = (head.to(tl.int64) * num_rows + tl.load(rows + token)) * D
+            if COUNTS:  # the rule of WindowRows
+                row = first_row + token // num_nodes * row_stride + token % num_nodes
+            else:
+                row = tl.load(rows + token)
+            stored = (head.to(tl.int64) * num_rows + row) * D
         if part < Q_PARTS + KV_PARTS:
             _turn(
                 source + (HQ + head) * D,
                 k + returned,
                 k_rows + stored,
                 head < HKV,
-                cos + token * E,
-                sin + token * E,
+                position,
+                inv_freq,
+                magnitude,
                 k_norm,
                 eps,
                 k_scale,
@@ -240,8 +279,9 @@ def _outputs(
 @torch.library.custom_op("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
 def rope_store(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    magnitude: float,
     num_heads: int,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -250,15 +290,17 @@ def rope_store(
     k_rows: torch.Tensor | None,
     v_rows: torch.Tensor | None,
     rows: torch.Tensor | None,
+    rule: list[int],
     k_scale: float,
     v_scale: float,
     returns_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``qkv [T, Hq + 2 Hkv, D]``, ``cos`` and ``sin [T, 1, E]``, all contiguous -> q, k and v; k and v are
-    written to rows ``rows [T]`` of ``k_rows`` and ``v_rows [Hkv, R, D]`` if given."""
+    """``qkv [T, Hq + 2 Hkv, D]``, ``positions [T]`` and ``inv_freq [E / 2]``, all contiguous -> q, k and v; k
+    and v are written to ``k_rows`` and ``v_rows [Hkv, R, D]`` if given, at ``rows [T]`` or by the ``rule`` of
+    :class:`~.plan.WindowRows` (first, stride, nodes)."""
     q, k, v = _outputs(qkv, num_heads, returns_kv)
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, rotated = k.shape[1], cos.shape[-1]
+    num_kv_heads, rotated = k.shape[1], 2 * len(inv_freq)
     if num_tokens == 0:
         return q, k, v
     assert k_rows is None or v_rows is None or (k_rows.is_contiguous() and v_rows.is_contiguous())
@@ -267,8 +309,9 @@ def rope_store(
     grid = (num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
     _rope_store[grid](
         qkv,
-        cos,
-        sin,
+        positions,
+        inv_freq,
+        magnitude,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         q,
@@ -276,7 +319,8 @@ def rope_store(
         v,
         k if k_rows is None else k_rows,
         v if v_rows is None else v_rows,
-        cos if rows is None else rows,
+        positions if rows is None else rows,
+        *(rule or (0, 0, 0)),
         0 if k_rows is None else k_rows.shape[1],
         eps,
         k_scale,
@@ -289,6 +333,7 @@ def rope_store(
         HAS_NORM=q_norm is not None,
         RETURNS=returns_kv,
         STORES=k_rows is not None,
+        COUNTS=bool(rule),
         **blocks,
         num_warps=_num_warps(blocks),
     )
@@ -296,7 +341,7 @@ def rope_store(
 
 
 @rope_store.register_fake
-def _(qkv, cos, sin, num_heads, *others):
+def _(qkv, positions, inv_freq, magnitude, num_heads, *others):
     return _outputs(qkv, num_heads, others[-1])
 
 
@@ -310,13 +355,14 @@ def _variant(
     interleaved: bool = False,
     stored: str | None = None,
     returns: bool = True,
+    counts: bool = False,
 ) -> Variant:
     num_heads, num_kv_heads, head_dim = shape
     rotated = rotated or head_dim
     blocks = _blocks(num_heads, head_dim, rotated)
     marks = [f"E{rotated}"] * (rotated < head_dim) + ["norm"] * norm + ["interleaved"] * interleaved
     marks += [f"in {norm_kind}"] if norm_kind else []
-    marks += [f"into {stored}"] * (stored is not None)
+    marks += [f"into {stored}"] * (stored is not None) + ["window"] * counts
     pointers = ("qkv", "q_norm", "k_norm", "q", "k", "v")
     return Variant(
         " ".join(["rope", kind, f"Hq{num_heads} Hkv{num_kv_heads} D{head_dim}", *marks]),
@@ -324,11 +370,11 @@ def _variant(
         {
             **dict.fromkeys(pointers, f"*{kind}"),
             **dict.fromkeys(("q_norm", "k_norm"), f"*{norm_kind or kind}"),
-            **dict.fromkeys(("cos", "sin"), "*fp32"),
+            **{"positions": "*i64", "inv_freq": "*fp32"},
             **dict.fromkeys(("k_rows", "v_rows"), f"*{stored or kind}"),
             "rows": "*i64",
-            "num_rows": "i32",
-            **dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),
+            **dict.fromkeys(("first_row", "row_stride", "num_nodes", "num_rows"), "i32"),
+            **dict.fromkeys(("magnitude", "eps", "k_scale", "v_scale"), "fp32"),
         },
         {
             **{"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "E": rotated},
@@ -337,6 +383,7 @@ def _variant(
                 "HAS_NORM": norm,
                 "RETURNS": returns,
                 "STORES": stored is not None,
+                "COUNTS": counts,
             },
             **blocks,
         },
@@ -352,7 +399,8 @@ def variants() -> list[Variant]:
     return [
         _variant("bf16", llama),
         _variant("bf16", llama, stored="bf16", returns=False),
-        _variant("bf16", llama, stored="fp8e4nv", returns=False),
+        _variant("bf16", llama, stored="bf16", returns=False, counts=True),
+        _variant("bf16", llama, stored="fp8e4nv", returns=False, counts=True),
         _variant("fp16", llama, stored="fp16"),
         _variant("fp32", llama, stored="fp32"),
         _variant("bf16", (9, 3, 64), stored="bf16", returns=False),

@@ -12,7 +12,7 @@ from torch import nn
 from eagle_kit.kernels.backend import is_differentiated
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.rope import Rotation, Rows, rope_store
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import yarn_magnitude
@@ -30,12 +30,12 @@ class Attend(Protocol):
 
 
 class KVSlots(NamedTuple):
-    """Slots to write a layer's keys and values to: rows ``rows`` int64 ``[T]`` of ``k_rows`` and
-    ``v_rows [Hkv, R, D]``."""
+    """Slots to write a layer's keys and values to: T rows ``rows`` of ``k_rows`` and ``v_rows [Hkv, R,
+    D]``."""
 
     k_rows: torch.Tensor
     v_rows: torch.Tensor
-    rows: torch.Tensor
+    rows: Rows
 
 
 def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Tables of rotary positions, for pairs (d, d + D/2) or interleaved pairs (see ``rope_store``)."""
+    """Rotary positions, for pairs (d, d + D/2) or interleaved pairs (see ``rope_store``)."""
 
     inv_freq: torch.Tensor
 
@@ -86,13 +86,9 @@ class Rope(nn.Module):
             self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
-    def table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines ``[T, 1, D]`` in fp32 of ``positions [T]``, for ``rope_store``."""
-        angle = positions.to(torch.float32)[:, None] * self.inv_freq
-        cos, sin = angle.cos(), angle.sin()
-        if self.magnitude != 1.0:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
-        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """Rotation at ``positions [T]``, for ``rope_store``."""
+        return Rotation(positions, self.inv_freq, self.magnitude)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
@@ -167,7 +163,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
 
     def qkv(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], slots: KVSlots | None = None
+        self, x: torch.Tensor, rotation: Rotation, slots: KVSlots | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated; with ``slots``, k
         and v are written there and returned empty."""
@@ -180,13 +176,11 @@ class Attention(nn.Module):
             )
             norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
         stores = {} if slots is None else {**slots._asdict(), "returns_kv": False}
-        return rope_store(heads, table, num_heads=self.num_heads, **norms, **stores)
+        return rope_store(heads, rotation, num_heads=self.num_heads, **norms, **stores)
 
-    def attended(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
-    ) -> torch.Tensor:
+    def attended(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
         """Attention output before ``o_proj``: ``[T, input]`` -> ``[T, Hq, D]``."""
-        return self.gated(attend(layer, *self.qkv(x, table, kv_slots_of(attend, layer))), x)
+        return self.gated(attend(layer, *self.qkv(x, rotation, kv_slots_of(attend, layer))), x)
 
     def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``attended [T, Hq, D]`` times the sigmoid of a projection of ``x [T, input]``, where there is
@@ -195,11 +189,9 @@ class Attention(nn.Module):
             return attended
         return attended * sigmoid(self.gate_proj(x)).view_as(attended)
 
-    def forward(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
         """``[T, input]`` -> ``[T, output]``."""
-        return self.o_proj(self.attended(x, table, layer, attend).flatten(1))
+        return self.o_proj(self.attended(x, rotation, layer, attend).flatten(1))
 
 
 class MLP(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
-from eagle_kit.kernels.rope import rope_store
+from eagle_kit.kernels.rope import Rotation, rope_store
 from eagle_kit.kernels.summation import LEAST_ROWS
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig
@@ -92,9 +92,7 @@ class LatentAttention(nn.Module):
         first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
         self._packed = pack_merged(first, self.kv_a_proj_with_mqa)
 
-    def queries_and_rows(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[Queries, torch.Tensor]:
+    def queries_and_rows(self, x: torch.Tensor, rotation: Rotation) -> tuple[Queries, torch.Tensor]:
         """``x [T, H_in]`` -> queries and rows ``[T, L + Dr]``, both rotated."""
         mla = self.config
         has_bottleneck = mla.q_lora_rank is not None
@@ -110,22 +108,18 @@ class LatentAttention(nn.Module):
         latent, k_rope = row.split_with_sizes((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
         shared = k_rope[:, None]
         heads = torch.cat((q_rope, shared, shared), 1)  # the last argument, the values, is unused
-        q_rope, k, _ = rope_store(heads, table, num_heads=self.num_heads, interleaved=mla.interleaved)
+        q_rope, k, _ = rope_store(heads, rotation, num_heads=self.num_heads, interleaved=mla.interleaved)
         rows = torch.cat((self.kv_a_layernorm(latent), k[:, 0]), -1)
         return Queries(q_nope, q_rope), rows
 
-    def qkv(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``x [T, H_in]`` -> q and k ``[T, H, Dn + Dr]``, v ``[T, H, Dv]``: the expanded form."""
-        q, rows = self.queries_and_rows(x, table)
+        q, rows = self.queries_and_rows(x, rotation)
         return q.whole, *self.expand(rows)
 
-    def attended(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
-    ) -> torch.Tensor:
+    def attended(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
         """Attention output before ``o_proj``: ``[T, H_in]`` -> ``[T, H, Dv]``."""
-        q, rows = self.queries_and_rows(x, table)
+        q, rows = self.queries_and_rows(x, rotation)
         over_latents = getattr(attend, "latents", None)
         if over_latents is None:
             return attend(layer, q.whole, *self.expand(rows))
@@ -135,11 +129,9 @@ class LatentAttention(nn.Module):
         """``attended``: there is no gate, see :meth:`Attention.gated`."""
         return attended
 
-    def forward(
-        self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], layer: int, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
         """``[T, H_in]`` -> ``[T, H_out]``."""
-        return self.o_proj(self.attended(x, table, layer, attend).flatten(1))
+        return self.o_proj(self.attended(x, rotation, layer, attend).flatten(1))
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`LatentHeads`."""

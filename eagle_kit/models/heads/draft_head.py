@@ -135,7 +135,7 @@ class DraftHead(nn.Module, ABC):
         """
         layer = self.blocks[block]
         x, residual = layer.inputs(hidden, embeds)
-        attended = layer.self_attn.attended(x, self.rope.table(positions), 0, attend)
+        attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
         return self.feed_back(layer.finish(residual, attended))
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:

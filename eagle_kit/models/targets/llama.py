@@ -13,6 +13,7 @@ from torch import nn
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.rope import Rotation
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.delta import GatedDeltaNet
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
@@ -52,7 +53,7 @@ class DecoderLayer(nn.Module):
         self,
         normed: torch.Tensor,
         h: torch.Tensor,
-        table: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on ``h [T, H]`` and its norm -> ``h`` after attention, and the MLP's output, which
@@ -60,7 +61,7 @@ class DecoderLayer(nn.Module):
         if self.is_recurrent:
             added = self.linear_attn(normed, self.number, attend)
         else:
-            added = self.self_attn(normed, table, self.number, attend)
+            added = self.self_attn(normed, rotation, self.number, attend)
         if self.mamba is not None:
             added = added + self.mamba(normed, self.number, attend)
         normed, h = self.post_attention_layernorm.add(added, h)
@@ -106,7 +107,7 @@ class LlamaModel(Target):
     ) -> TargetOutput:
         """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
-        table = self.rope.table(positions)
+        rotation = self.rope.at(positions)
         h = self.embed(ids)
         if self.config.embedding_scale != 1.0:
             h = h * self.config.embedding_scale
@@ -117,9 +118,9 @@ class LlamaModel(Target):
             if i in capture:
                 states[i] = h
             if self._devices is not None:
-                normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, table, attend)
+                normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, rotation, attend)
                 continue
-            h, added = layer(normed, h, table, attend)
+            h, added = layer(normed, h, rotation, attend)
             normed, h = norms[i + 1].add(added, h)
         states[len(self.layers)] = h
         aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
@@ -131,13 +132,13 @@ class LlamaModel(Target):
         next_norm: RMSNorm,
         normed: torch.Tensor,
         h: torch.Tensor,
-        table: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run layer i on its device, then the next norm on the device of the layer it belongs to."""
         assert self._devices is not None
         here, there = self._devices[i], self._devices[i + 1]
         with current_device(here):
-            h, added = self.layers[i](normed, h, (table[0].to(here), table[1].to(here)), attend)
+            h, added = self.layers[i](normed, h, rotation.to(here), attend)
         with current_device(there):
             return next_norm.add(added.to(there), h.to(there))

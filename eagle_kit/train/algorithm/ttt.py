@@ -76,7 +76,7 @@ def _run_one_layer(
     def first(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         embeds = embedding(ids[token_of(everything, 0)], batch.embed_weight)
         x, residual = layer.inputs(hidden, embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[:length]))
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[:length]))
         rows = plan.computed[0]
         attended = _attention(q[rows], k, v, None, None, plan.attention[0].within(window, 0), scale)
         attended = layer.self_attn.gated(attended, x[rows])
@@ -88,7 +88,7 @@ def _run_one_layer(
         rows, kept = plan.computed[step], plan.kept[step]
         embeds = embedding(ids[token_of(rows, step)], batch.embed_weight)
         x, residual = layer.inputs(before[kept], embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions[rows] + step))
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[rows] + step))
         own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
         attended = _attention(q, k0, v0, own_k, own_v, plan.attention[step].within(window, step), scale)
         attended = layer.self_attn.gated(attended, x)
@@ -133,7 +133,7 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
         layer = head.blocks[step]
         tokens = ids[token_of(everything, step).clamp(max=len(ids) - 1)]
         x, residual = layer.inputs(hidden, embedding(tokens, batch.embed_weight))
-        q, k, v = layer.self_attn.qkv(x, head.rope.table(positions + step))
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions + step))
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
 

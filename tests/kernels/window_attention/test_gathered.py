@@ -78,7 +78,8 @@ class Life:
         tables = torch.stack([self.table(pages) for pages, _ in self.running])
         lengths = torch.tensor([length for _, length in self.running])
         bits = chain_bits(n, lengths.device).expand(batch, n)
-        plan, rows = self.kv._window(tables, lengths, bits, n, 256)
+        plan, placed = self.kv._window(tables, lengths, bits, n, 256)
+        rows = placed.tensor
         update, found = self.kv.gathered.update(plan), []
         for layer in range(LAYERS):
             k_rows, v_rows = self.kv.k[layer], self.kv.v[layer]

@@ -63,7 +63,7 @@ def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, lo
         x = torch.cat((layer.input_layernorm(target.embed(token)), normed), -1)
         qkv = (x @ sa.qkv_proj.weight.t()).view(length, -1, sa.head_dim)
         q, key, value = qkv.split((sa.num_heads, sa.num_kv_heads, sa.num_kv_heads), 1)
-        table = head.rope.table(position + k)
+        table = head.rope.at(position + k).table
         keys.append(rotate(key, table).repeat_interleave(group, 1))
         values.append(value.repeat_interleave(group, 1))
         q = rotate(q, table)
