@@ -19,13 +19,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from statistics import NormalDist
 
 import numpy as np
 
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
+from eagle_kit.tuning.clock import Clock
 from eagle_kit.tuning.shapes import Seconds
 
 EASES = np.linspace(-6.0, 6.0, 49)
@@ -57,24 +58,6 @@ PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
-TABLE_ERROR, WANDER, TILT = 0.15, 0.003, 0.3
-"""Relative error that a shape's cost beside plain decoding may have in the table, that it takes on with every
-cycle in which the two are not compared, and, as a part of this, when the machine as a whole becomes slower or
-faster: more rows of a forward take less time beside its weights when others use the memory (measured: from
-a ratio of 1.65 to 1.38 when plain decoding becomes 1.55 times slower)."""
-LEVEL_RATE, NOISE_RATE, FIRST_NOISE, MOST_NOISE = 0.3, 0.05, 0.08, 0.25
-"""Rates at which the speed of the machine and the variance of single cycles follow what is measured; the
-relative error that these have at first, and at most."""
-COMPARED = 6
-"""Cycles on either side of a change between plain decoding and drafting whose medians are compared."""
-LEAST_DOUBT = 0.02
-"""Relative error to which a shape is known at best from cycles of other shapes, whose errors it shares."""
-MEDIAN = math.pi / 2
-"""Variance of a median over that of a mean."""
-NEXT = 4
-"""Cycles after which a time still says something of the machine: between two shapes those that make a graph,
-or in which the draft catches up, are not taken."""
-
 
 Reading = Callable[[int, int, int], float]
 
@@ -92,82 +75,6 @@ class Ease:
     variance: float = VARIANCE
     num_missed: int = 0
     information: float = 0.0
-
-
-class _Clock:
-    """Measured times of a batch size beside the table's, as logarithms.
-
-    Attributes:
-        drift: ``[M]`` of each shape beside plain decoding.
-        noise: variance of single cycles.
-    """
-
-    def __init__(self, num_shapes: int) -> None:
-        self.drift, self.noise = np.zeros(num_shapes), FIRST_NOISE**2
-        self._doubt = np.full(num_shapes, TABLE_ERROR**2)  # variance of the drift when it was last compared
-        self._level = 0.0  # of the machine
-        self._level_then, self._compared = np.zeros(num_shapes), np.zeros(num_shapes)
-        self._here: list[tuple[int, float]] = []  # cycles since plain decoding was entered or left
-        self._there: list[tuple[int, float]] = []  # those before that
-        self._surprise = np.zeros(num_shapes)  # of the last comparison
-        self._before = self.drift, self._doubt, self._surprise  # when plain decoding was entered or left
-        self._last_cycle = -NEXT - 1
-
-    def doubt(self, number: int, cycle: int) -> float:
-        """Variance of a shape's drift. A change within half of a cycle's noise says nothing."""
-        change = abs(self._level - float(self._level_then[number])) - math.sqrt(self.noise) / 2
-        waited = WANDER**2 * (cycle - float(self._compared[number]))
-        doubt = float(self._doubt[number]) + waited + (TILT * max(change, 0.0)) ** 2
-        return min(doubt, TABLE_ERROR**2)
-
-    def observe(self, number: int, cycle: int, error: float) -> None:
-        """Take in a cycle whose time has the logarithm ``error`` beside the table's."""
-        if cycle - self._last_cycle > NEXT:
-            self._here, self._there = [], []
-            self._level = error - self.drift[number]
-        if self._here and bool(number) != bool(self._here[-1][0]):
-            self._here, self._there = [], self._here[-COMPARED:]
-            doubt = np.array([self.doubt(i, cycle) for i in range(len(self.drift))])
-            self._before = self.drift.copy(), doubt, self._surprise.copy()
-        if self._here and self._here[-1][0] == number:
-            change = min((error - self._here[-1][1]) ** 2 / 2, MOST_NOISE**2)
-            self.noise += NOISE_RATE * (change - self.noise)
-        elif self._here:
-            self._compare_shapes(*self._here[-1], number, error)
-        self._here.append((number, error))
-        self._last_cycle = cycle
-        if self._there and len(self._here) <= COMPARED:
-            self._compare(cycle)
-        self._level += LEVEL_RATE * (error - self.drift[number] - self._level)
-
-    def _compare_shapes(self, last: int, last_error: float, number: int, error: float) -> None:
-        """Learn from two cycles of different shapes how these compare (a Kalman filter of two numbers): each
-        is corrected by as much as it is doubted."""
-        doubts = float(self._doubt[last]), float(self._doubt[number])
-        surprise = (error - last_error) - float(self.drift[number] - self.drift[last])
-        spread = sum(doubts) + 2.0 * self.noise
-        surprise = min(max(surprise, -2.0 * math.sqrt(spread)), 2.0 * math.sqrt(spread))
-        for each, doubt, sign in ((last, doubts[0], -1.0), (number, doubts[1], 1.0)):
-            self.drift[each] += sign * doubt / spread * surprise
-            self._doubt[each] = max(doubt - doubt**2 / spread, LEAST_DOUBT**2)
-
-    def _compare(self, cycle: int) -> None:
-        """Learn how the shapes on one side of a change compare with plain decoding on the other (a Kalman
-        filter of one number each, from what was known before the change)."""
-        drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
-        base = median([error for _, error in plain])
-        for number in {number for number, _ in drafted}:
-            mine = [error for each, error in drafted if each == number]
-            drift, doubt, last = (float(each[number]) for each in self._before)
-            surprise = median(mine) - base - drift
-            self._surprise[number] = surprise
-            if min(abs(surprise), abs(last)) > TABLE_ERROR and surprise * last > 0.0:
-                doubt = TABLE_ERROR**2  # twice is no chance: its cost is not what it was
-            gain = doubt / (doubt + MEDIAN * self.noise * (1 / len(mine) + 1 / len(plain)))
-            self.drift[number] = drift + gain * surprise
-            is_odd = abs(surprise) > TABLE_ERROR > abs(last)
-            self._doubt[number] = TABLE_ERROR**2 if is_odd else (1.0 - gain) * doubt
-            self._level_then[number], self._compared[number] = self._level, cycle
 
 
 @dataclass(frozen=True)
@@ -244,7 +151,7 @@ class ShapePolicy:
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
         self._costs: dict[tuple[int, int], np.ndarray] = {}
-        self._clocks: dict[int, _Clock] = {}
+        self._clocks: dict[int, Clock] = {}
 
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
@@ -428,7 +335,7 @@ class ShapePolicy:
         become slower, changes no choice; shapes are compared where one follows the other."""
         clock = self._clocks.get(batch_size)
         if clock is None:
-            clock = self._clocks[batch_size] = _Clock(len(self.shapes))
+            clock = self._clocks[batch_size] = Clock(len(self.shapes))
         number = self._number[shape]
         error = math.log(seconds / float(self._table(batch_size, context)[number]))
         clock.observe(number, self._num_cycles, error)
