@@ -171,6 +171,8 @@ class Runner:
             sizes = self.config.max_batch_size, self.config.max_pages, self.kv.dummy_page
             self._slots[kind] = Slots(*sizes, drafter, self.topk, self.device)
         self.slots = self._slots[kind]
+        if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
+            self.slots.make_missed(drafter.model)
         self._sampling.forget()
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
@@ -298,12 +300,21 @@ class Runner:
         return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
 
     def _catch_up(self, requests: list[Request], longest: int) -> None:
-        """Let the draft read what it has missed, in one forward."""
-        drafter, kept = self.models.drafter, self.slots.missed
-        assert drafter is not None and kept is not None
+        """Let the draft read what it has missed, in forwards of at most ``prefill_tokens`` rows (or of one
+        request), as memory is planned for."""
         behind = [request for request in requests if request.num_missed]
         length = max(request.num_missed for request in behind)
-        rows = self._tensor([request.slot for request in behind])
+        most = max(1, self.config.prefill_tokens // length)
+        for start in range(0, len(behind), most):
+            self._read_missed([request.slot for request in behind[start : start + most]], length, longest)
+        for request in behind:
+            request.num_missed = 0
+
+    def _read_missed(self, slots: list[int], length: int, longest: int) -> None:
+        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``."""
+        drafter, kept = self.models.drafter, self.slots.missed
+        assert drafter is not None and kept is not None
+        rows = self._tensor(slots)
         missed = Missed(kept.features[rows, :length], kept.tokens[rows, :length], kept.counts[rows])
         state = self.slots.gather(rows)
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
@@ -312,8 +323,6 @@ class Runner:
             draft = drafter.extend(before, missed, missed.counts - 1, self.topk, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts[rows] = 0
-        for request in behind:
-            request.num_missed = 0
 
     @torch.inference_mode()
     def warm_up(self, shapes_at: Callable[[int], Sequence[SpecShape]]) -> int:

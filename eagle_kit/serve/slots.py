@@ -12,6 +12,7 @@ from eagle_kit.kernels.sampling import LARGEST
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import adjusts_logits
+from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.tuning.policy import MOST_MISSED
@@ -55,13 +56,6 @@ class Slots:
         self.tables: Tables | None = None
         self._adjusted: set[int] = set()
         self.missed: Missed | None = None
-        if drafter is not None and drafter.can_wait:
-            model = drafter.model
-            features = torch.zeros(
-                count + 1, MOST_MISSED, model.feature_size, dtype=model.dtype, device=device
-            )
-            tokens = torch.zeros(count + 1, MOST_MISSED, dtype=torch.int64, device=device)
-            self.missed = Missed(features, tokens, torch.zeros(count + 1, dtype=torch.int64, device=device))
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a request's page numbers."""
@@ -108,6 +102,15 @@ class Slots:
         self.missed.features[rows, at] = new.features[:, 0]
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts
+
+    def make_missed(self, model: DraftModel) -> None:
+        """Make room for what a draft misses in plain cycles, unless there is some."""
+        if self.missed is not None:
+            return
+        count, device = self.dummy + 1, self.roots.device
+        features = torch.zeros(count, MOST_MISSED, model.feature_size, dtype=model.dtype, device=device)
+        tokens = torch.zeros(count, MOST_MISSED, dtype=torch.int64, device=device)
+        self.missed = Missed(features, tokens, torch.zeros(count, dtype=torch.int64, device=device))
 
     def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
         """Write a request's rows of the tables that penalties and biases need, or those that change nothing

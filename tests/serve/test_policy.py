@@ -7,6 +7,7 @@ from tiny_engine import PROMPTS, decode, make_engine, serve
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.request import Request
+from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.policy import ShapePolicy
 
@@ -73,6 +74,37 @@ def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, b
     ]
     assert accepted[0] == pytest.approx(accepted[1], abs=0.05)
     assert num_plain > 65 or accepted[1] > 0.05, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("most", [16, 40, 100, 512])
+def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_for(models, most, monkeypatch):
+    engines = [make_engine(models, 4, max_context=512, prefill_tokens=tokens) for tokens in (512, most)]
+    params, replies, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []
+    extend = Drafter.extend
+
+    def watched(self, state, missed, *args):
+        rows.append(missed.tokens.numel())
+        return extend(self, state, missed, *args)
+
+    monkeypatch.setattr(Drafter, "extend", watched)
+    for engine in engines:
+        rows.clear()
+        engine.use_shape(Late(36))
+        requests = [Request(i, [*PROMPTS[i]][:9], params) for i in range(4)]
+        serve(engine, requests)
+        replies.append([(request.token_ids, request.stats) for request in requests])
+    assert replies[0][0] == replies[1][0]
+    assert 32 <= max(rows) <= max(most, 36), "at most one request's where it alone is more"
+
+
+def test_only_shapes_that_wait_keep_what_the_draft_misses(models):
+    engine = make_engine(models, 2)
+    engine.use_shape(SHAPES[1])
+    assert engine.runner.slots.missed is None
+    engine.use_shape(Restless(0, SHAPES[1:2]))
+    assert engine.runner.slots.missed is not None
+    without = make_engine((models[0], None), 2)
+    assert without.runner.slots.missed is None
 
 
 @pytest.mark.parametrize("drafts", [{}, {"sampled_drafts": True}], ids=["deterministic", "sampled"])
