@@ -140,7 +140,7 @@ def finish_cycle(
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
     drafter, missed = models.drafter, None
     if drafter is not None and drafter.can_wait and not settings.shape.steps:
-        features = drafter.model.features(verified.out.hidden, verified.out.aux)
+        features = drafter.model.features(verified.out)
         missed = Missed(features[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
     next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted

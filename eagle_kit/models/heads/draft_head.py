@@ -8,7 +8,7 @@ embedding of the token *after* it, and predicts the token after that one. Its de
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,6 +18,14 @@ from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.config_parts import CacheSpec
+
+
+class StepOutput(NamedTuple):
+    """Result of a step: ``fed_back [T, H]``, the features of the next one, and ``read [T, H]``, what the
+    output layer multiplies."""
+
+    fed_back: torch.Tensor
+    read: torch.Tensor
 
 
 class Block(nn.Module, ABC):
@@ -133,10 +141,31 @@ class DraftHead(nn.Module, ABC):
         Returns:
             ``[T, H]``, the input of :meth:`logits` and of the next step.
         """
-        layer = self.blocks[block]
-        x, residual = layer.inputs(hidden, embeds)
+        return self.step(self.blocks[block].inputs(hidden, embeds), positions, attend, block).fed_back
+
+    def step(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        attend: Attend,
+        block: int = 0,
+        wanted: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """Run one step from a block's ``inputs``; other arguments as of :meth:`forward`.
+
+        Args:
+            wanted: int64 ``[n]``, rows to return; of the others only keys and values are computed.
+        """
+        layer, (x, residual) = self.blocks[block], inputs
         attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
-        return self.feed_back(layer.finish(residual, attended))
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
+        return self.finish_step(layer, residual, attended)
+
+    def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
+        """Rest of a step after attention; arguments as of :meth:`Block.finish`."""
+        fed_back = self.feed_back(layer.finish(residual, attended))
+        return StepOutput(fed_back, self.norm_for_head(fed_back))
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
         """State for the next step from a block's output, both ``[T, H]``."""

@@ -76,8 +76,8 @@ class Eagle1Head(TiedHead, Block):
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
-        h = residual + self.self_attn.o_proj(attended.flatten(1))
-        return h + self.mlp(self.post_attention_layernorm(h))
+        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
+        return h + self.mlp(normed)
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`; the output layer is the target's, whose

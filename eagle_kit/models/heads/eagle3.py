@@ -18,7 +18,7 @@ from eagle_kit.models.blocks.layers import MLP, RMSNorm
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.config_parts import MLAConfig
-from eagle_kit.models.heads.draft_head import Block, DraftHead
+from eagle_kit.models.heads.draft_head import Block, DraftHead, StepOutput
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,14 @@ class Eagle3Layer(Block):
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
-        h = residual + self.self_attn.o_proj(attended.flatten(1))
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h, added = self.parts(residual, attended)
+        return h + added
+
+    def parts(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`finish` as two summands, for a norm that adds them: the states after attention, and the
+        MLP's output."""
+        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
+        return h, self.mlp(normed)
 
 
 class Eagle3Head(DraftHead):
@@ -195,6 +201,13 @@ class Eagle3Head(DraftHead):
         """State for the next step from the layer's output, both ``[T, H]``: normed for EAGLE-3.1, else
         unchanged."""
         return self.norm(out) if self.config.norm_output else out
+
+    def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
+        """See :class:`DraftHead`; the last addition is the norm's."""
+        assert isinstance(layer, Eagle3Layer)
+        h, added = layer.parts(residual, attended)
+        normed, out = self.norm.add(added, h)
+        return StepOutput(normed if self.config.norm_output else out, normed)
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of ``lm_head`` from :meth:`forward`'s output, both ``[T, H]``."""

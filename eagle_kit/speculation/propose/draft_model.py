@@ -14,8 +14,8 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.config_parts import CacheSpec
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.targets.target import Target
+from eagle_kit.models.heads.draft_head import DraftHead, StepOutput
+from eagle_kit.models.targets.target import Target, TargetOutput
 
 
 class Readout(NamedTuple):
@@ -25,6 +25,16 @@ class Readout(NamedTuple):
     states: torch.Tensor
     weight: torch.Tensor
     token_map: torch.Tensor | None
+
+
+class StepRows(NamedTuple):
+    """Rows of a draft's forward: ``tokens`` int64 ``[T]`` at ``positions`` int64 ``[T]``, each behind a row
+    of ``features [R, F]``: row ``feature_rows[i]`` (int64 ``[T]``), or row i where that is None."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    feature_rows: torch.Tensor | None = None
 
 
 class DraftModel(ABC):
@@ -67,28 +77,27 @@ class DraftModel(ABC):
         self.draft_vocab_size, self.dtype, self.device = weight.shape[0], weight.dtype, weight.device
 
     @abstractmethod
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """The target's output at rows, ``[T, H]`` and ``[T, 3 H]`` -> ``[T, F]``."""
+    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Features ``[T, F]`` of the target's output, of all of it or of ``rows`` int64 ``[T]``."""
 
     @abstractmethod
     def step(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        attend: Attend,
-        module: int = 0,
-    ) -> torch.Tensor:
-        """Features ``[T, F]`` with the tokens after them, which own ``slots`` int64 ``[T]`` -> ``[T, H]``, by
-        one of the modules."""
+        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+    ) -> StepOutput:
+        """Run rows of features and the tokens after them through one of the modules. A token's position is
+        its slot less :attr:`first_slot`.
 
-    def readout(self, states: torch.Tensor) -> Readout:
+        Args:
+            wanted: int64 ``[n]``, the rows to return; default all.
+        """
+
+    def readout(self, read: torch.Tensor) -> Readout:
         """:meth:`logits` before its matmul, for kernels that need no logits."""
-        return Readout(states, self.output.weight, self.token_map)
+        return Readout(read, self.output.weight, self.token_map)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """:meth:`step`'s output -> ``[T, Vd]``."""
-        return self.output(self.readout(states).states)
+    def logits(self, read: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads of a step ``[T, H]`` -> ``[T, Vd]``."""
+        return self.output(self.readout(read).states)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids of any shape -> target ids."""
@@ -120,24 +129,20 @@ class HeadDraftModel(DraftModel):
         if token_map is None:
             self.token_map = head.token_map
 
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """See :class:`DraftModel`."""
+    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`DraftModel`. A head reads captured states, or else the final ones."""
+        hidden, aux = out
+        if rows is not None:
+            hidden, aux = (hidden, aux[rows]) if self.capture else (hidden[rows], aux)
         return self.head.features(hidden, aux)
 
     def step(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        attend: Attend,
-        module: int = 0,
-    ) -> torch.Tensor:
+        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+    ) -> StepOutput:
         """See :class:`DraftModel`."""
-        return self.head(features, self.target.embed(tokens), slots - self.first_slot, attend, module)
-
-    def readout(self, states: torch.Tensor) -> Readout:
-        """See :class:`DraftModel`."""
-        return super().readout(self.head.norm_for_head(states))
+        features = rows.features if rows.feature_rows is None else rows.features[rows.feature_rows]
+        inputs = self.head.blocks[module].inputs(features, self.target.embed(rows.tokens))
+        return self.head.step(inputs, rows.positions, attend, module, wanted)
 
 
 class StandaloneDraftModel(DraftModel):
@@ -154,27 +159,25 @@ class StandaloneDraftModel(DraftModel):
         super().__init__(model.lm_head, token_map)
         self.model, self.cache, self.variants = model, model.config.cache, model.variants
 
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`."""
-        return hidden[:, :0].to(self.dtype)
+        count = len(out.hidden) if rows is None else len(rows)
+        return out.hidden.new_empty(count, 0, dtype=self.dtype)
 
     def step(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        attend: Attend,
-        module: int = 0,
-    ) -> torch.Tensor:
+        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+    ) -> StepOutput:
         """See :class:`DraftModel`."""
-        return self.model(tokens, slots, attend).hidden
+        hidden = self.model(rows.tokens, rows.positions, attend).hidden
+        hidden = hidden if wanted is None else hidden[wanted]
+        return StepOutput(hidden, hidden)
 
-    def readout(self, states: torch.Tensor) -> Readout:
+    def readout(self, read: torch.Tensor) -> Readout:
         """See :class:`DraftModel`; a soft cap of its logits, which changes no order, is left out."""
         scale = self.model.logit_form.scale
-        return super().readout(states if scale == 1.0 else states * scale)
+        return super().readout(read if scale == 1.0 else read * scale)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, read: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
-        logits: torch.Tensor = self.model.logit_form(self.output(states))
+        logits: torch.Tensor = self.model.logit_form(self.output(read))
         return logits

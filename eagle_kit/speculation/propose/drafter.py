@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
@@ -25,9 +25,10 @@ from eagle_kit.kernels.tree_build import Candidates, Tree, chain_build, grow_bea
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.models.heads.draft_head import StepOutput
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel, StepRows
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly
 
@@ -75,6 +76,13 @@ class Drafter:
             dtype=model.dtype,
             device=model.device,
         )
+        self._make_constants(layout)
+
+    def _make_constants(self, layout: PoolLayout) -> None:
+        """Make what every cycle needs: numbers from 0 on, and the ancestor bits of a chain."""
+        device = self.model.device
+        self.numbers = torch.arange(max(layout.window + 1, layout.max_batch_size), device=device)
+        self.chain_bits = chain_bits(MAX_WINDOW, device)
 
     @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
@@ -131,14 +139,17 @@ class Drafter:
         assert isinstance(draft, DraftState)
         b, topk = len(seq_lens), shape.topk
         beam, candidates = start_beam(draft.tokens[:, :topk], draft.scores[:, :topk], shape)
-        features = draft.features
+        features, prefix_lens, first = draft.features, seq_lens + 1, self.model.first_slot
+        positions = seq_lens[:, None] + self.numbers[1 - first : shape.steps - first, None, None].expand(
+            -1, b, topk
+        )
         for step in range(1, shape.steps):
             attend = self.kv.window_attend(
-                state.page_table, seq_lens + 1, beam.ancestors, step * topk, num_columns
+                state.page_table, prefix_lens, beam.ancestors, step * topk, num_columns
             )
-            slots = (seq_lens + step)[:, None].expand(b, topk).reshape(-1)
-            out = self.model.step(features[beam.rows], beam.tokens.reshape(-1), slots, attend)
-            beam = grow_beam(beam, candidates, *self._candidates(out, topk), step)
+            rows = StepRows(features, beam.tokens.reshape(-1), positions[step - 1].view(-1), beam.rows)
+            out = self.model.step(rows, attend)
+            beam = grow_beam(beam, candidates, *self._candidates(out.read, topk), step)
             features = self._fed_back(out)
         return candidates
 
@@ -148,14 +159,23 @@ class Drafter:
         assert isinstance(draft, DraftState)
         tokens, features = draft.tokens[:, :1], draft.features
         drafted = [tokens]
+        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
         for step in range(1, shape.steps):
-            bits = chain_bits(step, tokens.device)[step - 1 :].expand(tokens.shape[0], 1)
-            attend = self.kv.window_attend(state.page_table, seq_lens + 1, bits, step, num_columns)
-            out = self.model.step(features, tokens[:, 0], seq_lens + step, attend)
+            bits = self.chain_bits[step - 1 : step].expand(tokens.shape[0], 1)
+            attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
+            out = self.model.step(StepRows(features, tokens[:, 0], positions[step]), attend)
             features = self._fed_back(out)
-            tokens, _ = self._candidates(out, 1)
+            tokens, _ = self._candidates(out.read, 1)
             drafted.append(tokens)
         return chain_build(state.roots, torch.cat(drafted, 1))
+
+    def _positions(self, seq_lens: torch.Tensor, steps: int) -> dict[int, torch.Tensor]:
+        """Positions int64 ``[B]`` of the token of each step of a chain from 1 on, made at once."""
+        if steps == 1:
+            return {}
+        first = self.model.first_slot
+        positions = seq_lens + self.numbers[1 - first : steps - first, None]
+        return dict(enumerate(positions.unbind(), start=1))
 
     def draft_extend(
         self,
@@ -179,12 +199,15 @@ class Drafter:
         Returns:
             The draft state of the next cycle.
         """
-        b = len(accepted.tokens)
-        first = torch.arange(b, device=out.hidden.device)[:, None] * (out.hidden.shape[0] // b)
-        rows = (first + accepted.path).view(-1)
-        features = self.model.features(out.hidden[rows], out.aux[rows])
+        features = self.model.features(out, self._path_rows(out, accepted))
         missed = Missed(features.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
         return self.extend(state, missed, accepted.num_accepted, topk, num_columns)
+
+    def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:
+        """Rows int64 ``[B * (S + 1)]`` of ``out`` that hold the accepted path."""
+        b = len(accepted.path)
+        first = self.numbers[:b, None]
+        return torch.add(accepted.path, first, alpha=out.hidden.shape[0] // b).view(-1)
 
     def extend(
         self, state: CycleState, missed: "Missed", last: torch.Tensor, topk: int, num_columns: int
@@ -197,14 +220,15 @@ class Drafter:
         page_table, seq_lens = state.page_table, state.seq_lens
         features, tokens, num_committed = missed
         b, length = tokens.shape
-        bits = chain_bits(length, seq_lens.device).expand(b, length)
-        attend = self.kv.window_attend(page_table, seq_lens + 1, bits, length, num_columns)
-        offset = torch.arange(length, device=seq_lens.device)
-        slots = (seq_lens[:, None] + 1 + offset).view(-1)
-        states = self.model.step(features.flatten(0, 1), tokens.reshape(-1), slots, attend)
-        self.kv.commit_window(page_table, offset.expand(b, length), seq_lens + 1, num_committed)
-        rows = torch.arange(b, device=seq_lens.device) * length + last
-        return self._state(states[rows], topk)
+        prefix_lens, skipped = seq_lens + 1, 1 - self.model.first_slot
+        bits = self.chain_bits[:length].expand(b, length)
+        attend = self.kv.window_attend(page_table, prefix_lens, bits, length, num_columns)
+        positions = (seq_lens[:, None] + self.numbers[skipped : skipped + length]).view(-1)
+        rows = StepRows(features.flatten(0, 1), tokens.reshape(-1), positions)
+        wanted = torch.add(last, self.numbers[:b], alpha=length)
+        out = self.model.step(rows, attend, wanted=wanted)
+        self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
+        return self._state(out, topk)
 
     def prefill(
         self,
@@ -222,43 +246,45 @@ class Drafter:
             ids: int64 ``[T]``, their tokens.
             next_ids: int64 ``[T]``, the token after each.
             segments: requests of the rows, as the target computed them.
-            last: int64 ``[n]``, rows to return the draft state of.
+            last: int64 ``[n]``, rows to return the draft state of; for none the result means nothing.
         """
-        features = self.model.features(out.hidden, out.aux)
-        rows, tokens, slots, mine = [], [], [], []
+        features = self.model.features(out)
+        rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
-        at = 0
+        at, first_slot = 0, self.model.first_slot
         for table, start, stop, _ in segments:
             count = stop - start
             # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
-            head = 1 if start == 0 and self.model.first_slot == 0 else 0
+            head = 1 if start == first_slot == 0 else 0
             first = start + 1 - head
             rows += [arange(at, at + head), arange(at, at + count)]
             tokens += [ids[at : at + head], next_ids[at : at + count]]
-            slots.append(arange(first, stop + 1))
+            positions.append(arange(first - first_slot, stop + 1 - first_slot))
             mine.append(Segment(table, first, stop + 1, first))
             at += count
         attend = self.kv.prefill_attend(mine)
-        states = self.model.step(features[torch.cat(rows)], torch.cat(tokens), torch.cat(slots), attend)
-        return self._state(states[_row_of(mine, segments, last)], topk)
+        given = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
+        # Where no prompt ends, a row that nobody reads: not every layer takes none.
+        wanted = _row_of(mine, segments, last) if len(last) else self.numbers[:1]
+        return self._state(self.model.step(given, attend, wanted=wanted), topk)
 
-    def _state(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, ...]:
-        tokens, scores = self._candidates(out, topk)
+    def _state(self, out: StepOutput, topk: int) -> tuple[torch.Tensor, ...]:
+        tokens, scores = self._candidates(out.read, topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
-    def _fed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """Features of the next step, from the states of this one; a whole model has none."""
-        return out[:, : self.model.feature_size]
+    def _fed_back(self, out: StepOutput) -> torch.Tensor:
+        """Features of the next step; a whole model has none."""
+        return out.fed_back[:, : self.model.feature_size]
 
-    def _candidates(self, out: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best tokens of states ``[T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
+    def _candidates(self, read: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Best tokens of ``read [T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
 
         A chain ranks nothing, so with K = 1 the log-probabilities are left at 0.
         """
-        if uses_triton(out) and topk <= MAX_TOPK:
-            states, weight, token_map = self.model.readout(out)
+        if uses_triton(read) and topk <= MAX_TOPK:
+            states, weight, token_map = self.model.readout(read)
             return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
-        logits = self.model.logits(out)
+        logits = self.model.logits(read)
         if topk == 1:
             ids = logits.argmax(-1, keepdim=True)
             return self.model.to_target(ids), torch.zeros_like(ids, dtype=torch.float32)

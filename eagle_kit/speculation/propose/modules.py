@@ -22,12 +22,11 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.tree_build import chain_build
-from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StepRows
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
 
@@ -61,6 +60,7 @@ class ModulesDrafter(Drafter):
             for module in range(model.num_modules)
         ]
         self.kv = self.stores[0]
+        self._make_constants(layout)
 
     @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
@@ -106,16 +106,14 @@ class ModulesDrafter(Drafter):
         assert isinstance(state.draft, ModulesState)
         page_table, seq_lens = state.page_table, state.seq_lens
         b, length = accepted.tokens.shape
-        first = torch.arange(b, device=seq_lens.device)[:, None] * (out.hidden.shape[0] // b)
-        rows = (first + accepted.path).view(-1)
-        features = self.model.features(out.hidden[rows], out.aux[rows]).view(b, length, -1)
+        features = self.model.features(out, self._path_rows(out, accepted)).view(b, length, -1)
         emitted = accepted.num_accepted + 1
         made = self._draft(
             features, accepted.tokens, emitted, state.draft.carries, seq_lens, page_table, num_columns
         )
-        nodes = torch.arange(length, device=seq_lens.device).expand(b, length)
+        nodes, prefix_lens = self.numbers[:length].expand(b, length), seq_lens + 1
         for store in self.stores:
-            store.commit_window(page_table, nodes, seq_lens + 1, num_committed)
+            store.commit_window(page_table, nodes, prefix_lens, num_committed)
         return made
 
     def _draft(
@@ -135,7 +133,7 @@ class ModulesDrafter(Drafter):
             emitted: int64 ``[B, M]``, of which the first ``counts [B]`` are valid.
         """
         b, length = emitted.shape
-        modules, request = self.model.num_modules, torch.arange(b, device=emitted.device)
+        modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
         hidden, drafted, kept = features.to(carries.dtype), [], []
         for module in range(modules):
@@ -144,7 +142,8 @@ class ModulesDrafter(Drafter):
             if size:
                 made = self._window(module, hidden, tokens[:, :size], seq_lens, page_table, num_columns)
                 states = torch.cat((states, made), 1)  # row j is the state at slot seq_lens + j
-            ids, _ = self._candidates(states[request, counts + module], 1)
+            last = self.model.head.norm_for_head(states[request, counts + module])
+            ids, _ = self._candidates(last, 1)
             tokens = tokens.scatter(1, (counts + module)[:, None], ids)
             drafted.append(ids)
             kept.append(states[request, counts])
@@ -163,13 +162,14 @@ class ModulesDrafter(Drafter):
         """Run a module over the slots behind ``seq_lens``: ``hidden [B, m, H]``, ``tokens [B, m]`` -> ``[B,
         m, H]``. Slots in front of the module's first one are seen by themselves only."""
         b, size = tokens.shape
-        store, offset = self.stores[module], torch.arange(size, device=tokens.device)
+        store, offset = self.stores[module], self.numbers[:size]
         missing = (store.first_slot - 1 - seq_lens).clamp(0, size)[:, None]
-        bits = (chain_bits(size, tokens.device) & (-1 << missing)) | (1 << offset)
+        bits = (self.chain_bits[:size] & (-1 << missing)) | (1 << offset)
         attend = store.window_attend(page_table, seq_lens + 1, bits, size, num_columns)
-        slots = (seq_lens[:, None] + 1 + offset).view(-1)
-        out = self.model.step(hidden.flatten(0, 1), tokens.reshape(-1), slots, attend, module)
-        return out.view(b, size, -1)
+        skipped = 1 - self.model.first_slot
+        positions = (seq_lens[:, None] + self.numbers[skipped : skipped + size]).view(-1)
+        rows = StepRows(hidden.flatten(0, 1), tokens.reshape(-1), positions)
+        return self.model.step(rows, attend, module).fed_back.view(b, size, -1)
 
     def prefill(
         self,
@@ -181,7 +181,7 @@ class ModulesDrafter(Drafter):
         topk: int,
     ) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
-        hidden = self.model.features(out.hidden, out.aux).to(self.model.dtype)
+        hidden = self.model.features(out).to(self.model.dtype)
         following = next_ids
         carries = []
         for module in range(self.model.num_modules):
@@ -220,4 +220,5 @@ class ModulesDrafter(Drafter):
             return hidden[:0], sizes
         slots = torch.cat([torch.arange(segment.start, segment.stop) for segment in mine]).to(hidden.device)
         attend = self.stores[module].prefill_attend(mine)
-        return self.model.step(hidden, tokens, slots, attend, module), sizes
+        rows = StepRows(hidden, tokens, slots - self.model.first_slot)
+        return self.model.step(rows, attend, module).fed_back, sizes

@@ -14,9 +14,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.kernels.tree_build import chain_build
-from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.models.heads.draft_head import StepOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain
-from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel, StepRows
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import BlockVerification, RejectionSampling
@@ -74,12 +74,13 @@ class SampledDrafter(Drafter):
             uniforms = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_UNIFORMS)
         drafted: list[torch.Tensor] = []
         distributions: list[torch.Tensor] = []
+        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
         for step in range(shape.steps):
             if step:
-                bits = chain_bits(step, roots.device)[step - 1 :].expand(roots.shape[0], 1)
-                attend = self.kv.window_attend(state.page_table, seq_lens + 1, bits, step, num_columns)
-                out = self.model.step(features, drafted[-1], seq_lens + step, attend)
-                logits, features = self.model.logits(out).float(), self._fed_back(out)
+                bits = self.chain_bits[step - 1 : step].expand(roots.shape[0], 1)
+                attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
+                out = self.model.step(StepRows(features, drafted[-1], positions[step]), attend)
+                logits, features = self.model.logits(out.read).float(), self._fed_back(out)
             if sampling is None or uniforms is None:
                 drafted.append(self.model.to_target(logits.argmax(-1)))
                 continue
@@ -102,5 +103,5 @@ class SampledDrafter(Drafter):
         everything[:, ids] = logits
         return target_probs(everything[:, None], sampling)[:, 0]
 
-    def _state(self, out: torch.Tensor, topk: int) -> SampledDraftState:
-        return SampledDraftState(self.model.logits(out).float(), self._fed_back(out))
+    def _state(self, out: StepOutput, topk: int) -> SampledDraftState:
+        return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))

@@ -16,7 +16,7 @@ from eagle_kit.kernels.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_dis
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledTree
-from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.speculation.propose.draft_model import DraftModel, StepRows
 from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import RejectionSampling, Relaxed, TargetOnly
@@ -191,9 +191,10 @@ class StaticDrafter(SampledDrafter):
             state.page_table, state.seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
         )
         mine = features.index_select(1, level.above).flatten(0, 1)
-        slots = (state.seq_lens + level.depth)[:, None].expand(b, m).reshape(-1)
-        out = self.model.step(mine, tokens.index_select(1, level.nodes).reshape(-1), slots, attend)
-        return self.model.logits(out).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
+        positions = (state.seq_lens + (level.depth - self.model.first_slot))[:, None].expand(b, m)
+        chosen = tokens.index_select(1, level.nodes).reshape(-1)
+        out = self.model.step(StepRows(mine, chosen, positions.reshape(-1)), attend)
+        return self.model.logits(out.read).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
 
 
 class SampledStaticDrafter(StaticDrafter):

@@ -23,6 +23,7 @@ from eagle_kit.speculation.propose.draft_model import (
     DraftModel,
     HeadDraftModel,
     StandaloneDraftModel,
+    StepRows,
 )
 
 LENGTH, VOCAB = 17, 131
@@ -76,26 +77,26 @@ def run_target(target, text, capture=()):
 
 
 def rows_of(draft, target, text):
-    """Every entry that a text of tokens can have: its features, tokens and slots."""
-    out = run_target(target, text, draft.capture)
-    features = draft.features(out.hidden, out.aux)
+    """Every entry that a text of tokens can have."""
+    features = draft.features(run_target(target, text, draft.capture))
     slots = torch.arange(draft.first_slot, len(text))
-    return features[slots - draft.first_slot], text[slots], slots
+    return StepRows(features[slots - draft.first_slot], text[slots], slots - draft.first_slot)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
     draft = make(kind, target)
     store = Store()
-    features, tokens, slots = rows_of(draft, target, text)
+    rows = rows_of(draft, target, text)
+    features, slots = rows.features, rows.positions + draft.first_slot
     assert features.shape == (len(slots), draft.feature_size) and features.dtype == draft.dtype
-    states = draft.step(features, tokens, slots, store)
+    states, read = draft.step(rows, store)
     assert sorted(store.k) == list(range(draft.cache.num_layers))
     for layer in store.k:
         assert store.k[layer].shape == (len(slots), draft.cache.num_heads, draft.cache.head_dim)
     assert states.dtype == draft.dtype and states.device == draft.device
     assert states[:, : draft.feature_size].shape == (len(slots), draft.feature_size)
-    assert draft.logits(states).shape == (len(slots), draft.draft_vocab_size)
+    assert draft.logits(read).shape == (len(slots), draft.draft_vocab_size)
     ids = draft.to_target(torch.arange(draft.draft_vocab_size))
     assert ids.dtype == torch.int64 and ids.unique().numel() == draft.draft_vocab_size
     assert ids.min() >= 0 and ids.max() < VOCAB
@@ -104,11 +105,26 @@ def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_entered_in_chunks_gives_what_one_pass_gives(target, text, kind):
     draft, store = make(kind, target), Store()
-    features, tokens, slots = rows_of(draft, target, text)
-    whole = draft.step(features, tokens, slots, Store())
-    parts = zip(features.split(5), tokens.split(5), slots.split(5), strict=True)
-    chunks = torch.cat([draft.step(*part, store) for part in parts])
-    torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-5)
+    features, tokens, positions, _ = rows_of(draft, target, text)
+    whole = draft.step(StepRows(features, tokens, positions), Store())
+    parts = zip(features.split(5), tokens.split(5), positions.split(5), strict=True)
+    chunks = [draft.step(StepRows(*part), store) for part in parts]
+    for part, expected in zip(zip(*chunks, strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(part), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_wanted_are_those_of_all_rows(target, text, kind):
+    """And the features of each row are those that its index names."""
+    draft = make(kind, target)
+    rows = rows_of(draft, target, text)
+    whole, store = draft.step(rows, Store()), Store()
+    wanted, order = torch.tensor([3, 0, 3, 11]), torch.randperm(len(rows.tokens))
+    shuffled = rows._replace(features=rows.features[order], feature_rows=order.argsort())
+    some = draft.step(shuffled, store, wanted=wanted)
+    for part, expected in zip(some, whole, strict=True):
+        torch.testing.assert_close(part, expected[wanted], rtol=1e-5, atol=1e-6)
+    assert len(store.k[0]) == len(rows.tokens), "keys are made of all rows"
 
 
 def test_eagle1_joins_the_normed_state_of_a_row_with_the_token_after_it(target, text):
@@ -118,10 +134,9 @@ def test_eagle1_joins_the_normed_state_of_a_row_with_the_token_after_it(target, 
     normed = target.norm(hf_states.aux)
     embeds = target.embed_tokens.weight[text[1:]]
     states = draft.head(normed[:-1], embeds, torch.arange(LENGTH - 1), Store())
-    features, tokens, slots = rows_of(draft, target, text)
-    ours = draft.step(features, tokens, slots, Store())
+    ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states), "to the bit, or the positions are shifted"
-    torch.testing.assert_close(draft.logits(ours), states @ target.head_weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft.logits(read), states @ target.head_weight.T, rtol=1e-4, atol=1e-4)
     raw = draft.head(hf_states.aux[:-1], embeds, torch.arange(LENGTH - 1), Store())
     assert (raw - states).abs().max() > 0.1, "the state before the norm must not pass for the one after it"
 
@@ -130,21 +145,21 @@ def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, 
     draft = make("eagle3", target)
     aux = run_target(target, text, draft.head.config.aux_layer_ids).aux
     states = draft.head(draft.head.fuse(aux[:-1]), target.embed(text[1:]), torch.arange(LENGTH - 1), Store())
-    ours = draft.step(*rows_of(draft, target, text), Store())
+    ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states)
-    assert torch.equal(draft.logits(ours), draft.head.logits(states))
+    assert torch.equal(draft.logits(read), draft.head.logits(states))
     ids = torch.tensor([[0, 66], [30, 1]])
     assert torch.equal(draft.to_target(ids), draft.head.target_ids[ids])
 
 
 def test_a_small_model_reads_tokens_only(target, text):
     draft = make("small model", target)
-    features, tokens, slots = rows_of(draft, target, text)
-    assert (draft.capture, draft.first_slot, features.shape) == ((), 0, (LENGTH, 0))
-    ours = draft.step(features, tokens, slots, Store())
+    rows = rows_of(draft, target, text)
+    assert (draft.capture, draft.first_slot, rows.features.shape) == ((), 0, (LENGTH, 0))
+    ours, read = draft.step(rows, Store())
     out = draft.model(text, torch.arange(LENGTH), Store())
     assert torch.equal(ours, out.hidden)
-    assert torch.equal(draft.logits(ours), draft.model.logits(out.hidden))
+    assert torch.equal(draft.logits(read), draft.model.logits(out.hidden))
     ids = torch.arange(VOCAB)
     assert torch.equal(draft.to_target(ids), ids)
 
@@ -155,7 +170,7 @@ def test_a_map_cuts_the_output_layer_and_keeps_its_order(target, text, kind, pac
     whole, cut = make(kind, target), make(f"{kind} with a map", target)
     if packed:
         pack_weights(cut.output)
-    states = whole.step(*rows_of(whole, target, text), Store())
+    _, states = whole.step(rows_of(whole, target, text), Store())
     with torch.no_grad():
         for rows in (1, 2, LENGTH - 1):
             logits = cut.logits(states[:rows])
@@ -172,7 +187,7 @@ def test_an_entry_depends_on_tokens_up_to_its_slot_only(target, text, kind):
     other = text.clone()
     other[9:] = (other[9:] + 1) % VOCAB
     for store, tokens in zip(stores, (text, other), strict=True):
-        draft.step(*rows_of(draft, target, tokens), store)
+        draft.step(rows_of(draft, target, tokens), store)
     k, changed = (store.k[0] for store in stores)
     shared = 9 - draft.first_slot
     torch.testing.assert_close(k[:shared], changed[:shared], rtol=1e-5, atol=1e-6)
