@@ -34,6 +34,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_window,
 )
 from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
+from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
@@ -123,6 +124,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("swiglu", "torch", _swiglu),
         ("commit", "torch", _commit),
         ("draft_topk", "torch", _draft_topk),
+        ("rows", "torch", _rows),
     ]
 
 
@@ -213,6 +215,16 @@ def _commit() -> float:
     pages, one = torch.tensor([[2, 1, 0]]), torch.tensor([2])
     commit_path(k, v, pages, 2, torch.tensor([[0, 2, 1]]), one + 1, one, 8, 4)
     return _error(torch.cat((k, v)), expected)
+
+
+def _rows() -> float:
+    """Rows of two tables of different widths, moved to other rows."""
+    tables, at, to = [_randn(6, 5), torch.arange(6) * 7], torch.tensor([4, 1]), torch.tensor([0, 5])
+    expected = [table.clone() for table in tables]
+    for table in expected:
+        table[[0, 5]] = table[[4, 1]]
+    write_rows(tables, to, gather_rows(tables, at))
+    return max(_error(got, exact) for got, exact in zip(tables, expected, strict=True))
 
 
 def _draft_topk() -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.sampling import LARGEST
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.request import Request
@@ -80,20 +81,19 @@ class Slots:
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``."""
-        draft = None if self.draft is None else type(self.draft)(*(part[rows] for part in self.draft))
-        return CycleState(
-            self.page_table[rows], self.seq_lens[rows], self.roots[rows], self.active[rows], draft, rows
-        )
+        mine = self.page_table, self.seq_lens, self.roots, self.active
+        page_table, seq_lens, roots, active, *draft = gather_rows([*mine, *(self.draft or ())], rows)
+        state = None if self.draft is None else type(self.draft)(*draft)
+        return CycleState(page_table, seq_lens, roots, active, state, rows)
 
     def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
         """Write back the state after a cycle, and the counts of the replies."""
-        self.seq_lens[rows] = state.seq_lens
-        self.roots[rows] = state.roots
+        mine, new = [self.seq_lens, self.roots], [state.seq_lens, state.roots]
         if self.draft is not None and state.draft is not None:
-            for mine, new in zip(self.draft, state.draft, strict=True):
-                mine[rows] = new
+            mine, new = [*mine, *self.draft], [*new, *state.draft]
         if self.tables is not None and counts is not None:
-            self.tables.counts[rows] = counts
+            mine, new = [*mine, self.tables.counts], [*new, counts]
+        write_rows(mine, rows, new)
 
     def miss(self, rows: torch.Tensor, new: Missed) -> None:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""

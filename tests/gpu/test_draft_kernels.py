@@ -6,6 +6,7 @@ import torch
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_topk import draft_topk
+from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
 from tests.gpu.near import assert_same_bits
 from tests.gpu.place import DEVICE, DTYPES, FP8, generator, pick, randn
@@ -121,3 +122,23 @@ def test_commits_move_what_was_accepted_and_nothing_else(name, page, dtype):
             raw, expected = ours.view(torch.uint8), old.view(torch.uint8)
             expected[..., target, :] = expected[..., source, :].clone()
             assert_same_bits("commit_path", raw, expected)
+
+
+def test_rows_of_slots_are_gathered_and_written_back():
+    by = generator(24)
+    slots = [
+        torch.randint(0, 2**40, (65, 512), generator=by, device=DEVICE),
+        torch.randint(0, 2, (65,), generator=by, device=DEVICE).bool(),
+        randn(65, 4096, dtype=torch.bfloat16, by=by),
+        randn(65, 10, dtype=torch.float32, by=by),
+    ]
+    rows = torch.randperm(65, generator=by, device=DEVICE)[:32]
+    found = gather_rows(slots, rows, backend="triton")
+    for ours, table in zip(found, slots, strict=True):
+        assert torch.equal(ours, table[rows])
+    expected = [table.clone() for table in slots]
+    new = [part.flip(0) for part in found]
+    write_rows(slots, rows, new, backend="triton")
+    write_rows(expected, rows, new, backend="reference")
+    for ours, exact in zip(slots, expected, strict=True):
+        assert torch.equal(ours, exact)
