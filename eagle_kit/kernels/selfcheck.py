@@ -339,7 +339,9 @@ def _window(variant: AttentionVariant = PLAIN) -> float:
     pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
     k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
     bits = ancestor_bits(parents, 3)
-    plan = WindowPlan(pages, 4, torch.tensor([7]), 0, 12, 7, 5, bits, 16, 19, torch.float32)
+    counters = torch.zeros(2, dtype=torch.int32)
+    lens = torch.tensor([7])
+    plan = WindowPlan(pages, 4, lens, 0, 12, 7, 5, bits, 16, 19, torch.float32, arrivals=counters)
     rows = torch.tensor([8, 9, 10, 11, 0, 1, 2, *range(12, 17)])
     nodes = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
     seen = torch.zeros(5, 12, dtype=torch.bool)

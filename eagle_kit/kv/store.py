@@ -22,6 +22,9 @@ from eagle_kit.models.blocks.layers import Attend
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Dtypes of stores by their names in ``EngineConfig``; None is the model's."""
 
+TILES = 512
+"""Most tiles of query rows and key heads of a request whose parts are counted (``WindowPlan.arrivals``)."""
+
 
 @dataclass(frozen=True)
 class PoolLayout:
@@ -84,6 +87,7 @@ class PagedStore(ABC):
         self.trash_row = self.dummy_row + 1
         self.num_rows = self.trash_row + 1
         self._store_dtype = layout.dtype or dtype
+        self.arrivals = torch.zeros(layout.max_batch_size * TILES, dtype=torch.int32, device=self.device)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         """Allocate rows of zeros."""
@@ -177,6 +181,7 @@ class PagedStore(ABC):
             num_columns=num_columns,
             dummy_row=self.dummy_row,
             dtype=self.dtype,
+            arrivals=self.arrivals,
             gathered=0 if self.gathered is None else self.gathered.number,
         )
         return plan, WindowRows(self.num_slots + num_keys - n, self.window, b, n, self.device)

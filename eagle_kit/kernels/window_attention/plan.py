@@ -43,6 +43,9 @@ class WindowPlan:
         num_columns: C, an upper bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
         dtype: dtype of the queries.
+        arrivals: int32, one for each tile of a key head and request, 0 outside of a launch: counters of the
+            programs that have done their part, of the store whose launches follow one another. None: parts
+            are merged by a launch of their own.
         gathered: number of the store's :class:`~.gathered.GatheredRows`, 0 where it has none.
     """
 
@@ -57,6 +60,7 @@ class WindowPlan:
     num_columns: int
     dummy_row: int
     dtype: torch.dtype
+    arrivals: torch.Tensor | None = field(default=None, kw_only=True)
     gathered: int = field(default=0, kw_only=True)
     _limited: dict[Limits, list[Columns]] = field(default_factory=dict, init=False, repr=False)
 

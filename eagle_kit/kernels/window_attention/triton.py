@@ -1,4 +1,4 @@
-"""Window attention by flash decoding: one launch over parts of the keys, a second that merges the parts.
+"""Window attention by flash decoding over parts of the keys, which the last program of a request merges.
 
 A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its window keys. With
 ``c = scale k_scale log2(e)`` and scores ``S = c q k^T``, a part of the columns gives, for each query row,
@@ -12,6 +12,10 @@ so that a key is read once per window. Columns are taken in blocks. Blocks insid
 the rest is one or two blocks, the end of the prefix with the window directly behind it, masked by ancestor
 bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
 grid depends only on sizes known to the host, and a program without a share returns at once.
+
+Parts are merged in their order, whoever does it: the program of a tile that arrives last by a counter, which
+it sets back to 0 for the next launch, or a second launch where that is one program's work for too long
+(:func:`merged_rows`). A request that has only one part writes its result at once.
 
 With limits, blocks before all that the nodes may attend to are not read, and those at the border are masked.
 A soft cap c gives scores ``c tanh(scale q k / c)``; a sink is the score that the first part begins with.
@@ -164,18 +168,46 @@ def share(
 
 
 @triton.jit
+def merge_rows(
+    partial, lse, first, r, live, parts, num_rows,
+    D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of query rows ``r``, BLOCK_S at a time -> their sums ``[R, BLOCK_D]`` and masses. Part
+    p of row r lies at ``first + p num_rows + r``, and is read past the first-level cache: other programs of
+    the launch may have written it."""
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    acc = tl.zeros([r.shape[0], BLOCK_D], tl.float32)
+    top = tl.full([r.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([r.shape[0]], tl.float32)
+    for step in range(0, parts, BLOCK_S):
+        there = (step + s < parts)[:, None] & live[None, :]
+        held = first + (step + s)[:, None] * num_rows + r[None, :]
+        weight = tl.load(lse + held, there, float("-inf"), cache_modifier=".cg")
+        at = partial + held[:, :, None] * D + d[None, None, :]
+        value = tl.load(at, there[:, :, None] & (d < D)[None, None, :], 0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(weight, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, kept = tl.exp2(weight - base[None, :]), tl.exp2(top - base)
+        total = total * kept + tl.sum(weight, 0)
+        acc = acc * kept[:, None] + tl.sum(weight[:, :, None] * value, 0)
+        top = higher
+    return acc, tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
 def _window(
-    q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, lse,
+    q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, partial, lse, arrivals,
     factor, cap, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
     scratch_start, scratch_stride, num_keys,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of query rows of one key head to one part of the columns of one request. With
-    SPLIT, ``out`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their base-2
-    log-sum-exp."""
+    SPLIT, ``partial`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their
+    base-2 log-sum-exp; with MERGED rows at a time, the last program of a tile by its counter in ``arrivals``
+    merges them."""
     tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
     part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
@@ -244,11 +276,27 @@ def _window(
     if PAIR == 2:
         acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
     mass = tl.where(total > 0.0, total, 1.0)
-    if SPLIT:
-        first = ((request * HKV + head) * tl.num_programs(1) + part) * num_rows
-        mine = r[:, None] * D + d[None, :]
-        tl.store(out + first * D + mine, acc / mass[:, None], live[:, None] & inside)
-        tl.store(lse + first + r, top + tl.log2(mass), live)
+    parts = tl.cdiv(count - skipped, each)
+    if SPLIT and (MERGED == 0 or parts > 1):
+        held = (request * HKV + head) * tl.num_programs(1) * num_rows
+        at = held + part * num_rows
+        tl.store(partial + at * D + r[:, None] * D + d[None, :], acc / mass[:, None], live[:, None] & inside)
+        tl.store(lse + at + r, top + tl.log2(mass), live)
+        if MERGED > 0:
+            counter = arrivals + (request * tl.num_programs(0) + tl.program_id(0))
+            tl.debug_barrier()  # all of this program's parts are written before it says so
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)
+                for begin_row in range(
+                    tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows), MERGED
+                ):
+                    m = begin_row + tl.arange(0, MERGED)
+                    merged, whole = merge_rows(
+                        partial, lse, held, m, m < num_rows, parts, num_rows, D, BLOCK_S, BLOCK_D
+                    )  # fmt: skip
+                    result = (merged * (v_scale / whole)[:, None]).to(out.dtype.element_ty)
+                    to = ((m // G) * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
+                    tl.store(out + first + to, result, (m < num_rows)[:, None] & inside)
     else:
         result = (acc * (v_scale / mass)[:, None]).to(out.dtype.element_ty)
         tl.store(out + first + mine, result, live[:, None] & inside)
@@ -261,30 +309,16 @@ def _merge(
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query row of one request and head, BLOCK_S at a time."""
-    r, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Merge the parts of one query row of one request and head."""
+    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     skipped, count, each = share(prefix, num_keys, splits, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
-    parts = tl.cdiv(count - skipped, each)
-    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    first = (request * HKV + head) * splits * num_rows + r
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    for step in range(0, parts, BLOCK_S):
-        live = step + s < parts
-        held = first + (step + s) * num_rows
-        weight = tl.load(lse + held, live, float("-inf"))
-        value = tl.load(partial + held[:, None] * D + d[None, :], live[:, None] & (d < D)[None, :], 0.0)
-        higher = tl.maximum(top, tl.max(weight, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, kept = tl.exp2(weight - base), tl.exp2(top - base)
-        total = total * kept + tl.sum(weight, 0)
-        acc = acc * kept + tl.sum(weight[:, None] * value, 0)
-        top = higher
+    parts, first = tl.cdiv(count - skipped, each), (request * HKV + head) * splits * num_rows
+    r, d = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, BLOCK_D)[None, :]
+    acc, mass = merge_rows(partial, lse, first, r, r >= 0, parts, num_rows, D, BLOCK_S, BLOCK_D)
     row = request * (num_rows * HKV) + (r // G) * (HKV * G) + head * G + r % G
-    result = acc * (v_scale / tl.where(total > 0.0, total, 1.0))
-    tl.store(out + row * D + d, result.to(out.dtype.element_ty), d < D)
+    result = acc * (v_scale / mass)[:, None]
+    tl.store(out + row[:, None] * D + d, result.to(out.dtype.element_ty), d < D)
 
 
 class WindowBlocks(NamedTuple):
@@ -357,12 +391,33 @@ def num_splits(
     return fewest
 
 
+MERGED_NUMBERS = 4 * 8192
+"""Most partial results that the last program of a tile merges, 128 KB. Reading them out of the second-level
+cache takes a program some 3 microseconds, about as long as a launch, whose programs share the work."""
+
+
+def merged_rows(rows: int, size: int, splits: int, blocks: WindowBlocks) -> tuple[int, int]:
+    """Rows and parts that the last program of a tile merges at a time, 32 KB of partial results; 0 rows where
+    there are too many parts."""
+    tile = min(rows, blocks.m)
+    at_once = min(8, triton.next_power_of_2(tile))
+    parts = max(1, 8192 // (at_once * block_d(size)))
+    return (at_once if tile * splits * size <= MERGED_NUMBERS else 0), parts
+
+
+def few_enough(splits: int, programs: int, columns: int, most: int, sms: int = 132) -> int:
+    """``splits`` for ``programs`` tiles, or the ``most`` that the last program merges, where these still give
+    each multiprocessor a program: two blocks in flight are all that its share of the bandwidth needs."""
+    keeps_busy = programs * most >= 0.8 * sms and most >= triton.cdiv(columns, 4096)
+    return most if splits > most and keeps_busy else splits
+
+
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """Factor of scores in base 2, capped or not, and that of those to be capped."""
     return (scale * LOG2_E, 1.0) if soft_cap is None else (soft_cap * LOG2_E, scale / soft_cap)
 
 
-@torch.library.custom_op("eagle_kit::window_attention", mutates_args=())
+@torch.library.custom_op("eagle_kit::window_attention", mutates_args=("arrivals",))
 def window_attention_op(
     q: torch.Tensor,
     k_rows: torch.Tensor,
@@ -381,10 +436,11 @@ def window_attention_op(
     limits: list[int],
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    arrivals: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
-    :func:`num_splits`."""
+    :func:`num_splits`. Without ``arrivals``, parts are merged by a second launch."""
     (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
@@ -394,19 +450,28 @@ def window_attention_op(
     blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), capability >= 90)
     if splits is None:
         span = Limits(*limits).span(num_keys + blocks.n)
-        splits = num_splits(b, hkv, min(num_columns, span or num_columns), rows, blocks, sms)
+        columns = min(num_columns, span or num_columns)
+        splits = num_splits(b, hkv, columns, rows, blocks, sms)
+        if arrivals is not None:
+            most = MERGED_NUMBERS // (min(rows, blocks.m) * d)
+            splits = few_enough(splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, sms)
     partial, lse = out, out
     if splits > 1:
         partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
         lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
+    tiles = triton.cdiv(rows, blocks.m)
+    merged, parts = merged_rows(rows, d, splits, blocks)
+    if splits == 1 or arrivals is None or b * hkv * tiles > arrivals.numel():
+        merged = 0
     shape = {
         **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
         **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d), "WINDOW": limits[0], "CHUNK": limits[1]},
     }
     pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
-    _window[(triton.cdiv(rows, blocks.m) * hkv, splits, b)](
+    _window[(tiles * hkv, splits, b)](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
-        *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, partial, lse),
+        *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, out, partial, lse),
+        prefix_lens if arrivals is None else arrivals,
         *(
             *score_factors(scale, soft_cap),
             v_scale,
@@ -424,10 +489,12 @@ def window_attention_op(
         BLOCK_M=blocks.m,
         CAPPED=soft_cap is not None,
         SINKS=sinks is not None,
+        MERGED=merged,
+        BLOCK_S=parts,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
-    if splits > 1:
+    if splits > 1 and not merged:
         _merge[(rows, hkv, b)](
             *(partial, lse, prefix_lens, out, v_scale, rows, num_keys, splits),
             **shape,
@@ -471,6 +538,7 @@ def window_attention(
         [*variant.limits],
         variant.soft_cap,
         variant.sinks,
+        plan.arrivals,
     )
 
 
@@ -487,7 +555,7 @@ def _variant(
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
     blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
-    out = "fp32" if split else kind
+    merged, parts = merged_rows(nodes * group, size, 8 if split else 1, blocks)
     pair = values_per_element(blocks, widths[kind], widths[store])
     counts: tuple[str, ...] = ("num_rows", "store_rows", "table_stride", "bits_stride_b", "bits_stride_n")
     counts += ("scratch_start", "scratch_stride", "num_keys")
@@ -495,6 +563,7 @@ def _variant(
         f"window_attention {kind} D{size} G{group} N{nodes} page {page}"
         + (" fp8" if store == "fp8e4nv" else "")
         + (" split" if split else "")
+        + (" merged" if split and merged else "")
         + "".join(f" {name.lower()} {value}" for name, value in variant.items()),
         _window,
         {
@@ -504,8 +573,9 @@ def _variant(
                 "prefix_lens": "*i64",
                 "ancestors": "*i64",
                 "sinks": f"*{kind}",
-                "out": f"*{out}",
-                "lse": f"*{out}",
+                "out": f"*{kind}",
+                **dict.fromkeys(("partial", "lse"), "*fp32"),
+                "arrivals": "*i32",
             },
             **{"factor": "fp32", "cap": "fp32", "v_scale": "fp32"},
             **dict.fromkeys(counts, "i32"),
@@ -516,6 +586,7 @@ def _variant(
             **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
             "BLOCK_D": block_d(size),
             **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
+            **{"MERGED": merged if split else 0, "BLOCK_S": parts},
             **variant,
         },
         num_warps=blocks.num_warps,

@@ -164,9 +164,91 @@ def test_any_number_of_parts_gives_the_same(triton_device, splits):
     q, k, v, p = case.make(torch.float32, triton_device)
     out = window_attention_op(
         *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
-        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 2.0, [0, 0], None, None, splits),
+        *(
+            p.scratch_stride,
+            p.num_keys,
+            p.ancestors,
+            p.num_columns,
+            0.25,
+            2.0,
+            [0, 0],
+            None,
+            None,
+            None,
+            splits,
+        ),
     )
     assert_close(out / 2, case.expected(q, k, v, p, 0.25), torch.float32)
+
+
+class _Order:
+    """Order of the interpreter's programs: parts of the keys are taken by ``order`` instead of by number."""
+
+    def __init__(self, monkeypatch):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.order = lambda part, count: part
+        plain = InterpreterBuilder.set_grid_idx
+
+        def set_grid_idx(builder, x, y, z):
+            plain(builder, x, self.order(y, builder.grid_dim[1]), z)
+
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_grid_idx)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 17, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case((0, 300, 1, 128), 2, heads=(2, 1), first_slot=1), id="few rows"),
+        pytest.param(Case((290, 20), 3, heads=(10, 2), size=24), id="a block of 15 rows"),
+    ],
+)
+def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeypatch, case, splits):
+    """Whichever program is the last, the bits are the same; counters are 0 again for the next launch. New
+    memory is NaN, so a part that was read before it was written would show."""
+    from eagle_kit.kernels.window_attention.triton import choose_blocks, merged_rows, window_attention_op
+
+    case = replace(case, rows=[])
+    q, k, v, p = case.make(torch.float32, triton_device)
+    rows = case.nodes * case.heads[0] // case.heads[1]
+    assert splits > 17 or merged_rows(rows, case.size, splits, choose_blocks(rows, case.size, 4, 4))[0]
+    arrivals = torch.zeros(99, dtype=torch.int32, device=triton_device)
+    found = []
+    order = _Order(monkeypatch) if triton_device == "cpu" else None
+    for each in (
+        lambda part, count: part,
+        lambda part, count: count - 1 - part,
+        lambda part, count: (part + count // 2) % count,
+    ):
+        if order is not None:
+            order.order = each
+        found.append(
+            window_attention_op(
+                *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
+                *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 2.0, [0, 0], None, None),
+                *(arrivals, splits),
+            )
+        )
+        assert not arrivals.any()
+    assert_close(found[0] / 2, case.expected(q, k, v, p, 0.25), torch.float32)
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
+def test_wide_windows_are_merged_by_a_launch_of_their_own():
+    """A program reads at most 128 KB of partial results."""
+    pytest.importorskip("triton")
+    from eagle_kit.kernels.window_attention.triton import choose_blocks, few_enough, merged_rows
+
+    def rows_at_once(rows, splits, size=128):
+        return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2))[0]
+
+    assert [rows_at_once(4, 64), rows_at_once(4, 65)] == [4, 0]
+    assert [rows_at_once(16, 16), rows_at_once(64, 4), rows_at_once(64, 8)] == [8, 8, 0]
+    assert few_enough(33, 8, 8192, 16) == 16  # 128 programs: nearly one on each of 132 multiprocessors
+    assert few_enough(33, 8, 8192, 4) == 33  # 32 programs would leave most of them idle
+    assert few_enough(33, 8, 131072, 16) == 33  # parts of more than 4,096 columns
+    assert few_enough(5, 8, 8192, 16) == 5
 
 
 def test_it_equals_the_reference_on_expanded_and_strided_plans(triton_device):
