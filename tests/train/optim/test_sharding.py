@@ -4,6 +4,7 @@ DDP, FSDP2 and ZeRO, all to rounding; resume is bitwise, and a checkpoint goes o
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,16 +25,14 @@ NAMED = {
 }
 
 
-def launch(folder: Path, config: Path, strategy: str) -> Path:
-    """Run ``launched.py`` in two processes; returns where the runs are."""
-    out = folder / strategy
+def start(strategy: str, script: str, *arguments: str) -> str:
+    """Run ``script`` in two processes; returns what they said on standard error."""
     file = REPOSITORY / "train" / "accelerate" / f"{strategy}.yaml"
     launcher = ["--num_processes", "2", "--main_process_port", "0"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *launcher),
-            *(str(Path(__file__).with_name("launched.py")), str(config), str(out)),
-            *NAMED.get(strategy, ()),
+            *(str(Path(__file__).with_name(script)), *arguments),
         ],
         cwd=REPOSITORY,
         capture_output=True,
@@ -43,6 +42,13 @@ def launch(folder: Path, config: Path, strategy: str) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1", "STACKS_AFTER": "400"},
     )
     assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def launch(folder: Path, config: Path, strategy: str) -> Path:
+    """Run ``launched.py``; returns where the runs are."""
+    out = folder / strategy
+    start(strategy, "launched.py", str(config), str(out), *NAMED.get(strategy, ()))
     assert (out / "done").read_text() == "2"
     return out
 
@@ -107,3 +113,27 @@ def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Cal
     assert run("--resume", "--max-steps", "8", f"output_dir={out / 'whole'}") == 0
     assert run("--resume", "--max-steps", "8") == 0
     check_close(rows(out / "whole")[6:], run.metrics()[6:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gradient", "loss"])
+def test_what_is_not_finite_in_one_process_is_skipped_by_all(
+    make_run: Callable, strategy: str, kind: str
+) -> None:
+    run = make_run(training={**TRAINING, "save_every": 99})
+    out = run.folder / f"{strategy}-{kind}"
+    said = start(strategy, "launched_spoiled.py", str(run.config), str(out), kind)
+    processes = [json.loads((out / f"process-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [process["code"] for process in processes] == [2, 2]
+    mine, other = (process["rows"] for process in processes)
+    assert mine == other  # weights, moments and random states, to the bit
+    # Steps 2, 4, 5 and 6 are spoiled in process 1; the last of them ends the run.
+    assert [row["finite"] for row in mine] == [True, False, True, False, False]
+    assert [row["skipped"] for row in mine] == [0, 1, 1, 2, 3]
+    for name in ("weights", "moments"):
+        first, second, third, fourth, fifth = (row[name] for row in mine)
+        assert first == second != third == fourth == fifth
+    assert [row.get("skipped", False) for row in rows(out / "run")] == [False, True, False, True, True]
+    # Four rows a step: a loss that is NaN gives its two away; a gradient could be any process's.
+    named = re.search(r"in 3 steps in a row; in step 6 with the packed rows ([\d, ]+)", said)
+    assert named is not None and len(named[1].split(", ")) == (2 if kind == "loss" else 4)
