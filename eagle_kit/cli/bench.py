@@ -35,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _train(add("train", "Time and memory of a training step against doing it the plain way."))
     engine = add("engine", "Whole cycles against their floor, with random weights.")
     engine.add_argument("--model", metavar="NAME", help=f"{MODEL} (default llama-3.1-8b; tiny on a CPU)")
+    engine.add_argument(
+        "--host", action="store_true", help="the host's time a step, with cycles without work"
+    )
     add_arguments(engine, grid=True)
     serve = add(
         "serve",
@@ -102,6 +105,11 @@ def run(args: argparse.Namespace) -> int:
         from eagle_kit.bench.engine.suite import main as engine
 
         _refuse(args, "engine, whose weights are random", "target", "draft", "no_compare")
+        if getattr(args, "host", False):
+            from eagle_kit.bench.engine.host import main as host
+
+            _refuse(args, "engine --host, which computes nothing", "model")
+            return host(options)
         return engine(getattr(args, "model", None), options)
     if args.kind == "soak":
         from eagle_kit.bench.soak.run import main as soak

@@ -43,6 +43,7 @@ ENGINE_FLAGS = {
     "page_size": "--page-size",
     "prefix_cache": "--no-prefix-cache",
     "prefill_tokens": "--prefill-tokens",
+    "decode_prefill_tokens": "--decode-prefill-tokens",
     "mixed_prefill_tokens": "--mixed-prefill-tokens",
     "kv_memory": "--kv-memory",
     "kv_dtype": "--kv-dtype",

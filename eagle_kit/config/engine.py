@@ -18,6 +18,9 @@ from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 GraphMode = Literal["cycle", "off"]
 DEFAULT_MAX_CONTEXT = 8192
 SNAPSHOTS_PER_REQUEST = 4
+BUCKETS, BUCKET = (1, 2, 4, 8, 16), 8
+"""Sizes that batches are padded to on a GPU, and the steps above: of a batch of 33 a fifth is padding, where
+powers of two would nearly double it."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -98,6 +101,9 @@ class EngineConfig(Options):
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
         prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
+        decode_prefill_tokens: most of them in a step that also decodes, for as long as they take the next
+            cycle waits; default prefill_tokens on a CPU, 1024 on a GPU (of 8 B parameters some 25 ms, where
+            8192 take 200; parts of a few hundred would hardly compute longer than they read the weights).
         mixed_prefill_tokens: share of prompts in a step that also decodes for others, in tokens that have
             none before them; default 12 on a CPU, 1024 on a GPU.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
@@ -109,8 +115,8 @@ class EngineConfig(Options):
         kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
             another dtype, not equal.
         lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.
-        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, powers of two on a
-            GPU.
+        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, on a GPU powers of
+            two up to 16 and multiples of 8 above.
         dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
         device: auto, cpu or cuda.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
@@ -136,6 +142,7 @@ class EngineConfig(Options):
     page_size: int = Field(default=16, ge=1)
     prefix_cache: bool = True
     prefill_tokens: int | None = Field(default=None, ge=1)
+    decode_prefill_tokens: int | None = Field(default=None, ge=1)
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=1)
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
@@ -184,13 +191,17 @@ class EngineConfig(Options):
         """
         sizes = self.batch_sizes
         if sizes is None:
-            powers = [2**i for i in range(self.max_batch_size.bit_length())]
-            sizes = tuple(powers if on_gpu else range(1, self.max_batch_size + 1))
+            sizes = BUCKETS if on_gpu else tuple(range(1, self.max_batch_size + 1))
+            if on_gpu:
+                sizes += tuple(range(BUCKETS[-1] + BUCKET, self.max_batch_size, BUCKET))
         prefill_tokens = self.prefill_tokens or (8192 if on_gpu else 512)
         smaller = {size for size in sizes if size < self.max_batch_size}
         chosen = {
             "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
             "prefill_tokens": prefill_tokens,
+            "decode_prefill_tokens": min(
+                prefill_tokens, self.decode_prefill_tokens or (1024 if on_gpu else prefill_tokens)
+            ),
             "mixed_prefill_tokens": min(
                 prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 12)
             ),
@@ -209,6 +220,7 @@ class ResolvedConfig(EngineConfig):
     shape: Annotated[ShapeTable, BeforeValidator(_shape_table)]
     max_context: int
     prefill_tokens: int
+    decode_prefill_tokens: int
     mixed_prefill_tokens: int
     lag: int
     batch_sizes: tuple[int, ...]

@@ -34,16 +34,18 @@ class SpecStats:
         """Share of verifies whose output reached draft depth 1, 2, ... ."""
         return [n / self.num_verifies for n in self.num_accepted_at] if self.num_verifies else []
 
-    def observe(self, num_emitted: int, num_drafts_kept: int) -> None:
-        """Count one verify that put ``num_emitted`` tokens into the output, ``num_drafts_kept`` of them
-        drafts."""
-        self.num_verifies += 1
-        self.num_emitted_tokens += num_emitted
-        _grow(self.histogram, num_emitted + 1)
-        self.histogram[num_emitted] += 1
-        _grow(self.num_accepted_at, num_drafts_kept)
+    def observe(self, num_emitted: int, num_drafts_kept: int, times: int = 1) -> None:
+        """Count verifies, each of which put ``num_emitted`` tokens into the output, ``num_drafts_kept`` of
+        them drafts."""
+        self.num_verifies += times
+        self.num_emitted_tokens += num_emitted * times
+        if len(self.histogram) <= num_emitted:
+            _grow(self.histogram, num_emitted + 1)
+        self.histogram[num_emitted] += times
+        if len(self.num_accepted_at) < num_drafts_kept:
+            _grow(self.num_accepted_at, num_drafts_kept)
         for depth in range(num_drafts_kept):
-            self.num_accepted_at[depth] += 1
+            self.num_accepted_at[depth] += times
 
     def add(self, other: "SpecStats") -> None:
         """Add the counts of ``other`` to these."""

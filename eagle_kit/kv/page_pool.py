@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 class RadixNode:
     """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
-    those of its ancestors. ``snapshot``: number of the state behind it, None without one, in use by
-    ``readers`` requests; ``num_begun`` have gone on from it."""
+    those of its ancestors; ``parent``: None once it was evicted. ``snapshot``: number of the state behind it,
+    None without one, in use by ``readers`` requests; ``num_begun`` have gone on from it."""
 
     __slots__ = ("children", "key", "num_begun", "page", "parent", "readers", "refs", "snapshot")
 
@@ -63,7 +63,14 @@ class PageAllocation:
     @property
     def table(self) -> list[int]:
         """Page numbers in the order of tokens."""
-        return [node.page for node in self.nodes] + self.pages
+        return self.table_from(0)
+
+    def table_from(self, first: int) -> list[int]:
+        """Page numbers but for the ``first``."""
+        num_shared = len(self.nodes)
+        if first >= num_shared:
+            return self.pages[first - num_shared :]
+        return [node.page for node in self.nodes[first:]] + self.pages
 
 
 class PagePool:
@@ -108,10 +115,20 @@ class PagePool:
         """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int]) -> list[RadixNode]:
-        """Find the longest cached prefix of ``tokens``, whole pages only. Holds nothing."""
-        nodes, node = [], self._root
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+    def match(
+        self, tokens: Sequence[int], stop: int | None = None, known: Sequence[RadixNode] = ()
+    ) -> list[RadixNode]:
+        """Find the longest cached prefix of ``tokens``, or of the first ``stop``, whole pages only. Holds
+        nothing.
+
+        Args:
+            known: what was found for the same tokens before; only what has changed since is looked at.
+        """
+        nodes = list(known)
+        while nodes and nodes[-1].parent is None:  # evicted, and so is all that was behind it
+            nodes.pop()
+        node, stop = nodes[-1] if nodes else self._root, len(tokens) if stop is None else stop
+        for start in range(len(nodes) * self.page_size, stop - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
             if child is None:
                 break
@@ -276,6 +293,7 @@ class PagePool:
         if node.snapshot is not None:
             self._drop_snapshot(node)
         del node.parent.children[node.key]
+        node.parent = None
         self._free.append(node.page)
         self.num_evicted += 1
 

@@ -1,8 +1,9 @@
 """Engine of an event loop: one thread steps it, coroutines add requests and read their tokens.
 
-Everything of the engine happens in its thread. The loop hands it requests and aborts through an inbox, and
-gets news back in one call per step. Unread tokens of a request are merged into one :class:`Delta`, so a slow
-reader costs memory for one reply and no more.
+Everything of the engine happens in its thread. The loop hands it requests and aborts through an inbox. News
+of a step go to a thread that makes their text (``text_thread.py``), which hands them to the loop in one call,
+and tells the engine of a stop text that it finds. Unread tokens of a request are merged into one
+:class:`Delta`, so a slow reader costs memory for one reply and no more.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import NOT_FINITE
-from eagle_kit.serve.reply import Delta, EngineFailed, NotFinite, Observer, Overloaded, ReplyStream
+from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
+from eagle_kit.serve.text_thread import News, Progress, TextThread
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -43,13 +45,14 @@ class _ToCompile(NamedTuple):
     arrival: "tuple[Request, asyncio.Future[None]] | None"
 
 
-class _Progress:
-    """Progress of a live request's reader; owned by the engine's thread."""
+class _Stopped(NamedTuple):
+    """Reply that holds a stop text."""
 
-    def __init__(self, reply: ReplyStream, now: float) -> None:
-        self.reply = reply
-        self.num_tokens = self.num_logprobs = self.num_chars = 0
-        self.last_news_at = now
+    reply: ReplyStream
+
+
+_Item = _Arrival | ReplyStream | _Stopped
+"""What the engine's thread is told: a request, one to abort, one to end."""
 
 
 class AsyncEngine:
@@ -71,7 +74,7 @@ class AsyncEngine:
     def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
         self.engine, self.capacity = engine, capacity
         self.failure: BaseException | None = None
-        self._observer = observer
+        self._text = TextThread(self._deliver_soon, self._stop, self._tell, observer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
         self._to_compile = PriorityQueue[_ToCompile]()
@@ -83,10 +86,10 @@ class AsyncEngine:
         self._ended = asyncio.Event()
         self.draining = asyncio.Event()
         self._wake = threading.Condition()
-        self._inbox: list[_Arrival | ReplyStream] = []
-        self._todo: deque[_Arrival | ReplyStream] = deque()
+        self._inbox: list[_Item] = []
+        self._todo: deque[_Item] = deque()
         self._closed = False
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Progress] = {}
 
     @property
     def health(self) -> Health:
@@ -104,6 +107,7 @@ class AsyncEngine:
         """Start the thread; call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._text.start()
         threading.Thread(target=self._compile_all, name="eagle-kit grammar", daemon=True).start()
 
     async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
@@ -251,7 +255,7 @@ class AsyncEngine:
             self._abort(reply)
             self._finish(reply, Overloaded("The server is shutting down."))
 
-    def _post(self, items: Sequence["_Arrival | ReplyStream"]) -> None:
+    def _post(self, items: Sequence[_Item]) -> None:
         with self._wake:
             if not self._closed:
                 self._inbox += items
@@ -263,12 +267,12 @@ class AsyncEngine:
     def _abort(self, reply: ReplyStream) -> None:
         self._post([reply])
 
-    def _fail_on_loop(self, items: Sequence["_Arrival | ReplyStream"]) -> None:
+    def _fail_on_loop(self, items: Sequence[_Item]) -> None:
         error = EngineFailed("The engine does not run any more.")
         for item in items:
             if isinstance(item, ReplyStream):
                 self._finish(item, error)
-            else:
+            elif isinstance(item, _Arrival):
                 self._taken(item, error)
 
     def _finish(self, reply: ReplyStream, news: "Delta | Exception") -> None:
@@ -293,6 +297,20 @@ class AsyncEngine:
             else:
                 reply.put(item)
 
+    # What follows runs in the thread that makes text.
+
+    def _deliver_soon(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
+        self._call(self._deliver, news)
+
+    def _stop(self, reply: ReplyStream) -> None:
+        self._tell(_Stopped(reply))
+
+    def _tell(self, item: _Item) -> None:
+        with self._wake:
+            if not self._closed:  # else the reply is aborted anyway, which finds a stop text too
+                self._inbox.append(item)
+                self._wake.notify()
+
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
@@ -305,7 +323,8 @@ class AsyncEngine:
             logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
             self._fail_everything(error)
         finally:
-            self._call(self._ended.set)
+            self._text.then(partial(self._call, self._ended.set))
+            self._text.end()
 
     def _turn(self) -> bool:
         """Process the inbox and step once; returns False at the end of the thread."""
@@ -318,10 +337,12 @@ class AsyncEngine:
                 return False
         while self._todo:
             item = self._todo.popleft()
-            if isinstance(item, ReplyStream):
-                self._abort_now(item)
-            else:
+            if isinstance(item, _Arrival):
                 self._admit(item)
+            elif isinstance(item, ReplyStream):
+                self._end(item, self.engine.abort)
+            else:
+                self._end(item.reply, self.engine.stop)
         if self.engine.has_work:
             self._publish(self.engine.step())
         return True
@@ -338,54 +359,30 @@ class AsyncEngine:
             failed = EngineFailed(f"The engine could not take the request ({type(error).__name__}).")
             self._call(self._taken, arrival, failed)
             return
-        self._progress[request.number] = _Progress(arrival.reply, time.perf_counter())
+        self._progress[request.number] = Progress(arrival.reply, time.perf_counter())
         self._call(self._taken, arrival, None)
 
-    def _abort_now(self, reply: ReplyStream) -> None:
+    def _end(self, reply: ReplyStream, end: "Callable[[Request], None]") -> None:
         progress = self._progress.get(reply.request.number)
         if progress is None or progress.reply is not reply:
             return  # it has finished, or was never admitted
         if reply.request.finish_reason is None:
-            self.engine.abort(reply.request)
+            end(reply.request)
         self._publish([reply.request])
 
     def _publish(self, requests: "Sequence[Request]") -> None:
-        """Send the news of these requests, in one call to the loop."""
-        news: list[tuple[ReplyStream, Delta | Exception]] = []
-        now = time.perf_counter()
+        """Send the news of these requests, in one piece, to the thread that makes their text."""
+        news, now, known = [], time.perf_counter(), self._progress
         for request in requests:
-            progress = self._progress.get(request.number)
+            progress = known.get(request.number)
             if progress is None:
                 continue
-            delta: Delta | NotFinite | None = self._news_of(request, progress, now)
-            if request.finish_reason == "error":
-                delta = NotFinite(NOT_FINITE)
-            if delta is not None:
-                news.append((progress.reply, delta))
-            if request.finish_reason is not None:
-                del self._progress[request.number]
-                if self._observer is not None:
-                    self._observer.finished(request)
+            reason = request.finish_reason
+            news.append(News(progress, len(request.token_ids), request.num_shown, reason, now))
+            if reason is not None:
+                del known[request.number]
         if news:
-            self._call(self._deliver, news)
-
-    def _news_of(self, request: "Request", progress: _Progress, now: float) -> Delta | None:
-        text = "" if request.stream is None else request.stream.text
-        delta = Delta(
-            text[progress.num_chars :],
-            request.token_ids[progress.num_tokens :],
-            request.logprobs[progress.num_logprobs :],
-            request.finish_reason,
-        )
-        if delta.token_ids and self._observer is not None:
-            first = progress.num_tokens == 0
-            since = request.arrived_at if first else progress.last_news_at
-            self._observer.emitted(request, len(delta.token_ids), now - since, first)
-        if delta.token_ids:
-            progress.last_news_at = now
-        progress.num_chars, progress.num_tokens = len(text), len(request.token_ids)
-        progress.num_logprobs = len(request.logprobs)
-        return delta if delta.token_ids or delta.text or delta.finish_reason else None
+            self._text.put(news)
 
     def _fail_everything(self, error: BaseException) -> None:
         with self._wake:
@@ -394,11 +391,9 @@ class AsyncEngine:
             self._todo.clear()
             self._inbox.clear()
         failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
-        news: list[tuple[ReplyStream, Delta | Exception]] = [
-            (p.reply, failed) for p in self._progress.values()
-        ]
+        replies = [progress.reply for progress in self._progress.values()]
         self._progress.clear()
-        self._call(self._deliver, news)
+        self._text.then(partial(self._deliver_soon, [(reply, failed) for reply in replies]))
         self._call(self._fail_on_loop, items)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:

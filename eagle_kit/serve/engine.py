@@ -26,7 +26,7 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.graph import CycleGraphs, GraphRunner
-from eagle_kit.serve.request import Request
+from eagle_kit.serve.request import Request, Uncounted
 from eagle_kit.serve.runner import Results, Runner
 from eagle_kit.serve.scheduler import Chunk, Scheduler
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -99,6 +99,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._pending: deque[Results] = deque()
         self._news: dict[Request, None] = {}
+        self._counted: list[tuple[int, int | None, int]] = []
         self._clock, self._is_timing = time.perf_counter(), False
         self.use_shape(NO_SPECULATION)
 
@@ -207,6 +208,10 @@ class Engine:
         self.check_request(request)
         seed = request.params.seed
         request.seed = self._seeds.getrandbits(62) if seed is None else seed
+        eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
+        request.ends = frozenset((*request.params.stop_token_ids, *eos))
+        room = self.config.max_context - len(request.prompt_ids)
+        request.most_tokens = min(request.params.max_tokens, room)
         self.scheduler.add(request)
 
     def prepare(self, request: Request) -> None:
@@ -231,6 +236,15 @@ class Engine:
         if request.finish_reason is None:
             self._finish(request, "abort")
 
+    def stop(self, request: Request) -> None:
+        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text; others
+        go on."""
+        if request.has_stops and request.finish_reason is None:
+            self._note_read(request)
+            assert request.stream is not None
+            if request.stream.stopped:
+                self._finish(request, "stop")
+
     def drain(self) -> None:
         """Drop pending results and unread news of aborted requests."""
         assert not (self.scheduler.running or self.num_waiting), "requests are being served"
@@ -249,22 +263,21 @@ class Engine:
         plan = self.scheduler.plan()
         self._is_timing = self._is_timing and not plan.chunks
         self.totals.num_preemptions += len(plan.preempted)
-        launched = len(self._pending)
-        if plan.chunks:
-            self._prefill(plan.chunks)
-        # A request whose prompt was finished above decodes from the next step on, as if it had just arrived.
-        decoding = plan.decoding
+        launched, decoding, chunks = len(self._pending), plan.decoding, plan.chunks
         if self._uses_ngram or any(request.match for request in decoding):
             # Grammars and n-grams need every token on the host. Taking them in may end requests.
             self._collect_until(0)
             decoding = [request for request in decoding if request.finish_reason is None]
+            chunks = [chunk for chunk in chunks if chunk.request.finish_reason is None]
             launched = 0
+        self.runner.set_pages([*decoding, *(chunk.request for chunk in chunks)])
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
             shape = self._shape(decoding)
-            results = self.runner.decode(decoding, shape, self._longest(decoding), self.ngram)
-            self._pending.append(results)
+            self._pending.append(self.runner.decode(decoding, shape, self.ngram))
+        if chunks:  # behind the cycle, whose results do not wait for prompts
+            self._prefill(chunks)
         self._collect_until(len(self._pending) - launched if self.config.lag else 0)
         self.totals.num_steps += 1
         self._is_timing = not plan.chunks
@@ -334,17 +347,15 @@ class Engine:
         while len(self._pending) > count:
             self._collect(self._pending.popleft())
 
-    def _longest(self, requests: Sequence[Request]) -> int:
-        """Bound on the tokens that any of ``requests`` has in the pool."""
-        unseen = self.config.lag * (self.runner.steps + 2)
-        return max(request.num_tokens for request in requests) - 1 + unseen
-
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
-        emitted = results.copy.wait()
+        emitted, shape, num_drafts = results.copy.wait(), results.shape, results.num_drafts
+        now = time.perf_counter()
         confidence = None if emitted.confidence is None else emitted.confidence.tolist()
-        if results.num_drafts is not None:
-            self._note_cycle(results)
+        is_cycle, policy = num_drafts is not None, None
+        if is_cycle:
+            self._note_cycle(results, now)
+            policy = self.shapes if isinstance(self.shapes, ShapePolicy) else None
         tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
         finite = emitted.is_finite.tolist()
         logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
@@ -355,94 +366,136 @@ class Engine:
                 logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
                 self._finish(request, "error")
                 continue
-            if results.num_drafts is None:
+            if not is_cycle:
                 request.num_verified = results.num_computed[i]
                 if not request.is_prefilling and self._publish(request):
                     request.num_pages_written = -1
-            if not counts[i]:
+            if not (count := counts[i]):
                 continue
-            kept = self._take(request, tokens[i][: counts[i]])
+            start = len(request.token_ids)
+            reason = self._take(request, tokens[i][:count], now)
+            kept = len(request.token_ids) - start
             if logprobs is not None and (top := request.params.logprobs) is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
                 for j in range(kept):
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
-            if results.num_drafts is not None:
-                if isinstance(self.shapes, ShapePolicy) and request.ease is not None:
-                    self.shapes.observe(request.ease, results.shape, counts[i] - 1)
-                    self.shapes.see(request.ease, None if confidence is None else confidence[i])
-                if results.shape.steps or isinstance(self.shapes, ShapeTable):
-                    for stats in (request.stats, self.totals.spec):
-                        stats.observe(kept, min(kept, counts[i] - 1))
-                request.shapes[results.shape] += 1
-                self.totals.num_drafts += results.num_drafts[i] > 0
-                self.totals.num_draft_tokens += results.num_drafts[i]
-            self.totals.num_generated_tokens += kept
+            if policy is not None and request.ease is not None:
+                policy.observe(request.ease, shape, count - 1)
+                policy.see(request.ease, None if confidence is None else confidence[i])
+            drafted = None if num_drafts is None else num_drafts[i]
+            has_stops = request.stream is not None and request.stream.has_stops
+            if has_stops:
+                request.uncounted.append(Uncounted(start, kept, count, shape, drafted))
+                self._note_read(request)
+            else:
+                self._count(request, kept, count, shape, drafted)
             self._news[request] = None
-            if request.finish_reason is not None:
-                self._leave(request)
+            if reason is not None:
+                self._finish(request, reason)
+            elif has_stops and not self.config.lag:
+                # Nothing runs meanwhile, and a cycle in vain would cost more than to read here.
+                request.read()
+                self.stop(request)
+        self._sum_up()
 
-    def _note_cycle(self, results: Results) -> None:
+    def _note_read(self, request: Request) -> None:
+        """Count the tokens of a reply in which no stop text can be any more."""
+        assert request.stream is not None
+        num_read, uncounted = request.stream.num_read, request.uncounted
+        while uncounted and uncounted[0].start + uncounted[0].kept <= num_read:
+            self._count(request, *uncounted.popleft()[1:])
+
+    def _count(
+        self, request: Request, kept: int, num_emitted: int, shape: SpecShape, num_drafts: int | None
+    ) -> None:
+        """Count ``kept`` tokens that have become a part of a reply, of a cycle's ``num_emitted``; without
+        ``num_drafts`` it was no cycle."""
+        num_drafts_kept = None
+        if num_drafts is not None:
+            request.shapes[shape] += 1
+            if shape.steps or isinstance(self.shapes, ShapeTable):
+                num_drafts_kept = min(kept, num_emitted - 1)
+                request.stats.observe(kept, num_drafts_kept)
+        self._counted.append((kept, num_drafts_kept, num_drafts or 0))
+
+    def _sum_up(self) -> None:
+        """Add what was counted to the totals, equal counts at once."""
+        totals = self.totals
+        for (kept, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
+            totals.num_generated_tokens += kept * times
+            totals.num_drafts += (num_drafts > 0) * times
+            totals.num_draft_tokens += num_drafts * times
+            if num_drafts_kept is not None:
+                totals.spec.observe(kept, num_drafts_kept, times)
+        self._counted.clear()
+
+    def _note_cycle(self, results: Results, now: float) -> None:
         """Count a cycle by its shape, and tell the policy what it took where nothing else was done."""
-        now = time.perf_counter()
         self.totals.shapes[results.shape] += 1
         if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_usual:
             context = _mean_context(results.requests)
             self.shapes.observe_time(len(results.requests), results.shape, context, now - self._clock)
         self._clock = now
 
-    def _take(self, request: Request, tokens: list[int]) -> int:
-        """Append new tokens up to the first that ends the reply -> the number appended."""
-        params = request.params
-        reason: FinishReason | None = None
-        kept, shown = len(tokens), len(tokens)
-        for i, token in enumerate(tokens, 1):
-            if token in params.stop_token_ids or (
-                not params.ignore_eos and token in self.target.config.eos_token_ids
-            ):
-                reason, shown = "stop", i - 1
-            elif len(request.token_ids) + i >= params.max_tokens:
-                reason = "length"
-            elif request.num_tokens + i >= self.config.max_context:
-                reason = "context"
-            if reason is not None:
-                kept = i
-                break
+    def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
+        """Append new tokens up to the first that ends the reply -> why it does; None where it goes on."""
+        held, reason, is_shown = request.token_ids, None, True
+        if len(held) + len(tokens) >= request.most_tokens or not request.ends.isdisjoint(tokens):
+            tokens, reason, is_shown = self._cut(request, tokens)
         if request.match is not None:
-            until_end = request.match.advance(tokens[:kept])
-            if request.match.is_complete:
-                kept, reason = until_end, "stop"
-            elif request.match.is_stuck:
-                kept, reason = until_end, "abort"
-        if request.stream is not None:
-            until_stop = request.stream.push(tokens[: min(kept, shown)])
-            if until_stop is not None:
-                kept, reason = until_stop, "stop"
-        request.token_ids += tokens[:kept]
+            until_end = request.match.advance(tokens)
+            if request.match.is_complete or request.match.is_stuck:
+                is_shown = is_shown or until_end < len(tokens)
+                tokens, reason = tokens[:until_end], "stop" if request.match.is_complete else "abort"
+        held += tokens
+        request.num_shown = len(held) - (not is_shown)
         request.num_computed = request.num_verified = request.num_to_compute
-        request.last_token_at = time.perf_counter()
-        request.first_token_at = request.first_token_at or request.last_token_at
-        request.finish_reason = reason
-        return kept
+        request.last_token_at = now
+        request.first_token_at = request.first_token_at or now
+        return reason
+
+    def _cut(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
+        """Tokens up to the first that ends the reply, why it does, and whether that one is a part of the
+        text."""
+        for i, token in enumerate(tokens, 1):
+            if token in request.ends:
+                return tokens[:i], "stop", False
+            if len(request.token_ids) + i >= request.params.max_tokens:
+                return tokens[:i], "length", True
+            if request.num_tokens + i >= self.config.max_context:
+                return tokens[:i], "context", True
+        return tokens, None, True
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
+        """End a request, where a stop text ends it if there is one in its reply."""
         self._news[request] = None
-        self._leave(request)
-
-    def _leave(self, request: Request) -> None:
-        """Remove a finished request; its pages stay cached as long as there is room."""
-        assert request.finish_reason is not None
-        if request.stream is not None:
-            request.stream.finish()
         if request.slot >= 0:
             self._publish(request)
+        self.scheduler.remove(request)
+        if request.has_stops:
+            reason = self._take_back(request, reason)
         if request in self._num_indexed and self.ngram is not None:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
-        self.scheduler.remove(request)
-        self.totals.num_finished[request.finish_reason] += 1
+        request.finish_reason = reason
+        self.totals.num_finished[reason] += 1
+
+    def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
+        """Take back what a reply has behind a stop text, and count the rest -> why it has ended."""
+        stream = request.stream
+        assert stream is not None
+        stream.read(request.token_ids, request.num_shown)
+        if (kept := stream.num_kept) is not None:
+            del request.token_ids[kept:], request.logprobs[kept:]
+            reason, request.num_shown = "stop", kept
+        for made in request.uncounted:
+            if (rest := min(made.kept, len(request.token_ids) - made.start)) > 0:
+                self._count(request, rest, *made[2:])
+        request.uncounted.clear()
+        self._sum_up()
+        return reason
 
     def _publish(self, request: Request) -> bool:
         """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""

@@ -298,6 +298,9 @@ class LLM:
                 engine.add_request(request)
             while engine.has_work:
                 for request in engine.step():
+                    if request.has_stops:
+                        request.read()
+                        engine.stop(request)
                     if request.finish_reason is None or request not in place:
                         continue
                     if bar is not None:

@@ -1,20 +1,31 @@
 """Request in service."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_kit.core.output import FinishReason, RequestOutput, TokenLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kv.page_pool import PageAllocation
+from eagle_kit.kv.page_pool import PageAllocation, RadixNode
 
 if TYPE_CHECKING:
     from eagle_kit.serve.grammar.compiler import GrammarMatch
     from eagle_kit.serve.text_stream import TextStream
     from eagle_kit.tuning.policy import Ease
+
+
+class Uncounted(NamedTuple):
+    """Tokens of a reply from ``start`` on, ``kept`` of the ``num_emitted`` of a cycle in a ``shape`` with
+    ``num_drafts`` (None: no cycle, the first one), which count once no stop text has ended it before."""
+
+    start: int
+    kept: int
+    num_emitted: int
+    shape: SpecShape
+    num_drafts: int | None
 
 
 @dataclass(eq=False)
@@ -27,7 +38,11 @@ class Request:
         priority: larger is served first.
         group: number of the first of the requests that share a turn; default itself.
         stream: turns tokens into text and finds stop texts; None for token ids only.
-        token_ids: the reply so far.
+        token_ids: the reply so far. Where a stop text has not been looked for in its last ones, these may be
+            taken back.
+        num_shown: those of them that are text: all but a token that ended the reply.
+        uncounted: what a stop text may take back; nothing of it is in any statistics yet.
+        ends, most_tokens: tokens that end the reply, and most that it may have.
         logprobs: one entry per token of the reply when they were asked for.
         finish_reason: set once.
         ease: what the policy of shapes knows of it.
@@ -43,9 +58,10 @@ class Request:
         num_missed: its last tokens that the draft has not read.
         num_branch_pages: cached pages of its tokens where it leaves those of another, without a state to go
             on from; 0 without any.
+        matched: cached pages that its tokens were found to begin with while it waited.
         has_begun: a part of its prompt was given to the device since it was admitted.
         slot: row of the device's tables while it runs, else -1.
-        num_pages_written: pages that the device's table has; -1 when it must be written anew.
+        num_pages_written: its first pages that the device's table has; -1 when any of them may have changed.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
         match: state of its grammar.
         epoch: raised whenever the request leaves the batch, so that results on their way are dropped.
@@ -59,6 +75,10 @@ class Request:
     stream: "TextStream | None" = None
     group: int = -1
     token_ids: list[int] = field(default_factory=list)
+    num_shown: int = 0
+    uncounted: deque[Uncounted] = field(default_factory=deque)
+    ends: frozenset[int] = frozenset()
+    most_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     ease: "Ease | None" = None
@@ -74,6 +94,7 @@ class Request:
     num_verified: int = 0
     num_missed: int = 0
     num_branch_pages: int = 0
+    matched: list[RadixNode] = field(default_factory=list)
     has_begun: bool = False
     slot: int = -1
     epoch: int = 0
@@ -89,6 +110,11 @@ class Request:
     def __post_init__(self) -> None:
         if self.group < 0:
             self.group = self.number
+
+    @property
+    def has_stops(self) -> bool:
+        """True if a text may end the reply."""
+        return self.stream is not None and self.stream.has_stops
 
     @property
     def progress(self) -> int:
@@ -108,12 +134,13 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens that prefill computes: all but the last of the reply, which is the next window's root."""
-        return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
+        return len(self.prompt_ids) + (len(self.token_ids) - 1 if self.token_ids else 0)
 
     @property
     def is_prefilling(self) -> bool:
         """True if part of the prompt is still to be computed."""
-        return self.num_computed < self.num_to_compute
+        done = len(self.token_ids) - 1 if self.token_ids else 0  # asked of every request in every step
+        return self.num_computed < len(self.prompt_ids) + done
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens start..stop-1 of prompt and reply."""
@@ -122,12 +149,23 @@ class Request:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:] + self.token_ids[max(0, start - prompt) : stop - prompt]
 
+    def read(self) -> str:
+        """Read the reply's new tokens -> its text, without what is held back until it has ended. Any thread
+        may call it while another one steps the engine."""
+        if self.stream is None:
+            return ""
+        has_ended = self.finish_reason is not None  # before its last tokens are read
+        self.stream.read(self.token_ids, self.num_shown)
+        if has_ended:
+            self.stream.finish()
+        return self.stream.text
+
     def output(self) -> RequestOutput:
         """Make the output for the user."""
         return RequestOutput(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids,
-            text=self.stream.text if self.stream is not None else "",
+            text=self.read(),
             finish_reason=self.finish_reason or "",
             stats=self.stats,
             shapes=self.shapes,

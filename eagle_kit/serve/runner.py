@@ -4,7 +4,8 @@ results, except that a grammar reads the window.
 Legend: B requests, T packed prompt tokens, S steps.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,6 +94,19 @@ class CycleInputs(NamedTuple):
     allowed: torch.Tensor | None = None
 
 
+class Batch(NamedTuple):
+    """Requests that decode together, in their ``epochs``, and what is the same in all their cycles:
+    ``inputs`` with ``padding`` dummies, alternatives ``num_logprobs`` to report, whether any
+    ``has_grammar``."""
+
+    requests: list[Request]
+    epochs: list[int]
+    padding: int
+    inputs: CycleInputs
+    num_logprobs: int | None
+    has_grammar: bool
+
+
 class Runner:
     """Owner of the models' stores and of the slots.
 
@@ -135,6 +149,7 @@ class Runner:
         self._verifier = make_verifier(config)
         self._sampling = SamplingTables(self.vocab_size, self.device)
         self._slots: dict[tuple[bool, int], Slots] = {}
+        self._batch: Batch | None = None
         self.use_shape([NO_SPECULATION])
 
     @property
@@ -173,7 +188,7 @@ class Runner:
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
             self.slots.make_missed(drafter.model)
-        self._sampling.forget()
+        self._batch = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
         """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens, and of
@@ -187,7 +202,6 @@ class Runner:
         open_ends, unfinished = [], []
         lookback = drafter.lookback if drafter is not None else 0
         for request, begin, stop, _ in chunks:
-            self.set_pages(request)
             start, write_from = max(0, begin - lookback), max(begin, request.num_shared_tokens)
             ids += request.tokens(start, stop)
             is_last = stop == request.num_to_compute
@@ -261,57 +275,67 @@ class Runner:
 
     def padded(self, batch_size: int) -> int:
         """Size that a batch is padded to."""
-        return next(size for size in self.config.batch_sizes if size >= batch_size)
+        sizes = self.config.batch_sizes
+        return sizes[bisect_left(sizes, batch_size)]
 
-    def decode(
-        self, requests: list[Request], shape: SpecShape, longest: int, ngram: NgramIndex | None = None
-    ) -> Results:
+    def set_pages(self, requests: Iterable[Request]) -> None:
+        """Bring the device's page tables of ``requests`` up to date, before their prompts or cycles."""
+        self.slots.set_pages(requests)
+
+    def decode(self, requests: list[Request], shape: SpecShape, ngram: NgramIndex | None = None) -> Results:
         """Run one cycle for ``requests`` in one of the shapes.
 
         Args:
-            longest: bound on the tokens of a request, those on their way included.
             ngram: drafts in place of a model; every token of the requests must be known to the host.
         """
-        for request in requests:
-            if request.num_pages_written != len(request.allocation):
-                self.set_pages(request)
-        padding = [self.slots.dummy] * (self.padded(len(requests)) - len(requests))
-        rows = self._tensor([request.slot for request in requests] + padding)
+        batch = self._batch_of(requests)
         (steps, topk, tokens), drafter = shape, self.models.drafter
         is_usual, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.can_wait:
             if any(each.num_missed and (steps or each.num_missed == MOST_MISSED) for each in requests):
-                self._catch_up(requests, longest)
+                self._catch_up(requests)
                 is_usual = False
             if not steps:
                 for request in requests:
                     request.num_missed += 1
         lookback = drafter.lookback if drafter is not None else 0
-        columns = longest + max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
-        settings = self._settings(shape, self._columns(columns), self._num_logprobs(requests))
-        sampling = self._sampling.of_cycle(requests, len(padding), self.graphs.has_fixed_shapes)
+        behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
+        settings = self._settings(shape, self._columns(requests, behind), batch.num_logprobs)
         tree, num_drafts = None, [tokens - 1] * len(requests)
         if ngram is not None and steps:
-            found = self._ngram_draft(requests, len(padding), ngram, shape)
+            found = self._ngram_draft(requests, batch.padding, ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
-        emitted = self._run(requests, CycleInputs(rows, sampling), settings, tree)
+        emitted = self._run(batch, settings, tree)
         is_usual = is_usual and self.graphs.num_warm_ups == num_warm_ups
-        epochs = [request.epoch for request in requests]
-        return Results(requests, epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
+        return Results(requests, batch.epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
 
-    def _catch_up(self, requests: list[Request], longest: int) -> None:
+    def _batch_of(self, requests: list[Request]) -> Batch:
+        """What the cycle before had, where the batch is the same, so that nothing is sent to the device."""
+        epochs, known = [request.epoch for request in requests], self._batch
+        if known is not None and known.requests == requests and known.epochs == epochs:
+            return known
+        padding = self.padded(len(requests)) - len(requests)
+        rows = self._tensor([request.slot for request in requests] + [self.slots.dummy] * padding)
+        sampling = self._sampling.of_cycle(requests, padding, self.graphs.has_fixed_shapes)
+        has_grammar = any(request.match is not None for request in requests)
+        inputs, num_logprobs = CycleInputs(rows, sampling), self._num_logprobs(requests)
+        self._batch = Batch(requests, epochs, padding, inputs, num_logprobs, has_grammar)
+        return self._batch
+
+    def _catch_up(self, requests: list[Request]) -> None:
         """Let the draft read what it has missed, in forwards of at most ``prefill_tokens`` rows (or of one
         request), as memory is planned for."""
         behind = [request for request in requests if request.num_missed]
         length = max(request.num_missed for request in behind)
-        most = max(1, self.config.prefill_tokens // length)
+        most, columns = max(1, self.config.prefill_tokens // length), self._columns(requests, length + 2)
         for start in range(0, len(behind), most):
-            self._read_missed([request.slot for request in behind[start : start + most]], length, longest)
+            self._read_missed([request.slot for request in behind[start : start + most]], length, columns)
         for request in behind:
             request.num_missed = 0
 
-    def _read_missed(self, slots: list[int], length: int, longest: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``."""
+    def _read_missed(self, slots: list[int], length: int, columns: int) -> None:
+        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, in a window over
+        ``columns``."""
         drafter, kept = self.models.drafter, self.slots.missed
         assert drafter is not None and kept is not None
         rows = self._tensor(slots)
@@ -319,7 +343,6 @@ class Runner:
         state = self.slots.gather(rows)
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
         with self.linear_forms.using():
-            columns = self._columns(longest + length + 2)
             draft = drafter.extend(before, missed, missed.counts - 1, self.topk, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts[rows] = 0
@@ -333,7 +356,7 @@ class Runner:
             return 0
         sizes = sorted(self.config.batch_sizes, reverse=True)
         for size, shape in [(each, shape) for each in sizes for shape in shapes_at(each)]:
-            settings = self._settings(shape, self._columns(0), None)
+            settings = self._settings(shape, self._columns((), 0), None)
             rows = self._tensor([self.slots.dummy] * size)
             for params in KINDS:
                 sampling = None if params is None else self._sampling.of_params(params, size)
@@ -345,20 +368,20 @@ class Runner:
             shape, num_columns, num_logprobs, self.verifier(shape), self.topk, self._tells_confidence
         )
 
-    def _columns(self, least: int) -> int:
-        """Bound on the columns of a window, of few different values, so that shapes repeat. Kernels on a GPU
+    def _columns(self, requests: Sequence[Request], behind: int) -> int:
+        """Bound on the columns of a window, ``behind`` of them behind the tokens of any request, those on
+        their way included; of few different values, so that shapes repeat. Kernels on a GPU
         read lengths on the device, so graphs are captured for the longest context only; on a CPU each request
         has the columns that its length needs (``WindowPlan.by_length``)."""
         if self.graphs.mode == "off":
-            return round_columns(least)
+            unseen = self.config.lag * (self.steps + 2)
+            return round_columns(max(request.num_tokens for request in requests) - 1 + unseen + behind)
         return self.config.max_pages * self.kv.page_size
 
-    def _run(
-        self, requests: list[Request], inputs: CycleInputs, settings: CycleSettings, tree: Tree | None
-    ) -> Emitted:
+    def _run(self, batch: Batch, settings: CycleSettings, tree: Tree | None) -> Emitted:
         """Verify ``tree``, or a draft of the drafter -> tokens on the device."""
-        matches = [request.match for request in requests]
-        if tree is None and not any(matches):
+        inputs = batch.inputs
+        if tree is None and not batch.has_grammar:
             return self._part("cycle", self.run_cycle, inputs, settings)
         # The host is needed in the middle.
         if tree is not None:
@@ -366,9 +389,9 @@ class Runner:
         else:
             window = self._part("propose", self._propose, inputs, settings)
         allowed = None
-        if any(matches):
-            padding = [None] * (len(inputs.rows) - len(requests))
-            allowed = allowed_tokens([*matches, *padding], window.tree, self.vocab_size)
+        if batch.has_grammar:
+            matches = [*(request.match for request in batch.requests), *[None] * batch.padding]
+            allowed = allowed_tokens(matches, window.tree, self.vocab_size)
         return self._part("verify", self.run_cycle, inputs._replace(window=window, allowed=allowed), settings)
 
     def _part(
@@ -429,11 +452,6 @@ class Runner:
         window = ngram.config.max_match_window_size
         contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
         return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps)
-
-    def set_pages(self, request: Request) -> None:
-        """Bring the device's page table of a request up to date."""
-        self.slots.set_pages(request.slot, request.allocation.table)
-        request.num_pages_written = len(request.allocation)
 
     def _num_logprobs(self, requests: list[Request]) -> int | None:
         """Alternatives to report for the batch; for graphs all or none."""

@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch as device tensors, made anew only when the batch changes.
+"""Sampling parameters of a batch as device tensors, made when a batch begins.
 
 Legend: B requests, V vocabulary.
 """
@@ -22,8 +22,6 @@ class SamplingTables:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
-        self._key: tuple[tuple[int, int], ...] = ()
-        self._batch: SamplingBatch | None = None
 
     def of_cycle(
         self, requests: Sequence[Request], padding: int, has_fixed_shapes: bool
@@ -35,14 +33,11 @@ class SamplingTables:
             padding: dummy requests behind them.
             has_fixed_shapes: set all filters when one is set, so that few kinds of batches are captured.
         """
-        key = (*((request.number, request.epoch) for request in requests), (-1, padding))
-        if self._key != key:
-            params = [request.params for request in requests] + [SamplingParams()] * padding
-            seeds = [request.seed for request in requests] + [0] * padding
-            self._key, self._batch = key, None
-            if not all(map(_is_plain, params)):
-                self._batch = self._without_tables(params, seeds, has_fixed_shapes)
-        return self._batch
+        params = [request.params for request in requests] + [SamplingParams()] * padding
+        if all(map(_is_plain, params)):
+            return None
+        seeds = [request.seed for request in requests] + [0] * padding
+        return self._without_tables(params, seeds, has_fixed_shapes)
 
     def of_requests(self, requests: Sequence[Request]) -> SamplingBatch | None:
         """Parameters of requests with empty replies, tables included; None when all are plainly greedy."""
@@ -55,10 +50,6 @@ class SamplingTables:
     def of_params(self, params: SamplingParams, size: int) -> SamplingBatch:
         """Parameters of ``size`` equal requests, as :meth:`of_cycle` gives them where shapes are fixed."""
         return self._without_tables([params] * size, [0] * size, True)
-
-    def forget(self) -> None:
-        """Make the tables of the next batch anew."""
-        self._key = ()
 
     def _without_tables(
         self, params: Sequence[SamplingParams], seeds: Sequence[int], has_fixed_shapes: bool

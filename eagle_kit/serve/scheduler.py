@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from eagle_kit.config.engine import ResolvedConfig
-from eagle_kit.kv.page_pool import PagePool
+from eagle_kit.kv.page_pool import PagePool, RadixNode
 from eagle_kit.serve.request import Request
 
 TURN_TOKENS = 32
@@ -128,18 +128,20 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Plan the next step, and allocate its pages."""
-        for request in self.running:
-            if request.has_begun:
-                self.page_pool.has_begun(request.allocation)
-        self._states_stay = self._all_stay()
-        preempted = self._make_room()
-        if not preempted:
-            preempted = self._admit_all()
+        if self.page_pool.has_snapshots:
+            for request in self.running:
+                if request.has_begun:
+                    self.page_pool.has_begun(request.allocation)
+            self._states_stay = self._all_stay()
         decoding = [request for request in self.running if not request.is_prefilling]
-        mixed = self.config.mixed_prefill_tokens
-        emits = bool(decoding) or any(each.is_prefilling and _rest(each) <= mixed for each in self.running)
-        holds_others = emits and len(self._num_held) > 1
-        chunks = self._chunks(holds_others=holds_others)
+        preempted = self._make_room(decoding)
+        if not preempted:
+            self._num_kept -= 1
+            preempted = self._admit_all() if self._queues else []
+        chunks: list[Chunk] = []
+        if preempted or len(decoding) < len(self.running):
+            decoding = [request for request in self.running if not request.is_prefilling]
+            chunks = self._chunks([request for request in self.running if request.is_prefilling])
         if self.page_pool.has_snapshots:
             chunks = [chunk._replace(states=self._moves(chunk)) for chunk in chunks]
         return StepPlan(chunks, self._affordable(decoding), preempted)
@@ -147,10 +149,14 @@ class Scheduler:
     def _affordable(self, decoding: list[Request]) -> list[Request]:
         """Leave out requests with so much before them that a cycle of theirs takes more than a group's share;
         each has its turn when it has saved that up."""
-        num_members = Counter(request.group for request in decoding)
-        if len(num_members) < 2:
+        if len(self._num_held) < 2 or all(request.group == decoding[0].group for request in decoding):
             return decoding
         share = 1.0 + self.weights_cost
+        if 1.0 + self.reading_cost * self.config.max_context <= share / max(self._num_held.values()):
+            for request in decoding:  # none can have so much
+                request.savings = 0.0
+            return decoding
+        num_members = Counter(request.group for request in decoding)
         gains = [share / num_members[request.group] for request in decoding]
         costs = [1.0 + self.reading_cost * request.num_tokens for request in decoding]
         lacks = [max(cost - each.savings, 0.0) for cost, each in zip(costs, decoding, strict=True)]
@@ -177,7 +183,7 @@ class Scheduler:
             del self._num_held[request.group]
         self._slots.append(request.slot)
         request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
-        request.num_missed, request.has_begun = 0, False
+        request.num_missed, request.has_begun, request.num_pages_written = 0, False, -1
         request.epoch += 1
         self.page_pool.release(request.allocation)
 
@@ -192,12 +198,18 @@ class Scheduler:
         if not queue:
             del self._queues[request.group]
 
-    def _make_room(self) -> list[Request]:
+    def _make_room(self, decoding: Sequence[Request]) -> list[Request]:
         """Allocate pages for the next cycle of every decoding request, in order -> the preempted
         ones."""
         preempted: list[Request] = []
-        for request in sorted(self.running, key=_rank):
-            if request.slot < 0 or request.is_prefilling:
+        size, room = self.page_pool.page_size, self.room
+        short = [  # but for those that may be; of written pages the host need not count the parts
+            request
+            for request in decoding
+            if len(request.prompt_ids) + len(request.token_ids) + room > size * request.num_pages_written
+        ]
+        for request in sorted(short, key=_rank):
+            if request.slot < 0:
                 continue
             while not self._has_pages(request):
                 victim = max(self.running, key=self._order)
@@ -225,7 +237,6 @@ class Scheduler:
     def _admit_all(self) -> list[Request]:
         """Admit requests in order as long as they fit, then those for which others give way -> those."""
         preempted: list[Request] = []
-        self._num_kept -= 1
         heads = [(self._order(head), head) for head in self._heads()] if self._slots else []
         heapq.heapify(heads)
         while self._slots and heads:
@@ -236,15 +247,17 @@ class Scheduler:
                 break
             if (head := self._head(first.group)) is not None:
                 heapq.heappush(heads, (self._order(head), head))
-        dispensable = self._dispensable()
+        behind = self._long_prompts()[1:]
+        dispensable = self._dispensable(behind)
         for request in sorted(self._heads(), key=self._order) if dispensable else ():
-            while request.slot < 0 and (victims := self._victims(request, dispensable)):
+            while request.slot < 0 and (victims := self._victims(request, dispensable, behind)):
                 victim = max(victims, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
                 self._admit(request)
                 self._num_kept = TURN_TOKENS
-                dispensable = self._dispensable()
+                behind = self._long_prompts()[1:]
+                dispensable = self._dispensable(behind)
             if request.slot < 0 and self._slots:
                 break
         return preempted
@@ -257,7 +270,7 @@ class Scheduler:
         is_long = not request.token_ids and request.num_to_compute > self._prompt_turn
         if not is_long or not self._long_prompts():
             return False
-        shared = self.page_pool.reusable(self.page_pool.match(request.tokens(0, request.num_to_compute - 1)))
+        shared = self.page_pool.reusable(self._matched(request))
         return request.num_to_compute - len(shared) * self.page_pool.page_size > self._prompt_turn
 
     def _long_prompts(self) -> list[Request]:
@@ -289,9 +302,9 @@ class Scheduler:
                 return None
         return head
 
-    def _dispensable(self) -> list[Request]:
-        """List the running requests that could give way, those that have got most first."""
-        behind = self._long_prompts()[1:]
+    def _dispensable(self, behind: Sequence[Request]) -> list[Request]:
+        """List the running requests that could give way, those that have got most first. ``behind``: those
+        with long prompts behind another."""
 
         def may_give_way(request: Request) -> bool:
             if self._num_held[request.group] > 1 or request in behind:
@@ -327,7 +340,9 @@ class Scheduler:
         pool = self.page_pool
         return num_tokens <= pool.num_pages * pool.page_size and num_snapshots <= pool.num_snapshots
 
-    def _victims(self, request: Request, dispensable: Sequence[Request]) -> list[Request]:
+    def _victims(
+        self, request: Request, dispensable: Sequence[Request], behind: Sequence[Request]
+    ) -> list[Request]:
         """List those that give way to a waiting request."""
         if self._num_held[request.group] or not dispensable:
             return []
@@ -335,7 +350,7 @@ class Scheduler:
         if most < TURN_TOKENS and request.token_ids and max(self._num_held.values()) == 1:
             return []  # at once in the usual case of a long queue
 
-        behind = self._long_prompts()[1:] if request.num_to_compute <= self._prompt_turn else []
+        behind = behind if request.num_to_compute <= self._prompt_turn else ()
 
         def gives_way(other: Request) -> bool:
             if self._num_held[other.group] > 1:
@@ -364,12 +379,18 @@ class Scheduler:
         )
         return need <= self.page_pool.num_available + freed
 
+    def _matched(self, request: Request) -> list[RadixNode]:
+        """Cached pages that a waiting request begins with: looked for once, then followed."""
+        stop = request.num_to_compute - 1
+        tokens = request.tokens(0, stop) if request.token_ids else request.prompt_ids
+        request.matched = self.page_pool.match(tokens, stop, request.matched)
+        return request.matched
+
     def _admit(self, request: Request) -> bool:
         """Admit the first request of its group, if there is a slot and it fits."""
         if not self._slots:
             return False
-        wanted = request.num_to_compute
-        cached = self.page_pool.match(request.tokens(0, wanted - 1)) if self.page_pool.can_reuse else []
+        cached = self._matched(request) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.
@@ -380,6 +401,7 @@ class Scheduler:
             self.page_pool.release(allocation)
             return False
         self._dequeue(request)
+        request.matched = []
         self.page_pool.begin(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
         request.num_branch_pages = len(cached) if is_branch else 0
@@ -393,12 +415,15 @@ class Scheduler:
         self._num_held[request.group] += 1
         return True
 
-    def _chunks(self, *, holds_others: bool) -> list[Chunk]:
-        """Divide a step's tokens among the prompts."""
-        begun = [request for request in self.running if request.is_prefilling]
+    def _chunks(self, begun: Sequence[Request]) -> list[Chunk]:
+        """Divide a step's tokens among the prompts that are being computed."""
         if not begun:
             return []
         room, mixed = self.config.prefill_tokens, self.config.mixed_prefill_tokens
+        decodes = len(begun) < len(self.running)
+        if decodes:
+            room = min(room, self.config.decode_prefill_tokens)
+        holds_others = len(self._num_held) > 1 and (decodes or any(_rest(each) <= mixed for each in begun))
         left: float = mixed if holds_others else room
         oldest = min(begun, key=_rank)
         reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)

@@ -3,7 +3,7 @@
 Legend: M slots, P pages a request may have, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class Slots:
     ) -> None:
         self.dummy, self.dummy_page = count, dummy_page
         self.page_table = torch.full((count + 1, max_pages), dummy_page, dtype=torch.int64, device=device)
+        self._written: list[list[int]] = [[] for _ in range(count)]
         self.seq_lens = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.roots = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
@@ -58,10 +59,28 @@ class Slots:
         self._adjusted: set[int] = set()
         self.missed: Missed | None = None
 
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Write a request's page numbers."""
-        self.page_table[slot] = self.dummy_page
-        self.page_table[slot, : len(pages)] = to_device(pages, self.page_table.device)
+    def set_pages(self, requests: Iterable[Request]) -> None:
+        """Bring the rows of ``requests`` up to date: what changed in all of them is one copy, one write."""
+        places: list[int] = []
+        pages: list[int] = []
+        for request in requests:
+            allocation, known = request.allocation, self._written[request.slot]
+            first = request.num_pages_written  # of those before it none has changed
+            if first == len(allocation):
+                continue
+            first = max(first, 0)
+            new = allocation.table_from(first)
+            padded = new + [self.dummy_page] * (len(known) - first - len(new))
+            row = request.slot * self.page_table.shape[1]
+            for place, page in enumerate(padded, first):
+                if place >= len(known) or known[place] != page:
+                    places.append(row + place)
+                    pages.append(page)
+            known[first:] = new
+            request.num_pages_written = len(allocation)
+        if places:
+            delta = to_device(places + pages, self.page_table.device)
+            self.page_table.view(-1)[delta[: len(places)]] = delta[len(places) :]
 
     def join(
         self,

@@ -8,6 +8,7 @@ it raises when a run of byte tokens turns out to be ill-formed, and it decodes a
 text ends in ill-formed bytes, which sampling at a high temperature does produce.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,16 +96,38 @@ class TextStream:
     Attributes:
         text: final text so far; it only grows.
         stopped: whether a stop text was completed.
+        num_read: tokens of the reply that :meth:`read` has taken.
+        num_kept: tokens up to the one that completed a stop text; None where none did.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         assert all(stop), "an empty stop text would end every reply"
         self.text = ""
         self.stopped = False
+        self.num_read = 0
+        self.num_kept: int | None = None
+        self._reading = threading.Lock()
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._held = ""
+
+    @property
+    def has_stops(self) -> bool:
+        """True if a text may end the reply."""
+        return bool(self._stop)
+
+    def read(self, token_ids: Sequence[int], count: int) -> None:
+        """Take those of the first ``count`` tokens of a reply that were not taken yet. Any thread may call
+        it: what one has read, another does not read again."""
+        with self._reading:
+            new = () if self.stopped else token_ids[self.num_read : count]
+            if not new:
+                return
+            kept = self.push(new)
+            if kept is not None:
+                self.num_kept = self.num_read + kept
+            self.num_read += len(new) if kept is None else kept
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Take further tokens.
@@ -124,11 +147,10 @@ class TextStream:
 
     def finish(self) -> None:
         """Release the text held back, after the last token. May be called again."""
-        if self.stopped:
-            return
-        if not self._take(self._detokenizer.flush()):
-            self.text += self._held
-            self._held = ""
+        with self._reading:
+            if not self.stopped and not self._take(self._detokenizer.flush()):
+                self.text += self._held
+                self._held = ""
 
     def _take(self, new: str) -> bool:
         """Add decoded text -> True when it completes a stop text."""

@@ -30,14 +30,14 @@ class HybridConfig(TargetConfig):
 
 
 class RandomRunner:
-    """Results of random length. It asserts what the device relies on: pages for all that is written, and that
-    a state has been given the tokens before it, each once. In place of numbers, ``states`` hold those tokens,
-    and ``roots`` the next ones by slot."""
+    """Results of random length. It asserts what the device relies on: pages for all that is written,
+    ``tables`` of them that are up to date, and that a state has the tokens before it, each once. In place of
+    numbers, ``states`` hold those tokens, and ``roots`` the next ones by slot."""
 
     lookback = 0
 
     def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool, lookback: int = 0) -> None:
-        self.states, self.roots, self.lookback = {}, {}, lookback
+        self.states, self.roots, self.tables, self.lookback = {}, {}, {}, lookback
         self.rng, self.page_size = random.Random(seed), page_size
         self.steps, self.drafter, self.pending = shape.steps, None, ()
         if shape.steps and not ngram:
@@ -54,8 +54,15 @@ class RandomRunner:
     def _is_finite(self, counts):
         return torch.tensor([self.rng.random() > 0.005 for _ in counts])
 
+    def set_pages(self, requests):
+        for request in requests:
+            if request.num_pages_written != len(request.allocation):
+                self.tables[request.slot] = request.allocation.table
+                request.num_pages_written = len(request.allocation)
+
     def prefill(self, chunks):
         for request, start, stop, _ in chunks:
+            assert self.tables[request.slot] == request.allocation.table
             assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
             assert len(request.allocation) * self.page_size >= stop
         requests, _, stops, _ = zip(*chunks, strict=True)
@@ -93,7 +100,7 @@ class RandomRunner:
     def padded(self, batch_size):
         return batch_size
 
-    def decode(self, requests, shape, longest, ngram=None):
+    def decode(self, requests, shape, ngram=None):
         width = shape.steps + 1
         num_drafts = [shape.tokens - 1] * len(requests)
         if ngram is not None:
@@ -104,7 +111,7 @@ class RandomRunner:
             num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
         assert len({request.slot for request in requests}) == len(requests)
         for request in requests:
-            assert request.num_tokens - 1 <= longest
+            assert self.tables[request.slot] == request.allocation.table
             unseen = sum(
                 results.copy.wait().tokens.shape[1] for results in self.pending if request in results.requests
             )

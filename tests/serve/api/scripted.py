@@ -89,6 +89,9 @@ class ScriptedEngine:
         if request.finish_reason is None:
             self._finish(request, "abort")
 
+    def stop(self, request: Request) -> None:
+        """It has looked for stop texts itself."""
+
     def step(self) -> list[Request]:
         if self.totals.num_steps == self.fail_at:
             raise RuntimeError("the engine breaks on purpose")
@@ -109,10 +112,15 @@ class ScriptedEngine:
         script = self.script(request)
         tokens = script[done : done + self.per_step][: params.max_tokens - done]
         assert request.stream is not None
-        kept = request.stream.push(tokens)
-        if kept is not None:
-            tokens = tokens[:kept]
         request.token_ids += tokens
+        request.num_shown = len(request.token_ids)
+        if request.has_stops:
+            request.read()
+        kept = request.stream.num_kept
+        if kept is not None:
+            tokens = tokens[: kept - done]
+            del request.token_ids[kept:]
+            request.num_shown = kept
         if params.logprobs is not None:
             top = tuple((i, -1.5 - i) for i in range(params.logprobs))
             request.logprobs += [TokenLogprobs(-0.5, top)] * len(tokens)
@@ -131,8 +139,6 @@ class ScriptedEngine:
 
     def _finish(self, request: Request, reason: Any) -> None:
         request.finish_reason = reason
-        assert request.stream is not None
-        request.stream.finish()
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
