@@ -334,7 +334,7 @@ class Runner:
             request.num_missed = 0
 
     def _read_missed(self, slots: list[int], length: int, columns: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, in a window over
+        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
         ``columns``."""
         drafter, kept = self.models.drafter, self.slots.missed
         assert drafter is not None and kept is not None
