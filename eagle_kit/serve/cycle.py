@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Accepted
+from eagle_kit.kernels.accept import Accepted, Outcome, outcome
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.states import StatePool, StateWindow
@@ -22,7 +22,7 @@ from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.decide import decide, is_finite
+from eagle_kit.speculation.verify.decide import decide
 from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
 
 
@@ -98,11 +98,12 @@ class WindowRead(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Result of verification: the target's ``out`` over the window, the ``accepted`` path, and ``emitted``
-    and ``counts`` as in :class:`CycleOutput`."""
+    """Result of verification: the target's ``out`` over the window, the ``accepted`` path and its
+    ``outcome``, and ``emitted`` and ``counts`` as in :class:`CycleOutput`."""
 
     out: TargetOutput
     accepted: Accepted
+    outcome: Outcome
     emitted: Emitted
     counts: torch.Tensor | None
 
@@ -182,7 +183,8 @@ def accept_and_commit(
     out, attend, logits = read
     steps, seq_lens = settings.shape.steps, state.seq_lens
     accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
-    num_emitted = (accepted.num_accepted + 1) * state.active
+    after = outcome(logits, accepted, state.active, seq_lens)
+    num_emitted = after.num_emitted
     models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)
     if isinstance(attend, StateWindow):
         attend.commit(accepted.path, num_emitted)
@@ -192,8 +194,8 @@ def accept_and_commit(
     logprobs = None
     if settings.num_logprobs is not None:
         logprobs = _logprobs(logits, accepted, settings.num_logprobs)
-    finite = is_finite(logits).gather(1, accepted.path).all(1)
-    return Verified(out, accepted, Emitted(accepted.tokens, num_emitted, logprobs, finite), counts)
+    emitted = Emitted(accepted.tokens, num_emitted, logprobs, after.is_finite)
+    return Verified(out, accepted, after, emitted, counts)
 
 
 def draft_extend(
@@ -205,8 +207,8 @@ def draft_extend(
     if drafter is not None and draft is not None:
         topk = settings.num_candidates or settings.shape.topk
         draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, topk, settings.num_columns)
-    roots = accepted.tokens.gather(1, accepted.num_accepted[:, None])[:, 0]
-    return state._replace(seq_lens=state.seq_lens + num_emitted, roots=roots, draft=draft)
+    after = verified.outcome
+    return state._replace(seq_lens=after.seq_lens, roots=after.roots, draft=draft)
 
 
 def _forward(

@@ -14,6 +14,7 @@ import torch
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.kernels.accept import is_finite
 from eagle_kit.kernels.recurrence import Text
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
 from eagle_kit.kernels.summation import round_columns
@@ -46,7 +47,7 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.speculation.verify.decide import choose, is_finite
+from eagle_kit.speculation.verify.decide import choose
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 from eagle_kit.tuning.policy import MOST_MISSED
 

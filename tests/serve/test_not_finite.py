@@ -9,10 +9,10 @@ from tiny_engine import make_engine
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import is_finite
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
-from eagle_kit.speculation.verify.decide import is_finite
 
 BAD = 100
 GOOD = [[3, 4, 5, 6], [9, 8, 7], [1] * 9]

@@ -2,17 +2,20 @@
 
 Deterministic drafts: ``accept_greedy``, ``accept_most_likely``, ``accept_target_only``, and LOSSY
 ``accept_relaxed``. Sampled drafts: ``accept_rejection_chain``, ``accept_rejection_tree``, ``accept_block``.
-``eagle_kit.speculation.verify`` chooses among them by the type of the proposal.
+``eagle_kit.speculation.verify`` chooses among them by the type of the proposal. ``outcome`` is what follows
+of a path.
 """
 
 from eagle_kit.kernels.accept.block import accept_block
 from eagle_kit.kernels.accept.greedy import Accepted, accept_greedy, accept_most_likely
+from eagle_kit.kernels.accept.outcome import Outcome, is_finite, outcome
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
 from eagle_kit.kernels.accept.target_only import accept_target_only
 
 __all__ = [
     "Accepted",
+    "Outcome",
     "accept_block",
     "accept_greedy",
     "accept_most_likely",
@@ -20,4 +23,6 @@ __all__ = [
     "accept_rejection_tree",
     "accept_relaxed",
     "accept_target_only",
+    "is_finite",
+    "outcome",
 ]

@@ -320,6 +320,23 @@ def _block(rows, stats, last, sums, q, q_sums, tokens, uniforms, bonus_uniforms,
     tl.store(num_accepted + b, count.to(tl.int64))
 
 
+@triton.jit
+def _outcome_of(best, path, tokens, num_accepted, active, seq_lens, num_emitted, finite, roots, new_lens,
+                nodes, length, BLOCK: tl.constexpr):  # fmt: skip
+    """``best [B, N]``: the largest logit of every node, NaN where a row has one; ``length``: S + 1."""
+    b = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < length
+    value = tl.load(best + b * nodes + tl.load(path + b * length + k, inside, 0), inside, 0.0).to(tl.float32)
+    is_good = (tl.abs(value) < float("inf")) | ~inside
+    count = tl.load(num_accepted + b)
+    emitted = tl.where(tl.load(active + b) != 0, count + 1, 0)
+    tl.store(num_emitted + b, emitted)
+    tl.store(finite + b, tl.min(is_good.to(tl.int32), 0).to(tl.uint8))
+    tl.store(roots + b, tl.load(tokens + b * length + count))
+    tl.store(new_lens + b, tl.load(seq_lens + b) + emitted)
+
+
 Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """``path``, ``tokens`` and ``num_accepted`` of ``Accepted``."""
 
@@ -437,6 +454,38 @@ def accept_block(
     return out
 
 
+def _after(seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers = [torch.empty_like(seq_lens) for _ in range(3)]
+    return numbers[0], torch.empty_like(seq_lens, dtype=torch.bool), numbers[1], numbers[2]
+
+
+@torch.library.custom_op("eagle_kit::accept_outcome", mutates_args=())
+def outcome(
+    best: torch.Tensor,
+    path: torch.Tensor,
+    tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    active: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fields of :class:`~eagle_kit.kernels.accept.outcome.Outcome` from the largest logits ``best [B, N]``
+    and a path, all contiguous."""
+    num_emitted, finite, roots, new_lens = out = _after(seq_lens)
+    if b := len(path):
+        length = path.shape[1]
+        _outcome_of[(b,)](
+            best, path, tokens, num_accepted, active.view(torch.uint8), seq_lens, num_emitted,
+            finite.view(torch.uint8), roots, new_lens, best.shape[1], length,
+            BLOCK=triton.next_power_of_2(length), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@outcome.register_fake
+def _(best, path, tokens, num_accepted, active, seq_lens):
+    return _after(seq_lens)
+
+
 @accept_most_likely.register_fake
 def _(logits, tokens, parents, steps):
     return _outcome(tokens, steps)
@@ -481,6 +530,17 @@ def variants() -> list[Variant]:
             )
         )  # fmt: skip
 
+    numbers = ("path", "tokens", "num_accepted", "seq_lens", "num_emitted", "roots", "new_lens")
+    found.append(
+        Variant(
+            "accept outcome", _outcome_of,
+            {
+                "best": "*bf16", **dict.fromkeys(numbers, "*i64"),
+                **dict.fromkeys(("active", "finite"), "*u8"), **dict.fromkeys(("nodes", "length"), "i32"),
+            },
+            {"BLOCK": 8}, num_warps=1,
+        )
+    )  # fmt: skip
     greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
     add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
     for name, dense in (("bf16", False), ("dense", True)):

@@ -64,11 +64,6 @@ def decide(
     return accept(distribution, window, verifier, sampling.seeds, seq_lens, steps)
 
 
-def is_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Whether each row of ``logits [..., V]`` has a distribution: no NaN, no infinity, and not -inf alone."""
-    return logits.amax(-1).isfinite()
-
-
 def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
