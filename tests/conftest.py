@@ -18,13 +18,15 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 @pytest.fixture(scope="session")
 def triton_device() -> str:
-    """Where Triton kernels run: `cuda`, or `cpu` under the repaired interpreter."""
+    """Where Triton kernels run: `cuda`, or `cpu` under the interpreter, repaired and hardened."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
+    from eagle_kit.kernels.hardened import harden
     from eagle_kit.kernels.interpreter import repair
 
     repair()
+    harden(seed=18)
     return "cpu"
 
 

@@ -116,7 +116,8 @@ def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, b
     nearest = tl.div_rn(best - tl.load(values + m * chunks + c), divisor).to(tl.int32, bitcast=True)
     digit = tl.arange(0, 16)
     sums = tl.zeros([16, LANES], tl.float32)
-    if (needed < float("inf")) & ((nearest < low) | (((nearest - low) >> shift) < 16)):
+    # bits of a NaN may be negative: what lies below ``low`` is raised to it, or the difference overflows
+    if (needed < float("inf")) & ((tl.maximum(nearest, low) - low) >> shift < 16):
         for start in range(0, CHUNK, LANES):
             i = c * CHUNK + start + tl.arange(0, LANES)
             x = tl.load(logits + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
@@ -126,7 +127,7 @@ def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, b
             if HAS_LIMIT:
                 bound, last = tl.load(bounds + m), tl.load(lasts + m)
                 counts &= (d < bound) | ((d == bound) & (i <= last))
-            own = tl.where(counts, (bits - low) >> shift, 16)
+            own = tl.where(counts, (tl.maximum(bits, low) - low) >> shift, 16)
             weight = tl.full([LANES], 1.0, tl.float32) if COUNT else tl.exp(-d)
             sums += tl.where(own[None, :] == digit[:, None], weight[None, :], 0.0)
     at = ((round % 2) * rows + m) * chunks + c
