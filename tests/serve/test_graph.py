@@ -207,3 +207,18 @@ def test_modes_are_checked():
 def test_a_capture_failure_names_the_operation():
     with pytest.raises(CaptureError, match="item|local_scalar"):
         Graph(lambda x: x * x.sum().item(), torch.ones(3, device="cuda"))
+
+
+def test_the_inputs_of_the_same_batch_are_copied_once_and_others_whenever_they_come():
+    graphs, total = GraphRunner("cycle", EagerGraph), torch.zeros(2)
+    first, second = ((torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),))
+    body = lambda inputs: (total.add_(inputs[0]).clone(),)  # noqa: E731
+    seen = []
+    for inputs in (first, first, second, first):
+        (out,) = graphs.run(GraphCall("sum", 0, body, inputs, lambda: (torch.zeros(2),)))
+        seen.append(out.tolist())
+    assert seen == [[1.0, 2.0], [2.0, 4.0], [12.0, 24.0], [13.0, 26.0]]
+    (graph,) = graphs._graphs.values()
+    graph.inputs[0].zero_()
+    (out,) = graphs.run(GraphCall("sum", 0, body, first, lambda: first))
+    assert out.tolist() == [13.0, 26.0], "nothing was copied"
