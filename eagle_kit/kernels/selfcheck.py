@@ -13,10 +13,11 @@ import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import accept_greedy, accept_rejection_chain
+from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_rejection_chain, outcome
 from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_loss import linear_draft_loss
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.experts import experts
@@ -111,6 +112,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
         ("accept", "torch, sampled chain", _accept_sampled),
+        ("accept", "torch, outcome", _outcome),
         ("sampling", "torch, distribution", _distribution),
         ("sampling", "torch, samples", _samples),
         ("packed_attention", "torch", _packed_attention),
@@ -125,6 +127,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("commit", "torch", _commit),
         ("draft_topk", "torch", _draft_topk),
         ("rows", "torch", _rows),
+        ("draft_inputs", "torch", _draft_inputs),
     ]
 
 
@@ -215,6 +218,25 @@ def _commit() -> float:
     pages, one = torch.tensor([[2, 1, 0]]), torch.tensor([2])
     commit_path(k, v, pages, 2, torch.tensor([[0, 2, 1]]), one + 1, one, 8, 4)
     return _error(torch.cat((k, v)), expected)
+
+
+def _draft_inputs() -> float:
+    features, table, weights = _randn(3, 24), _randn(9, 24, seed=1), _randn(2, 24, seed=2)
+    rows, tokens = torch.tensor([2, 0, 1, 2]), torch.tensor([8, 1, 0, 3])
+    got, taken = draft_inputs(features, rows, tokens, table, (weights[0], weights[1]), 1e-5)
+    parts = torch.stack((table[tokens], features[rows])).double()
+    normed = parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[:, None].double()
+    return max(_error(got, torch.cat(tuple(normed), -1)), _error(taken, features[rows]))
+
+
+def _outcome() -> float:
+    """Two drafts of one request are accepted; the other is padding, and has NaN on its path."""
+    logits, two = _randn(2, 4, 9), torch.tensor([2, 0])
+    logits[1, 0, 3] = torch.nan
+    tokens, path = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[0, 1, 3], [0, 0, 0]])
+    found = outcome(logits, Accepted(path, tokens, two), torch.tensor([True, False]), two + 9)
+    exact = torch.tensor([[3, 0], [1, 0], [7, 8], [14, 9]])
+    return _error(torch.stack([part.long() for part in found]), exact)
 
 
 def _rows() -> float:

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.accept import Accepted, outcome
 from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
-from tests.gpu.near import assert_same_bits
+from tests.gpu.near import assert_near, assert_same_bits
 from tests.gpu.place import DEVICE, DTYPES, FP8, generator, pick, randn
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -142,3 +144,32 @@ def test_rows_of_slots_are_gathered_and_written_back():
     write_rows(expected, rows, new, backend="reference")
     for ours, exact in zip(slots, expected, strict=True):
         assert torch.equal(ours, exact)
+
+
+def test_the_outcome_of_a_path_is_the_references():
+    by = generator(25)
+    logits = randn(65, 16, 1271, dtype=torch.bfloat16, by=by)
+    logits[3, 4, 5] = torch.nan
+    path, tokens = (torch.randint(0, 16, (65, 6), generator=by, device=DEVICE) for _ in range(2))
+    accepted = Accepted(path, tokens, torch.randint(0, 6, (65,), generator=by, device=DEVICE))
+    lens = torch.randint(0, 2**40, (65,), generator=by, device=DEVICE)
+    ours = outcome(logits, accepted, lens % 3 > 0, lens, backend="triton")
+    theirs = outcome(logits, accepted, lens % 3 > 0, lens, backend="reference")
+    for name, one, other in zip(ours._fields, ours, theirs, strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", pick([576, 4096, 8192], [48]))
+def test_inputs_of_a_head_are_normed_and_joined(size, dtype):
+    by = generator(26)
+    features, table = randn(40, size, dtype=dtype, by=by), randn(1271, size, dtype=dtype, by=by)
+    norms = (randn(size, dtype=dtype, by=by), randn(size, dtype=dtype, by=by))
+    rows = torch.randint(0, 40, (37,), generator=by, device=DEVICE)
+    tokens = torch.randint(0, 1271, (37,), generator=by, device=DEVICE)
+    x, taken = draft_inputs(features, rows, tokens, table, norms, 1e-5, backend="triton")
+    parts = torch.stack((table[tokens], features[rows])).double()
+    weights = torch.stack(norms).double()[:, None]
+    exact = parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights
+    assert_near("input", x, torch.cat(tuple(exact), -1))
+    assert torch.equal(taken, features[rows])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
@@ -37,6 +38,18 @@ class Block(nn.Module, ABC):
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Input of attention, ``[T, 2H]`` or ``[T, H]``, and the residual ``[T, H]``, from ``hidden`` and
         ``embeds [T, H]``."""
+
+    def inputs_of(
+        self,
+        features: torch.Tensor,
+        feature_rows: torch.Tensor | None,
+        tokens: torch.Tensor,
+        embedding: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`inputs` of ``features[feature_rows]`` (all of them, in order, where that is None) and of the
+        rows ``tokens`` of ``embedding [V, H]``."""
+        hidden = features if feature_rows is None else features[feature_rows]
+        return self.inputs(hidden, F.embedding(tokens, embedding))
 
     @abstractmethod
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

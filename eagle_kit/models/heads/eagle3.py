@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import MLP, RMSNorm
 from eagle_kit.models.blocks.mla import make_attention
@@ -108,6 +109,18 @@ class Eagle3Layer(Block):
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat((self.input_layernorm(embeds), normed), -1), residual
+
+    def inputs_of(
+        self,
+        features: torch.Tensor,
+        feature_rows: torch.Tensor | None,
+        tokens: torch.Tensor,
+        embedding: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
+        norms = self.input_layernorm.weight, self.hidden_norm.weight
+        x, hidden = draft_inputs(features, feature_rows, tokens, embedding, norms, self.hidden_norm.eps)
+        return x, x[:, features.shape[1] :] if self.norm_before_residual else hidden
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.heads.draft_head.Block`."""

@@ -140,8 +140,9 @@ class HeadDraftModel(DraftModel):
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
-        features = rows.features if rows.feature_rows is None else rows.features[rows.feature_rows]
-        inputs = self.head.blocks[module].inputs(features, self.target.embed(rows.tokens))
+        features, tokens, _, feature_rows = rows
+        embedding = self.target.embed_tokens.weight
+        inputs = self.head.blocks[module].inputs_of(features, feature_rows, tokens, embedding)
         return self.head.step(inputs, rows.positions, attend, module, wanted)
 
 
