@@ -2,7 +2,8 @@
 
 A row is one case in the record: ``group``, ``case``, what tells cases apart, ``status`` and ``seconds``, and
 of these whatever applies: ``times_us`` by form, ours first; ``bytes``, ``flops``, ``floor_us``, ``bound`` and
-``share`` (floor over time) of ours; ``figures``, numbers by name.
+``share`` (floor over time) of ours; ``sheet_floor_us`` and ``sheet_share``, the same with the bandwidth of
+the data sheet where it is known; ``figures``, numbers by name.
 """
 
 import time
@@ -96,9 +97,14 @@ class Machine(NamedTuple):
         cost = Cost(sum(each.bytes for each in costs), sum(each.flops for each in costs))
         floor = sum(each.seconds(self.ceilings) for each in costs)
         by_bytes = cost.bytes / self.ceilings.copy_bytes_per_s
+        sheet, stated = self.ceilings.by_data_sheet(), {}
+        if sheet is not None:
+            least = sum(each.seconds(sheet) for each in costs)
+            stated = {"sheet_floor_us": round(1e6 * least, 4), "sheet_share": least / ours.median}
         return {
             "bytes": cost.bytes,
             "flops": cost.flops,
+            **stated,
             "floor_us": round(1e6 * floor, 4),
             "byte_floor_us": round(1e6 * by_bytes, 4),
             "bound": "bytes" if by_bytes >= floor else "flops",

@@ -37,13 +37,21 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
 
 def plot_cycles(record: dict[str, Any], path: Path) -> None:
     """Draw the engine's cycles over their floor, with lines at 1, 1.25 and 1.4 times, and tokens/s over the
-    batch, into ``path``, a PNG file."""
+    batch, into ``path``, a PNG file. Hollow: over the floor at the data sheet's bandwidth, if known."""
     figure, (times, rates) = _figure(record)
     ends: list[float] = []
     for i, (name, rows) in enumerate(_by(record, "shape", "mode").items()):
         points = [(row["floor_us"] / 1e3, row["times_us"]["cycle"]["median"] / 1e3) for row in rows]
         ends += [floor for floor, _ in points]
         _scatter(times, points, {**_style(i), "label": name})
+        stated = [
+            (row["sheet_floor_us"] / 1e3, row["times_us"]["cycle"]["median"] / 1e3)
+            for row in rows
+            if "sheet_floor_us" in row
+        ]
+        ends += [floor for floor, _ in stated]
+        hollow = {"facecolors": "none", "edgecolors": _style(i)["color"], "marker": _style(i)["marker"]}
+        _scatter(times, stated, {**hollow, "linewidths": 1.0})
         if rows[0]["mode"] == "cycle":
             best: dict[int, float] = {}
             for row in sorted(rows, key=lambda row: -row["context"]):
@@ -54,7 +62,10 @@ def plot_cycles(record: dict[str, Any], path: Path) -> None:
         span = [min(ends) / 1.3, max(ends) * 1.3]
         times.plot(span, [factor * end for end in span], line, color="#333333", linewidth=1.2, zorder=2)
     times.set(xscale="log", yscale="log")
-    frame(times, "A cycle over its floor (lines: 1, 1.25 and 1.4 times)", "floor, ms", "measured, ms")
+    is_stated = record["ceilings"].get("sheet_bytes_per_s") is not None
+    legend = ", hollow: data sheet's bandwidth" if is_stated else ""
+    title = f"A cycle over its floor (lines: 1, 1.25 and 1.4 times{legend})"
+    frame(times, title, "floor, ms", "measured, ms")
     rates.set_ylim(bottom=0)
     frame(rates, "Tokens/s if a cycle makes 3 tokens (none: 1), shortest context", "batch", "tokens/s")
     _save(figure, path)
@@ -81,7 +92,7 @@ def _figure(record: dict[str, Any]) -> tuple[Any, Any]:
 def _scatter(area: Any, points: list[tuple[float, float]], style: dict[str, Any]) -> None:
     if points:
         across, up = zip(*points, strict=True)
-        area.scatter(across, up, s=26, alpha=0.8, linewidths=0, zorder=3, **style)
+        area.scatter(across, up, **{"s": 26, "alpha": 0.8, "linewidths": 0, "zorder": 3, **style})
 
 
 def _style(i: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 follow from what was timed."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 
 from eagle_kit.bench import decode, serving
 from eagle_kit.bench import models as bench_models
-from eagle_kit.bench.case import Case, Cost, Machine
-from eagle_kit.bench.ceilings import Ceilings
+from eagle_kit.bench.case import Case, Cost, Form, Machine
+from eagle_kit.bench.ceilings import SHEET_BYTES_PER_S, Ceilings
 from eagle_kit.bench.engine import suite
 from eagle_kit.bench.engine.floor import cycle_forwards
 from eagle_kit.bench.engine.load import decoding, host_work, loaded, random_prompts, window_forms
@@ -26,6 +26,8 @@ from eagle_kit.kernels.timing import Timer
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.report import bench as report_bench
+from eagle_kit.report.bench import plot_cycles
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 CPU = torch.device("cpu")
@@ -76,6 +78,50 @@ def test_floors_of_llama_8b_at_the_h200s_ceilings():
     assert floors("5,1,6")[1] == pytest.approx(4.42, abs=0.01)
     _, by_bytes, wide = floors("7,8,32", batch=16)
     assert wide > 1.5 * by_bytes, "512 rows compute longer than they read"
+
+
+def test_floors_stand_for_measured_and_for_stated_bandwidth():
+    """A cost of 1 GB and little arithmetic, on a machine that copies 8 of the 10 GB/s of its data sheet."""
+    ceilings = Ceilings(8e9, 1e15, 1e-6, sheet_bytes_per_s=10e9)
+    row = MACHINE._replace(ceilings=ceilings).compare({"x": lambda: Form(lambda: None)}, Cost(10**9, 1))
+    assert row["floor_us"] == pytest.approx(125_000) and row["sheet_floor_us"] == pytest.approx(100_000)
+    assert row["share"] / row["sheet_share"] == pytest.approx(1.25)
+    assert "sheet_floor_us" not in MACHINE.compare({"x": lambda: Form(lambda: None)}, Cost(10**9, 1))
+    arithmetic = Ceilings(8e9, 1e6, 1e-6, 10e9)
+    row = MACHINE._replace(ceilings=arithmetic).compare({"x": lambda: Form(lambda: None)}, Cost(1, 10**6))
+    assert row["floor_us"] == row["sheet_floor_us"] == pytest.approx(1e6), "arithmetic is as measured in both"
+    assert str(ceilings).startswith("copy 8 GB/s (data sheet 10), ")
+
+
+def test_data_sheets_are_known_by_the_drivers_names():
+    assert (
+        SHEET_BYTES_PER_S["NVIDIA H100 80GB HBM3"] == 3.35e12 and SHEET_BYTES_PER_S["NVIDIA H200"] == 4.8e12
+    )
+    assert SHEET_BYTES_PER_S.get("NVIDIA Nonsense") is None
+    assert MACHINE.ceilings.by_data_sheet() is None
+
+
+def test_the_grid_has_what_others_have_published():
+    shapes = [SpecShape.parse(shape) for shape in suite.Grid().shapes]
+    assert SpecShape(5, 4, 16) in shapes
+    chains = {shape.steps for shape in shapes if shape.steps and shape.topk == 1}
+    assert chains == {3, 5, 7} and {shape.steps for shape in shapes if shape.topk > 1} == {5, 7}
+
+
+def test_cycles_report_and_draw_both_floors(models, monkeypatch, tmp_path):
+    grid = suite.Grid(points=((1, 64),), eager_points=(), contexts=(), shapes=("none", "2,1,3"))
+    ceilings = Ceilings(1e10, 1e12, 1e-6, sheet_bytes_per_s=2e10)
+    rows = {}
+    for case in suite.Suite(*models, grid).cases():
+        row = case.measure(MACHINE._replace(ceilings=ceilings))
+        rows[case.key] = {"group": case.group, "case": case.name, "status": "ok", **case.values, **row}
+        over, stated = row["figures"]["times the floor"], row["figures"]["times the data sheet's floor"]
+        assert stated == pytest.approx(1 / row["sheet_share"]) and stated > over
+    figures = []
+    monkeypatch.setattr(report_bench, "_save", lambda figure, path: figures.append(figure))
+    plot_cycles({"cases": rows, "ceilings": asdict(ceilings), "settings": {}}, tmp_path / "p.png")
+    (times, _) = figures[0].axes
+    assert len(times.collections) == 2 * len(rows) and "data sheet" in times.get_title(loc="left")
 
 
 def test_floors_of_a_tiny_model_by_hand(models):

@@ -35,7 +35,8 @@ K = 1024
 @dataclass(frozen=True)
 class Grid:
     """Measured cases: ``points`` of (batch, context) as graphs, ``eager_points`` without graphs,
-    ``contexts`` and ``windows`` of verification at batch 1."""
+    ``contexts`` and ``windows`` of verification at batch 1. ``shapes``: chains of 3, 5 and 7 steps, of which
+    published figures are, and trees."""
 
     points: tuple[tuple[int, int], ...] = (
         *((1, K), (8, K), (1, 8 * K), (1, 32 * K), (8, 8 * K), (32, K), (64, K), (8, 32 * K)),
@@ -44,7 +45,7 @@ class Grid:
     eager_points: tuple[tuple[int, int], ...] = ((1, K), (8, 8 * K))
     contexts: tuple[int, ...] = (K, 8 * K, 32 * K)
     windows: tuple[int, ...] = (1, 4, 8, 16, 32)
-    shapes: tuple[str, ...] = (PLAIN, "3,1,4", "5,4,8", "7,8,32")
+    shapes: tuple[str, ...] = (PLAIN, "3,1,4", "5,1,6", "7,1,8", "5,4,8", "5,4,16", "7,8,32")
 
 
 TINY = Grid(points=((1, 64), (2, 128)), eager_points=((1, 64),), contexts=(64,), windows=(1, 8))
@@ -112,7 +113,10 @@ class Suite:
             host = {} if mode == "off" else {"host_us": 1e3 * host_work(engine, machine)["host_ms"]}
         tokens = min(STATED, shape.steps + 1)
         rate = 1e6 * batch * tokens / row["times_us"]["cycle"]["median"]
-        figures = {"times the floor": 1 / row["share"], **host, "tokens a cycle": tokens, "tokens/s": rate}
+        ratios = {"times the floor": 1 / row["share"]}
+        if "sheet_share" in row:
+            ratios["times the data sheet's floor"] = 1 / row["sheet_share"]
+        figures = {**ratios, **host, "tokens a cycle": tokens, "tokens/s": rate}
         return {**row, "figures": figures, "linear_forms": engine.runner.linear_forms.report()}
 
     def verify(self, context: int, machine: Machine) -> dict[str, Any]:
