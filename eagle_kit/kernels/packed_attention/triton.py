@@ -10,6 +10,7 @@ Legend: T packed tokens, Hq / Hkv heads, D head size.
 import torch
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.ttt_attention import triton as flash
 from eagle_kit.kernels.variant import AttentionVariant
 
@@ -18,18 +19,21 @@ def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch
     """First token of each token's document, int32 ``[T]``, from (start, stop) of each document; built without
     reading the device."""
     starts, stops = torch.tensor(spans, dtype=torch.int32).view(-1, 2).unbind(1)
-    counts = (stops - starts).to(device, non_blocking=True)
     total = spans[-1][1] if spans else 0
-    return torch.repeat_interleave(starts.to(device, non_blocking=True), counts, output_size=total)
+    first, counts = (to_device(part, device, torch.int32) for part in (starts, stops - starts))
+    return torch.repeat_interleave(first, counts, output_size=total)
 
 
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, variant: AttentionVariant
 ) -> torch.Tensor:
-    """Packed attention of ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` -> ``[T, Hq, D]``; ``doc_start``
-    int32 ``[T]`` is the first token of each token's document. Differentiable where the softmax is
-    ordinary."""
+    """Packed attention of ``q [T, Hq, D]``, ``k [T, Hkv, D]`` and ``v [T, Hkv, Dv]``, Dv at most D, ->
+    ``[T, Hq, Dv]``; ``doc_start`` int32 ``[T]`` is the first token of each token's document. Differentiable
+    where the softmax is ordinary."""
     tokens, kv_heads, size = k.shape
+    if v.shape[-1] < size:  # latent attention: the kernel has one size of head
+        wide = torch.nn.functional.pad(v, (0, size - v.shape[-1]))
+        return packed_attention(q, k, wide, doc_start, variant)[..., : v.shape[-1]]
     none = k.new_empty(tokens, kv_heads, 0, size)
     stops = torch.arange(1, tokens + 1, dtype=torch.int32, device=k.device)
     starts = doc_start + variant.limits.firsts(stops - 1 - doc_start)

@@ -48,6 +48,19 @@ def test_out_equals_the_softmax_of_each_document(triton_device, dtype, stops, hq
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_values_may_be_narrower_than_keys(triton_device, dtype):
+    """Latent attention's heads: the columns behind a value are another value's, and must not be read."""
+    spans = [(0, 17), (17, 70)]
+    q, k, v = make(70, 3, 3, 24, dtype, triton_device)
+    v = v[..., :16].contiguous()
+    out = packed_attention(q, k, v, spans, 0.2, backend="triton")
+    wide = torch.nn.functional.pad(v, (0, 8))
+    exact = dense(q.double(), k.double(), wide.double(), spans, 0.2)[..., :16]
+    assert out.shape == v.shape and out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_it_is_differentiable(triton_device):
     spans = [(0, 21), (21, 22), (22, 40)]
     inputs = [x.requires_grad_() for x in make(40, 4, 2, 16, torch.float32, triton_device)]
