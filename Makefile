@@ -2,15 +2,19 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint clean
+.PHONY: help install demo test test-all test-cuda-fake lint clean
 
 VENV := .venv
+CUDA_VENV := .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.installed
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := demo,train,eval,serve,dev,deepspeed
 # A build for CPUs where one is on offer: a plain version also matches it, and is preferred by pip.
 TORCH_CPU ?= torch==2.13.0
 TORCH_CUDA ?= torch>=2.11
+# Exactly this version, which the package index has as a build for CUDA; 2.13.0+cpu does not match it.
+TORCH_FAKE_CUDA ?= torch===2.13.0
 # Another package index for torch alone, for example one that holds only CPU builds.
 TORCH_INDEX ?=
 MINUTES ?= 3
@@ -35,6 +39,10 @@ test-all: install ## run all tests, about half an hour on two cores
 	@echo "== all tests, $(WORKERS) processes"
 	@$(PYTEST) $(ARGS)
 
+test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors, in an environment of 5.5 GB; no GPU
+	@echo "== traces on fake CUDA tensors"
+	@OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q tests/cuda_fake $(ARGS)
+
 lint: install ## ruff (checks and format), mypy, import layers
 	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "== mypy"; $(BIN)/mypy
@@ -42,12 +50,15 @@ lint: install ## ruff (checks and format), mypy, import layers
 
 install: $(STAMP) ## create .venv and install eagle_kit into it
 
-$(STAMP): pyproject.toml
-	@python=; for name in python3 python3.13 python3.12 python3.11 python; do \
+# Sets the shell's variable python, for lines that go on from here.
+FIND_PYTHON = python=; for name in python3 python3.13 python3.12 python3.11 python; do \
 	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "error: No Python 3.11 or later was found." >&2; \
-	  echo "  -> Install one, or put it on PATH as python3." >&2; exit 2; fi; \
+	  echo "  -> Install one, or put it on PATH as python3." >&2; exit 2; fi
+
+$(STAMP): pyproject.toml
+	@$(FIND_PYTHON); \
 	if [ ! -x $(BIN)/python ]; then echo "== $(VENV): created with $$($$python --version)"; $$python -m venv $(VENV); fi
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then wanted="$(TORCH_CUDA)"; kind=CUDA; \
 	else wanted="$(TORCH_CPU)"; kind=CPU; fi; \
@@ -60,5 +71,17 @@ $(STAMP): pyproject.toml
 	@touch $@
 	@echo "== installed into $(VENV)"
 
-clean: ## remove .venv and caches, keep runs
-	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+$(CUDA_STAMP): pyproject.toml
+	@$(FIND_PYTHON); \
+	if [ ! -x $(CUDA_VENV)/bin/python ]; then echo "== $(CUDA_VENV): created"; $$python -m venv $(CUDA_VENV); fi
+	@pip="$(CUDA_VENV)/bin/python -m pip install -qq --disable-pip-version-check"; \
+	echo "== torch: $(TORCH_FAKE_CUDA), with CUDA's libraries (4.7 GB, about 1.5 minutes where packages are near)"; \
+	$$pip "$(TORCH_FAKE_CUDA)" && $(CUDA_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' \
+	  || { echo "error: A build of $(TORCH_FAKE_CUDA) for CUDA could not be installed." >&2; \
+	  echo "  -> Let pip reach an index that has it, or name another with TORCH_FAKE_CUDA=torch===VERSION." >&2; exit 2; }; \
+	echo "== eagle_kit[serve,train]: editable, with its dependencies (about 1.5 minutes)"; \
+	$$pip -e '.[serve,train]' 'pytest>=8.3'
+	@touch $@
+
+clean: ## remove both environments and caches, keep runs
+	@rm -rf $(VENV) $(CUDA_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

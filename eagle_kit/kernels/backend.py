@@ -67,11 +67,33 @@ class DeviceFacts(NamedTuple):
     capability: int
 
 
-@cache
+_traced: ContextVar[DeviceFacts | None] = ContextVar("traced", default=None)
+
+
+@contextmanager
+def traced_for(facts: DeviceFacts) -> Iterator[None]:
+    """Context manager: CUDA tensors are fake ones of a GPU with ``facts`` that need not be there."""
+    token = _traced.set(facts)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether ``device`` is a GPU that runs what is launched, and not one that is traced for."""
+    return device.type == "cuda" and _traced.get() is None
+
+
 def device_facts(device: torch.device) -> DeviceFacts:
     """Properties of ``device``; those of an H200 where kernels are interpreted."""
     if device.type != "cuda":
         return DeviceFacts(132, 90)
+    return _traced.get() or _facts(device)
+
+
+@cache
+def _facts(device: torch.device) -> DeviceFacts:
     facts = torch.cuda.get_device_properties(device)
     return DeviceFacts(facts.multi_processor_count, 10 * facts.major + facts.minor)
 
@@ -79,4 +101,4 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context manager: launch kernels on ``device``, since Triton uses the current CUDA device and not that
     of its arguments."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if has_streams(device) else nullcontext()

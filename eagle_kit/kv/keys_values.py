@@ -13,6 +13,7 @@ from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, pa
 from eagle_kit.kernels.rope import Rows, WindowRows, rows_tensor
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
@@ -105,11 +106,8 @@ class PagedKV(PagedStore):
         """Rows int64 ``[T]`` that the tokens' keys and values are written to, and the plan of those that they
         attend to."""
         bounds = [(segment.start, segment.stop, segment.write_from) for segment in segments]
-        numbers = torch.tensor(bounds).t().contiguous()
         sizes = [segment.stop - segment.start for segment in segments]
-        if self.k.is_cuda:
-            numbers = numbers.pin_memory()
-        starts, stops, write_from = numbers.to(self.k.device, non_blocking=True)
+        starts, stops, write_from = to_device(torch.tensor(bounds).t().contiguous(), self.k.device)
         cu_rows = torch.nn.functional.pad((stops - starts).cumsum(0), (1, 0))
         request = torch.repeat_interleave(stops - starts, output_size=sum(sizes))
         positions = torch.arange(sum(sizes), device=self.k.device) + (starts - cu_rows[:-1])[request]

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
+from eagle_kit.kernels.backend import has_streams
 
 WARM_UPS = 2
 
@@ -84,7 +85,7 @@ class HostCopy:
     def __init__(self, tensors: Any) -> None:
         self._tensors = map_tensors(_to_pinned, tensors)
         self._event: torch.cuda.Event | None = None
-        if any(tensor.is_cuda for tensor in leaves(tensors)):
+        if any(has_streams(tensor.device) for tensor in leaves(tensors)):
             self._event = torch.cuda.Event()
             self._event.record()
 

@@ -346,7 +346,7 @@ class Runner:
         with self.linear_forms.using():
             draft = drafter.extend(before, missed, missed.counts - 1, self.topk, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
-        kept.counts[rows] = 0
+        kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
     @torch.inference_mode()
     def warm_up(self, shapes_at: Callable[[int], Sequence[SpecShape]]) -> int:

@@ -96,7 +96,7 @@ class Slots:
             for mine, new in zip(self.draft, draft, strict=True):
                 mine[slots] = new
         if self.missed is not None:
-            self.missed.counts[slots] = 0
+            self.missed.counts.index_fill_(0, slots, 0)
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``."""
@@ -149,7 +149,7 @@ class Slots:
         self._adjusted.add(slot)
         counts[slot] = bias[slot] = 0
         prompt_mask[slot] = False
-        prompt_mask[slot, to_device(request.prompt_ids, root.device)] = True
+        prompt_mask[slot].index_fill_(0, to_device(request.prompt_ids, root.device), True)
         if params.logit_bias:
             tokens = to_device(list(params.logit_bias), root.device)
             values = [min(max(value, -LARGEST), LARGEST) for value in params.logit_bias.values()]

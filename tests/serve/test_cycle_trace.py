@@ -5,27 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_hybrid, tiny_target
-from tiny_engine import resolved
+from tiny import tiny_hybrid, tiny_target
+from tiny_cycle import (
+    BATCH,
+    POLICIES,
+    SAMPLING_PARAMS,
+    cycle_engine,
+    cycle_settings,
+    head_draft,
+    sampling_batch,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.sampling import make_sampling_batch
-from eagle_kit.serve.cycle import CycleModels, CycleSettings, cycle, finish_cycle
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.llm import EAGLE1_SHAPE
+from eagle_kit.serve.cycle import CycleModels, cycle, finish_cycle
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
 
-BATCH = 3
-SAMPLING_PARAMS = {
-    "greedy": None,
-    "sampled": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
-    "penalised": SamplingParams(temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}),
-}
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -37,17 +35,7 @@ def test_the_cycle_needs_no_host(shape, sampling, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ("4,1,5", {"sampled_drafts": True}),
-        ("4,1,5", {"sampled_drafts": True, "verifier": "rejection"}),
-        (str(EAGLE1_SHAPE), {"tree": "static"}),
-        (str(EAGLE1_SHAPE), {"tree": "static", "sampled_drafts": True}),
-        ("5,4,16", {"accept_threshold_single": 0.5, "accept_threshold_acc": 0.9}),
-    ],
-    ids=["block", "rejection", "static", "static sampled", "relaxed"],
-)
+@pytest.mark.parametrize(("shape", "options"), POLICIES.values(), ids=POLICIES)
 def test_no_policy_needs_the_host(shape, options, sampling, backend):
     _trace(backend, sampling, shape, **options)
 
@@ -65,7 +53,7 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
     target, engine, shape, settings = _engine("5,4,16")
     ngram = NgramIndex()
     ngram.insert(0, [1, 2, 3, 4, 1, 2, 5] * 3)
-    tree = to_tree(ngram.propose([[1, 2], [4, 1], [9]], shape.tokens, shape.steps), torch.device("cpu"))
+    tree = to_tree(ngram.propose([[1, 2], [4, 1], [9]], shape.tokens, shape.steps), CPU)
     allowed = torch.rand(BATCH, shape.tokens, target.config.vocab_size) < 0.5
     with _traced(backend):
         state = engine.runner.slots.gather(torch.arange(BATCH))._replace(draft=None)
@@ -75,7 +63,7 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
             state,
             window,
             settings,
-            _sampling_batch(sampling, target),
+            sampling_batch(sampling, target.config.vocab_size, CPU),
             allowed,
         )
     assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
@@ -97,32 +85,16 @@ def _trace(backend: str, sampling: str, shape: str, **options) -> None:
     runner = engine.runner
     with _traced(backend):
         state = runner.slots.gather(torch.arange(BATCH))
-        out = cycle(runner.models, state, settings, _sampling_batch(sampling, target))
+        out = cycle(runner.models, state, settings, sampling_batch(sampling, target.config.vocab_size, CPU))
     assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
     assert out.emitted.logprobs.ids.shape == (BATCH, shape.steps + 1, 3)
     assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
 
 
 def _engine(shape: str, target=None, **options):
-    target, shape = target or tiny_target(), SpecShape.parse(shape)
-    options = resolved(BATCH, 128, kv_tokens=600, **options)
-    engine = Engine(target, HeadDraftModel(tiny_head(target), target), options)
-    engine.use_shape(shape)
-    return (
-        target,
-        engine,
-        shape,
-        CycleSettings(shape, 192, num_logprobs=3, verifier=engine.runner.verifier(shape)),
-    )
-
-
-def _sampling_batch(sampling: str, target):
-    if SAMPLING_PARAMS[sampling] is None:
-        return None
-    vocab, device = target.config.vocab_size, torch.device("cpu")
-    return make_sampling_batch(
-        [SAMPLING_PARAMS[sampling]] * BATCH, [[1, 2]] * BATCH, [7] * BATCH, vocab, device
-    )
+    target = target or tiny_target()
+    engine = cycle_engine(target, head_draft(target), shape, **options)
+    return target, engine, SpecShape.parse(shape), cycle_settings(engine, shape)
 
 
 @contextmanager

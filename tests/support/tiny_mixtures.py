@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from eagle_kit.kernels.prefill_attention import prefill_attention
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
 
 SIZES = {
@@ -104,6 +105,14 @@ def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> 
         return prefill_attention(q, k, v, scale)
 
     return model(ids, torch.arange(len(ids)), attend, capture=capture)
+
+
+def untrained(config) -> LlamaModel:
+    """A target of ours in the shape of a config of transformers, whose weights mean nothing."""
+    name = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "mixtral": "Mixtral"}
+    architecture = name.get(config.model_type, "Qwen3Moe") + "ForCausalLM"
+    sizes = TargetConfig.from_dict(config.to_dict() | {"architectures": [architecture]})
+    return LlamaModel(sizes).eval().requires_grad_(False)
 
 
 def randomised(config) -> torch.nn.Module:

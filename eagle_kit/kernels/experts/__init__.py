@@ -104,18 +104,19 @@ def experts(
         if is_recording():
             return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
         return reference.by_expert(x, ids, weights, gate_up, down)
-    if x.is_cuda and x.dtype == gate_up.dtype == torch.bfloat16:
+    if x.is_cuda and _fits_groups(x, down):
         return reference.grouped(x, ids, weights, gate_up, down)
     return reference.dense(x, ids, weights, gate_up, down)
 
 
-def _groups(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _fits_groups(x: torch.Tensor, down: torch.Tensor) -> bool:
+    """Return True if torch multiplies groups of rows as long as those of ``x`` and those inside experts."""
+    sizes = {x.shape[-1] * x.element_size(), down.shape[-1] * down.element_size()}
+    return x.dtype == down.dtype == torch.bfloat16 and not any(size % GROUPED_ROW_BYTES for size in sizes)
+
+
+def _groups(x: torch.Tensor, down: torch.Tensor) -> bool:
     """Return True if torch multiplies groups of rows without reading their sizes on the host."""
-    row = x.shape[-1] * x.element_size()
-    if (
-        not x.dtype == weight.dtype == torch.bfloat16
-        or row % GROUPED_ROW_BYTES
-        or not torch.cuda.is_available()
-    ):
+    if not x.is_cuda or not _fits_groups(x, down):
         return False
     return device_facts(x.device).capability // 10 in GROUPED_MAJORS

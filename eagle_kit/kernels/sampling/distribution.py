@@ -90,16 +90,17 @@ def make_sampling_batch(
         repetition = repetition.clamp(min=SMALLEST)
     bias = prompt_mask = counts = None
     if with_tables and any(p.logit_bias for p in params):
-        bias = torch.zeros(len(params), vocab_size)
-        for i, p in enumerate(params):
-            for token, value in p.logit_bias.items():
-                bias[i, token] = min(max(value, -LARGEST), LARGEST)
-        bias = bias.to(device)
+        rows = [i for i, p in enumerate(params) for _ in p.logit_bias]
+        tokens = [token for p in params for token in p.logit_bias]
+        values = [min(max(v, -LARGEST), LARGEST) for p in params for v in p.logit_bias.values()]
+        bias = torch.zeros(len(params), vocab_size, device=device)
+        bias[to_device(rows, device), to_device(tokens, device)] = to_device(values, device, bias.dtype)
     if with_tables and repetition is not None:
-        prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            prompt_mask[i, torch.tensor(list(prompt), dtype=torch.int64)] = True
-        prompt_mask = prompt_mask.to(device)
+        rows = [i for i, prompt in enumerate(prompts) for _ in prompt]
+        tokens = [token for prompt in prompts for token in prompt]
+        prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
+        entries = to_device([i * vocab_size + token for i, token in zip(rows, tokens, strict=True)], device)
+        prompt_mask.view(-1).index_fill_(0, entries, True)
     if with_tables and any(p.has_penalties for p in params):
         counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
     return SamplingBatch(

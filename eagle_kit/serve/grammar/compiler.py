@@ -23,6 +23,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
 
@@ -212,7 +213,8 @@ def allowed_tokens(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_siz
     for i, match in enumerate(matches):
         if match is not None:
             match.fill(parents[i], tokens[i], bitmask[i])
-    bits = bitmask.to(tree.tokens.device)[..., None] >> torch.arange(32, device=tree.tokens.device)
+    device = tree.tokens.device
+    bits = to_device(bitmask, device, torch.int32)[..., None] >> torch.arange(32, device=device)
     allowed = (bits & 1).bool().flatten(2)[..., :vocab_size]
     # Behind the end of a grammar nothing is allowed. What is chosen there is dropped, but must be a number.
     return allowed | ~allowed.any(-1, keepdim=True)

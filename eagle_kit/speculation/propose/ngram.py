@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from eagle_kit.config.engine import NgramConfig
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 
@@ -229,6 +230,6 @@ class NgramIndex:
 
 def to_tree(draft: NgramDraft, device: torch.device) -> Tree:
     """Convert windows to tensors; an unused node attends only to itself."""
-    tokens, parents, depths = (torch.from_numpy(part).to(device) for part in draft)
+    tokens, parents, depths = (to_device(torch.from_numpy(part), device) for part in draft)
     deepest = int(draft.depths.max()) if draft.depths.size else 0
     return Tree(tokens, parents, depths, ancestor_bits(parents, deepest))
