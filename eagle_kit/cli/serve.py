@@ -4,17 +4,18 @@ import argparse
 import os
 import secrets
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig, NgramConfig
-from eagle_kit.config.server import ServerConfig
+from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import ShapeTable, SpecShape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from eagle_kit.serve.api.startup import ServedModel
     from eagle_kit.serve.llm import LLM
 
@@ -27,6 +28,7 @@ SERVER_FLAGS = {
     "max_queued": "--max-queued-requests",
     "max_parallel_per_client": "--max-parallel-per-client",
     "max_requests_per_minute": "--max-requests-per-minute",
+    "warm_up": "--warm-up",
     "grace_period_s": "--grace-period",
 }
 DRAFT_FLAGS = {
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     with warnings_as_lines(say):
         llm = LLM(model.target, model.draft, config)
         engine = llm.engine()
-    introduce(args, model, llm)
+    introduce(args, model, llm, server_config.warm_up)
     return run_forever(create_app(llm, engine, server_config), sock)
 
 
@@ -159,8 +161,12 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     return model
 
 
-def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> None:
-    """Print the served model and its options, and test it."""
+def introduce(
+    args: argparse.Namespace, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all"
+) -> None:
+    """Print the served model and its options, test it, and prepare it for all that may come."""
+    from eagle_kit.serve.warm_up import warm_up
+
     config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
     drafts = "shapes by measurements" if llm.chooses_shapes else drafts
@@ -171,10 +177,10 @@ def introduce(args: argparse.Namespace, model: "ServedModel", llm: "LLM") -> Non
         say(str(llm.memory_plan))
     if llm.default_shape.steps and not args.no_self_test:
         say_self_test(model, llm, dtype)
-    started = time.perf_counter()
     engine = llm.engine()
-    if num_graphs := engine.warm_up():
-        say(f"graphs     {num_graphs} captured in {time.perf_counter() - started:.1f} s")
+    prepared = warm_up(engine, extent, progress("warm-up"))
+    if str(prepared):
+        say(str(prepared))
     for line in engine.runner.linear_forms.report():
         say(f"linear     {line}")
     for line in engine.reasons():
@@ -221,6 +227,21 @@ def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
             say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {tokens} is ignored.")
         tokens = steps + 1
     return SpecShape.parse(f"{steps},{topk},{tokens}")
+
+
+def progress(name: str) -> "Callable[[int, int], None]":
+    """Make a progress bar -> what tells it the number of steps done and their total."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc=name, unit="step", dynamic_ncols=True, leave=False, disable=None, delay=1.0)
+
+    def show(number: int, total: int) -> None:
+        bar.total = total
+        bar.update(number - bar.n)
+        if number == total:
+            bar.close()
+
+    return show
 
 
 def say(line: str) -> None:

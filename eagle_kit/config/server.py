@@ -1,9 +1,13 @@
 """Options of the HTTP server. Torch-free."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
+
+WarmUpExtent = Literal["all", "usual", "none"]
 
 
 class ServerConfig(Options):
@@ -17,6 +21,10 @@ class ServerConfig(Options):
         max_parallel_per_client: replies that one client may have in progress; more get 429.
         max_requests_per_minute: requests of one client per minute; more get 429.
         max_body_bytes: size of the largest request body; larger ones get 413.
+        warm_up: what a GPU is prepared for before the first request: all that requests may ask for (all, the
+            default), all but logprobs and grammars (usual), or nothing (none). What was not prepared is
+            captured and compiled when it is first needed, while all requests wait; the table at the start
+            says what it is.
         grace_period_s: seconds that running replies get to finish when the server is stopped.
     """
 
@@ -26,6 +34,7 @@ class ServerConfig(Options):
     max_parallel_per_client: int | None = Field(default=None, ge=1)
     max_requests_per_minute: int | None = Field(default=None, ge=1)
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
+    warm_up: WarmUpExtent = "all"
     grace_period_s: float = Field(default=30.0, ge=0.0)
 
     @field_validator("model_name")

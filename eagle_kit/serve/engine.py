@@ -315,10 +315,19 @@ class Engine:
             return []
         return [*map(str, self.choices()), self.shapes.origin]
 
-    def warm_up(self) -> int:
-        """Capture graphs before the first request -> their number."""
-        with current_device(self.runner.device):
-            return self.runner.warm_up(self.shapes_at)
+    @property
+    def takes_grammars(self) -> bool:
+        """True if there is a compiler of grammars, or can be."""
+        return self._make_grammars is not None
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Compute replies of one token, without a cycle."""
+        with torch.inference_mode(), current_device(self.runner.device):
+            for request in requests:
+                self.add_request(request)
+            while any(request.finish_reason is None for request in requests):
+                self._prefill(self.scheduler.plan().chunks)
+                self._collect_until(0)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for request, *_ in chunks:

@@ -6,6 +6,7 @@ that never came up in a warm-up take torch's form.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, get_args
@@ -54,6 +55,9 @@ class LinearForms:
     Args:
         device: of the layers.
         timer: measures the seconds of a form for a size.
+
+    Attributes:
+        seconds: that measuring took.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class LinearForms:
     ) -> None:
         self.device, self.timer = device, timer
         self._choices: dict[Size, Choice] = {}
+        self.seconds = 0.0
         self._measures = False
 
     @property
@@ -89,7 +94,9 @@ class LinearForms:
         if choice is None:
             if not self._measures or _is_capturing():
                 return "torch"
+            begun = time.perf_counter()
             choice = self._choices[size] = self._measure(size)
+            self.seconds += time.perf_counter() - begun
         return choice.form
 
     def _measure(self, size: Size) -> Choice:

@@ -18,6 +18,7 @@ from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
+from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.tuning.policy import MOST_MISSED
 
@@ -104,6 +105,7 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
     if weight.device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
+        scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)  # masks of grammars
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     expanded = config.max_context
     if weight.device.type != "cpu":  # several prompts together

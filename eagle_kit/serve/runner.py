@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.config.engine import ResolvedConfig
-from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.sampling_params import MAX_LOGPROBS
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.kernels.accept import is_finite
 from eagle_kit.kernels.recurrence import Text
 from eagle_kit.kernels.sampling import SamplingBatch, token_logprobs
@@ -24,6 +24,7 @@ from eagle_kit.kv.open import open_store
 from eagle_kit.kv.states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
+from eagle_kit.serve.batch_kind import BatchKind, kind_of
 from eagle_kit.serve.cycle import (
     CycleModels,
     CycleSettings,
@@ -34,7 +35,8 @@ from eagle_kit.serve.cycle import (
     propose,
     root_only,
 )
-from eagle_kit.serve.grammar.compiler import allowed_tokens
+from eagle_kit.serve.grammar.compiler import GrammarMatch
+from eagle_kit.serve.grammar.masks import allowed_bits, unpacked
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.request import Request
@@ -50,12 +52,6 @@ from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 from eagle_kit.tuning.policy import MOST_MISSED
-
-KINDS = (
-    *(None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)),
-    SamplingParams(repetition_penalty=1.1),
-)
-"""Kinds of batches that are captured at the start."""
 
 
 class Results(NamedTuple):
@@ -87,25 +83,27 @@ def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
 
 class CycleInputs(NamedTuple):
     """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
-    counts. In a split cycle also the ``window``, and the tokens ``allowed`` by grammars."""
+    counts. In a split cycle also the ``window``, and whether grammars mask its logits (``is_masked``), by the
+    masks of the slots."""
 
     rows: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
-    allowed: torch.Tensor | None = None
+    is_masked: bool = False
 
 
 class Batch(NamedTuple):
     """Requests that decode together, in their ``epochs``, and what is the same in all their cycles:
-    ``inputs`` with ``padding`` dummies, alternatives ``num_logprobs`` to report, whether any
-    ``has_grammar``."""
+    ``inputs`` with ``padding`` dummies, alternatives ``num_logprobs`` to compute, whether any request
+    ``wants_logprobs``, and the grammars of all rows, ``matches``, None without any."""
 
     requests: list[Request]
     epochs: list[int]
     padding: int
     inputs: CycleInputs
     num_logprobs: int | None
-    has_grammar: bool
+    wants_logprobs: bool
+    matches: list[GrammarMatch | None] | None
 
 
 class Runner:
@@ -260,13 +258,16 @@ class Runner:
         zero = self._tensor([request.tokens(0, 1)[0] for request in requests])
         tree = root_only(zero)  # a window whose root is the prompt's last token: it adds nothing to a path
         lens = self._tensor([request.num_to_compute - 1 for request in requests])
-        sampling = self._sampling.of_requests(requests)
-        matches = [request.match for request in requests]
-        allowed = allowed_tokens(matches, tree, logits.shape[-1]) if any(matches) else None
+        kind = self._kind(requests)
+        sampling = self._sampling.of_requests(requests, None if kind is None else kind.level)
+        matches, allowed = [request.match for request in requests], None
+        if any(matches):
+            bits = allowed_bits(matches, tree, self.vocab_size)
+            allowed = unpacked(to_device(bits, self.device, bits.dtype), self.vocab_size)
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
         counts = self._tensor([0 if request.token_ids else 1 for request in requests])
         logprobs = None
-        if (top := self._num_logprobs(requests)) is not None:
+        if (top := self._num_logprobs(requests, kind)) is not None:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
         epochs = [request.epoch for request in requests]
@@ -306,7 +307,9 @@ class Runner:
         if ngram is not None and steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
-        emitted = self._run(batch, settings, tree)
+        emitted = self._run(batch.matches, batch.inputs, settings, tree)
+        if emitted.logprobs is not None and not batch.wants_logprobs:
+            emitted = emitted._replace(logprobs=None)
         is_usual = is_usual and self.graphs.num_warm_ups == num_warm_ups
         return Results(requests, batch.epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
 
@@ -317,10 +320,13 @@ class Runner:
             return known
         padding = self.padded(len(requests)) - len(requests)
         rows = self._tensor([request.slot for request in requests] + [self.slots.dummy] * padding)
-        sampling = self._sampling.of_cycle(requests, padding, self.graphs.has_fixed_shapes)
-        has_grammar = any(request.match is not None for request in requests)
-        inputs, num_logprobs = CycleInputs(rows, sampling), self._num_logprobs(requests)
-        self._batch = Batch(requests, epochs, padding, inputs, num_logprobs, has_grammar)
+        kind, matches = self._kind(requests), None
+        sampling = self._sampling.of_cycle(requests, padding, None if kind is None else kind.level)
+        if any(request.match is not None for request in requests):
+            matches = [*(request.match for request in requests), *[None] * padding]
+        wants_logprobs = any(request.params.logprobs is not None for request in requests)
+        inputs, num_logprobs = CycleInputs(rows, sampling), self._num_logprobs(requests, kind)
+        self._batch = Batch(requests, epochs, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
 
     def _catch_up(self, requests: list[Request]) -> None:
@@ -328,11 +334,31 @@ class Runner:
         request), as memory is planned for."""
         behind = [request for request in requests if request.num_missed]
         length = max(request.num_missed for request in behind)
-        most, columns = max(1, self.config.prefill_tokens // length), self._columns(requests, length + 2)
+        sizes, columns = self.config.batch_sizes, self._columns(requests, length + 2)
+        if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
+            length = 1 << (length - 1).bit_length()
+        most = max(1, self.config.prefill_tokens // length)
+        if self.graphs.has_fixed_shapes:
+            most = max([size for size in sizes if size <= most], default=sizes[0])
         for start in range(0, len(behind), most):
-            self._read_missed([request.slot for request in behind[start : start + most]], length, columns)
+            slots = [request.slot for request in behind[start : start + most]]
+            if self.graphs.has_fixed_shapes:
+                slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
+            self._read_missed(slots, length, columns)
         for request in behind:
             request.num_missed = 0
+
+    def catch_up_idle(self) -> int:
+        """Let the draft read nothing in every size in which it may have to catch up -> their number."""
+        if self.slots.missed is None or self.models.drafter is None:
+            return 0
+        lengths = [1 << i for i in range(MOST_MISSED.bit_length())]
+        most = self.config.prefill_tokens
+        fit = [(size, length) for size in self.config.batch_sizes for length in lengths]
+        fit = [(size, n) for size, n in fit if size * n <= most or size == self.config.batch_sizes[0]]
+        for size, length in fit:
+            self._read_missed([self.slots.dummy] * size, length, self._columns((), length + 2))
+        return len(fit)
 
     def _read_missed(self, slots: list[int], length: int, columns: int) -> None:
         """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
@@ -348,21 +374,18 @@ class Runner:
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
-    @torch.inference_mode()
-    def warm_up(self, shapes_at: Callable[[int], Sequence[SpecShape]]) -> int:
-        """Capture the graphs of greedy batches, of batches that sample and of those with penalties or biases,
-        the largest first, in the shapes of each size -> their number.
-        Forms of linear layers are chosen by measurements before that."""
-        if self.graphs.mode != "cycle" or not self.graphs.has_fixed_shapes:
-            return 0
-        sizes = sorted(self.config.batch_sizes, reverse=True)
-        for size, shape in [(each, shape) for each in sizes for shape in shapes_at(each)]:
-            settings = self._settings(shape, self._columns((), 0), None)
-            rows = self._tensor([self.slots.dummy] * size)
-            for params in KINDS:
-                sampling = None if params is None else self._sampling.of_params(params, size)
-                self._part("cycle", self.run_cycle, CycleInputs(rows, sampling), settings)
-        return self.graphs.num_graphs
+    def run_idle(self, size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None) -> None:
+        """Run a cycle of dummies, which changes nothing, so that its graphs are captured, the forms of its
+        linear layers measured and its kernels compiled."""
+        num_logprobs = self._most_logprobs if kind.has_logprobs else None
+        settings = self._settings(shape, self._columns((), MAX_WINDOW), num_logprobs)
+        inputs = CycleInputs(
+            self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
+        )
+        tree = None
+        if ngram is not None and shape.steps:
+            tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
+        self._run([None] * size if kind.has_grammar else None, inputs, settings, tree)
 
     def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
         return CycleSettings(
@@ -376,24 +399,41 @@ class Runner:
         has the columns that its length needs (``WindowPlan.by_length``)."""
         if self.graphs.mode == "off":
             unseen = self.config.lag * (self.steps + 2)
-            return round_columns(max(request.num_tokens for request in requests) - 1 + unseen + behind)
+            longest = max((request.num_tokens for request in requests), default=1)
+            return round_columns(longest - 1 + unseen + behind)
         return self.config.max_pages * self.kv.page_size
 
-    def _run(self, batch: Batch, settings: CycleSettings, tree: Tree | None) -> Emitted:
-        """Verify ``tree``, or a draft of the drafter -> tokens on the device."""
-        inputs = batch.inputs
-        if tree is None and not batch.has_grammar:
+    def _run(
+        self,
+        matches: Sequence[GrammarMatch | None] | None,
+        inputs: CycleInputs,
+        settings: CycleSettings,
+        tree: Tree | None,
+    ) -> Emitted:
+        """Verify ``tree``, or a draft of the drafter -> tokens on the device. ``matches`` are those of all
+        rows; None where no request has a grammar."""
+        if tree is None and matches is None:
             return self._part("cycle", self.run_cycle, inputs, settings)
         # The host is needed in the middle.
         if tree is not None:
             window = DraftOutput(tree, Deterministic())
         else:
-            window = self._part("propose", self._propose, inputs, settings)
-        allowed = None
-        if batch.has_grammar:
-            matches = [*(request.match for request in batch.requests), *[None] * batch.padding]
-            allowed = allowed_tokens(matches, window.tree, self.vocab_size)
-        return self._part("verify", self.run_cycle, inputs._replace(window=window, allowed=allowed), settings)
+            window = self._part("propose", self._propose, *self._as_proposed(inputs, settings))
+        if matches is not None:
+            bits, masks = allowed_bits(matches, window.tree, self.vocab_size), self._masks
+            masks[inputs.rows, : bits.shape[1]] = to_device(bits, self.device, bits.dtype)
+        inputs = inputs._replace(window=window, is_masked=matches is not None)
+        return self._part("verify", self.run_cycle, inputs, settings)
+
+    def _as_proposed(self, inputs: CycleInputs, settings: CycleSettings) -> tuple[CycleInputs, CycleSettings]:
+        """Leave out what a proposal does not depend on, so that its graphs are few."""
+        if TargetOnly in self.verifiers or self.models.drafter is None:  # drafts are not sampled
+            inputs = inputs._replace(sampling=None)
+        return inputs, settings._replace(num_logprobs=None)
+
+    @property
+    def _masks(self) -> torch.Tensor:
+        return self.slots.make_masks(self.vocab_size)
 
     def _part(
         self,
@@ -411,7 +451,7 @@ class Runner:
         given = None if sampling is None else tuple(part is not None for part in sampling)
         drafts = None if window is None else (type(window.proposal), window.tree.tokens.shape)
         speculates = self.models.drafter is not None
-        key = (len(inputs.rows), settings, speculates, given, drafts, inputs.allowed is not None)
+        key = (len(inputs.rows), settings, speculates, given, drafts, inputs.is_masked)
 
         def idle() -> CycleInputs:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
@@ -428,7 +468,11 @@ class Runner:
         if inputs.window is None:
             out = cycle(self.models, state, settings, sampling)
         else:
-            out = finish_cycle(self.models, state, inputs.window, settings, sampling, inputs.allowed)
+            allowed = None
+            if inputs.is_masked:
+                bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
+                allowed = unpacked(bits, self.vocab_size)
+            out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
         self.slots.scatter(inputs.rows, out.state, out.counts)
         if out.missed is not None:
             self.slots.miss(inputs.rows, out.missed)
@@ -454,13 +498,20 @@ class Runner:
         contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
         return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps)
 
-    def _num_logprobs(self, requests: list[Request]) -> int | None:
+    def _kind(self, requests: list[Request]) -> BatchKind | None:
+        """Kind of a batch where graphs are for few kinds of them."""
+        return kind_of(requests) if self.graphs.has_fixed_shapes else None
+
+    @property
+    def _most_logprobs(self) -> int:
+        return min(MAX_LOGPROBS, self.vocab_size)
+
+    def _num_logprobs(self, requests: list[Request], kind: BatchKind | None) -> int | None:
         """Alternatives to report for the batch; for graphs all or none."""
+        if kind is not None:
+            return self._most_logprobs if kind.has_logprobs else None
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-        if not wanted:
-            return None
-        most = MAX_LOGPROBS if self.graphs.has_fixed_shapes else max(wanted)
-        return min(most, self.vocab_size)
+        return min(max(wanted), self.vocab_size) if wanted else None
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(numbers, self.device)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.sampling import LARGEST
 from eagle_kit.kernels.transfer import to_device
+from eagle_kit.serve.batch_kind import adjusts_logits
+from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.sampling_tables import adjusts_logits
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
@@ -58,6 +60,7 @@ class Slots:
         self.tables: Tables | None = None
         self._adjusted: set[int] = set()
         self.missed: Missed | None = None
+        self.masks: torch.Tensor | None = None
 
     def set_pages(self, requests: Iterable[Request]) -> None:
         """Bring the rows of ``requests`` up to date: what changed in all of them is one copy, one write."""
@@ -121,6 +124,14 @@ class Slots:
         self.missed.features[rows, at] = new.features[:, 0]
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts
+
+    def make_masks(self, vocab_size: int) -> torch.Tensor:
+        """Return the bits of the tokens that grammars allow (``grammar/masks.py``) after each node of the
+        slots' windows, uint8 ``[M + 1, N, V / 8]``, made when they are first needed."""
+        if self.masks is None:
+            shape = self.dummy + 1, MAX_WINDOW, num_bytes(vocab_size)
+            self.masks = torch.zeros(shape, dtype=torch.uint8, device=self.roots.device)
+        return self.masks
 
     def make_missed(self, model: DraftModel) -> None:
         """Make room for what a draft misses in plain cycles, unless there is some."""

@@ -9,6 +9,7 @@ from tiny_mixtures import DEEPSEEK, MIXTURES, untrained
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.batch_kind import kind_of
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import CycleInputs
 from eagle_kit.serve.scheduler import Chunk
@@ -79,13 +80,14 @@ def test_both_halves_around_a_grammar_are_on_the_device(sampling):
         runner = on_gpu(target, head, shape).runner
         settings = runner._settings(SpecShape.parse(shape), 192, 2)
         with Copies():
-            batch = runner._sampling.of_cycle(requests(sampling), 0, True)
+            asking = requests(sampling)
+            batch = runner._sampling.of_cycle(asking, 0, kind_of(asking).level)
         runner.slots.make_tables(vocab_size)
+        runner.slots.make_masks(vocab_size)
         with Device():
             inputs = CycleInputs(torch.arange(BATCH, device=CUDA), batch)
             window = runner._propose(inputs, settings)
-            allowed = torch.rand(BATCH, 16, vocab_size, device=CUDA) < 0.5
-            out = runner.run_cycle(inputs._replace(window=window, allowed=allowed), settings)
+            out = runner.run_cycle(inputs._replace(window=window, is_masked=True), settings)
     assert out.tokens.shape == (BATCH, 6) and out.tokens.is_cuda
 
 

@@ -12,6 +12,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.graph import CaptureError, Graph, write
+from eagle_kit.serve.warm_up import warm_up
 from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
 from eagle_kit.tuning.policy import ShapePolicy
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
@@ -128,7 +129,7 @@ def test_shapes_change_between_cycles(mode):
     llm = make(models, mode)
     engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=12)
     engine.use_shape(policy)
-    known = engine.warm_up()
+    known = warm_up(engine).num_graphs
     llm.engine = lambda shape: engine
     assert replies(llm) == expected and policy.used == set(policy.shapes)
     assert engine.num_graphs == known and accept_length(llm) > 1.1
@@ -210,7 +211,7 @@ def busy(dtype: torch.dtype, policy: ShapePolicy | None = None):
     engine = llm.engine()
     if policy is not None:
         engine.use_shape(policy)
-        engine.warm_up()
+        warm_up(engine)
     params = SamplingParams(max_tokens=pick(2000, 90), ignore_eos=True)
     requests = [llm.make_request(prompt, params) for prompt in PROMPTS[:3]]
     for request in requests:

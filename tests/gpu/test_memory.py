@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.serve.warm_up import warm_up
 from tests.gpu.engines import make, random_models
 from tests.gpu.place import DEVICE, ON_GPU, memory, pick, synchronize
 
@@ -29,7 +30,7 @@ def test_the_peak_is_within_the_plan(mode, sampling):
     options = {"max_batch_size": 32, "batch_sizes": (1, 8, 32), "kv_tokens": 400_000, "prefill_tokens": 512}
     llm = make(models, mode, shape="5,4,16", **pick(options, {"kv_tokens": 3000}))
     engine = llm.engine()
-    engine.warm_up()
+    warm_up(engine)
     plan = llm.memory_plan
     synchronize()
     held = memory("allocated_bytes.all.current") - before

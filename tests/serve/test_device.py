@@ -11,8 +11,11 @@ from tiny_engine import PROMPTS, make_engine
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve import engine as room
+from eagle_kit.serve import warm_up as warm_up_room
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
+from eagle_kit.serve.warm_up import warm_up
 
 
 @pytest.fixture
@@ -28,7 +31,8 @@ def current(monkeypatch):
         finally:
             local.device = before
 
-    monkeypatch.setattr(room, "current_device", enter)
+    for each in (room, warm_up_room):
+        monkeypatch.setattr(each, "current_device", enter)
     return lambda: getattr(local, "device", None)
 
 
@@ -36,8 +40,9 @@ def current(monkeypatch):
 def test_every_call_runs_under_the_engine_s_device(models, current, monkeypatch, lag):
     engine = make_engine(models, batch=2, lag=lag)
     engine.use_shape(SpecShape(3, 1, 4))
+    engine.runner.graphs = GraphRunner("cycle", EagerGraph)
     seen = []
-    for name in ("prefill", "decode", "warm_up"):
+    for name in ("prefill", "decode", "run_idle"):
         method = getattr(Runner, name)
 
         def watched(self, *args, _name=name, _method=method, **kwargs):
@@ -47,7 +52,7 @@ def test_every_call_runs_under_the_engine_s_device(models, current, monkeypatch,
         monkeypatch.setattr(Runner, name, watched)
 
     def serve():
-        engine.warm_up()
+        warm_up(engine)
         for i, prompt in enumerate(PROMPTS[:3]):
             engine.add_request(Request(i, list(prompt), SamplingParams(max_tokens=6)))
         while engine.has_work:
@@ -56,5 +61,5 @@ def test_every_call_runs_under_the_engine_s_device(models, current, monkeypatch,
     thread = threading.Thread(target=serve)
     thread.start()
     thread.join()
-    assert {name for name, _ in seen} == {"prefill", "decode", "warm_up"}
+    assert {name for name, _ in seen} == {"prefill", "decode", "run_idle"}
     assert {device for _, device in seen} == {torch.device("cpu")} and current() is None

@@ -272,8 +272,8 @@ def test_the_shape_may_follow_the_batch(models, shapes, options):
     engine.use_shape(table)
     used = set()
     run = engine.runner._run
-    engine.runner._run = lambda batch, settings, tree: (
-        used.add((len(batch.requests), settings.shape)) or run(batch, settings, tree)
+    engine.runner._run = lambda matches, inputs, settings, tree: (
+        used.add((len(inputs.rows), settings.shape)) or run(matches, inputs, settings, tree)
     )
     requests = [Request(i, list(p), SamplingParams(max_tokens=20 + 10 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)

@@ -28,6 +28,7 @@ from eagle_kit.serve.graph import (
     write,
 )
 from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.warm_up import warm_up
 from eagle_kit.speculation.proposal import SampledChain
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20], [3, 4, 3, 4, 3, 4], [30, 31]]
@@ -99,11 +100,11 @@ def test_kinds_of_batches_with_graphs_are_few():
         for logprobs in (None, 0, 3, 17):
             params = SamplingParams(max_tokens=3, temperature=1.0, logprobs=logprobs, **sampling)
             llm.generate([[1, 2]], params)
-    assert llm.engine().runner.graphs.num_graphs == 4
+    assert llm.engine().runner.graphs.num_graphs == 3
     for adjusted in ({"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}, "top_k": 3}, {"temperature": 0.0}):
         params = SamplingParams(**{"max_tokens": 3, "temperature": 1.0, "presence_penalty": 0.5, **adjusted})
         llm.generate([[1, 2]], params)
-    assert llm.engine().runner.graphs.num_graphs == 5
+    assert llm.engine().runner.graphs.num_graphs == 4
 
 
 def test_a_request_with_penalties_takes_no_graph_from_the_others():
@@ -149,10 +150,10 @@ def test_warm_up_captures_the_largest_batches_first_and_changes_nothing():
     expected = replies(LLM(target, head, **options), LLM(target, head, **options).default_shape)
     llm = with_graphs(LLM(target, head, **options), "cycle")
     runner = llm.engine().runner
-    assert llm.engine().warm_up() == 12
-    assert [key[1][0] for key in runner.graphs._graphs][::4] == [4, 2, 1]
+    assert warm_up(llm.engine()).num_graphs == 18
+    assert [key[1][0] for key in runner.graphs._graphs][::6] == [4, 2, 1]
     assert replies(llm, llm.default_shape) == expected
-    assert runner.graphs.num_graphs == 12, "what was warmed up is what runs"
+    assert runner.graphs.num_graphs == 18, "what was warmed up is what runs"
 
 
 def test_nothing_is_captured_behind_the_warm_up_while_shapes_change():
@@ -163,7 +164,7 @@ def test_nothing_is_captured_behind_the_warm_up_while_shapes_change():
     llm = with_graphs(LLM(target, head, **options), "cycle")
     engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=5)
     engine.use_shape(policy)
-    assert engine.warm_up() == 4 * len(policy.shapes) * 3
+    assert warm_up(engine).num_graphs == 6 * len(policy.shapes) * 3
     before = engine.runner.graphs.num_warm_ups
     llm.engine = lambda shape: engine
     assert replies(llm, None) == expected and policy.used == set(policy.shapes)

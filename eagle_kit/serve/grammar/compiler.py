@@ -23,8 +23,6 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
-from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
 
 MAX_REGEX_CHARS = 4096
@@ -77,7 +75,7 @@ class GrammarMatch:
             if token in self._stop_token_ids and self._matcher.is_accepting():
                 self.is_complete = True
                 return count + 1
-            # Where nothing is allowed the masks let everything through (`allowed_tokens`).
+            # Where nothing is allowed the masks let everything through (`masks.allowed_bits`).
             if not self._matcher.try_consume_tokens([token]):
                 self.is_stuck = True
                 return count
@@ -202,22 +200,6 @@ class GrammarCompiler:
             return f"/{self._library.regex_to_lark(text, 'dws')}/" if text else '""'
         schema = check_schema(json.loads(text)) if kind == "json_schema" else {"type": "object"}
         return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
-
-
-def allowed_tokens(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_size: int) -> torch.Tensor:
-    """Tokens allowed after each node, bool ``[B, N, V]`` on the tree's device; None allows everything. The
-    tree is read by the host."""
-    tokens, parents = tree.tokens.cpu(), tree.parents.cpu().numpy()
-    b, n = tokens.shape
-    bitmask = torch.full((b, n, -(-vocab_size // 32)), -1, dtype=torch.int32)
-    for i, match in enumerate(matches):
-        if match is not None:
-            match.fill(parents[i], tokens[i], bitmask[i])
-    device = tree.tokens.device
-    bits = to_device(bitmask, device, torch.int32)[..., None] >> torch.arange(32, device=device)
-    allowed = (bits & 1).bool().flatten(2)[..., :vocab_size]
-    # Behind the end of a grammar nothing is allowed. What is chosen there is dropped, but must be a number.
-    return allowed | ~allowed.any(-1, keepdim=True)
 
 
 def _not_compiled(name: str, reason: str) -> UserError:

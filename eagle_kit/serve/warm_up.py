@@ -1,0 +1,224 @@
+"""Preparation of an engine for all that requests may ask of it, before the first one comes.
+
+On a GPU graphs are captured for every batch size, shape and kind of batch, forms of linear layers are
+measured, and prompts of representative lengths are computed, so that no request waits while kernels are
+compiled, captured or timed. A CPU compiles nothing, and records its cycles as they come.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_kit.config.server import WarmUpExtent
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.backend import current_device, triton_available
+from eagle_kit.serve.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
+from eagle_kit.serve.engine import Engine, EngineTotals
+from eagle_kit.serve.request import Request
+
+PARAMS = (
+    SamplingParams(max_tokens=1, ignore_eos=True),
+    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0),
+    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0, top_p=0.9),
+    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0, repetition_penalty=1.1, logprobs=1),
+)
+"""Of first tokens, one for each level of sampling."""
+MULTIPLE = 16
+"""Triton compiles a kernel anew for integers that are multiples of it, and for 1."""
+
+
+class Work(NamedTuple):
+    """Things of a kind that were prepared, and the seconds that they took."""
+
+    what: str
+    number: int
+    seconds: float
+
+
+class Prepared(NamedTuple):
+    """What a warm-up did, and what it left out with the price of that, for people."""
+
+    works: tuple[Work, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            f"warm-up    {number:6d} {what:<44s} {seconds:7.1f} s" for what, number, seconds in self.works
+        ]
+        return "\n".join([*rows, *(f"warm-up    not prepared: {line}" for line in self.left_out)])
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured."""
+        return sum(work.number for work in self.works if work.what.startswith("graphs"))
+
+
+class _Cycle(NamedTuple):
+    """A batch size, a shape and a kind of batch."""
+
+    size: int
+    shape: SpecShape
+    kind: BatchKind
+
+
+def warm_up(
+    engine: Engine,
+    extent: WarmUpExtent = "all",
+    on_step: Callable[[int, int], None] = lambda number, total: None,
+) -> Prepared:
+    """Prepare an idle engine in its present shapes. Its counters and its prefix cache are empty afterwards.
+
+    Args:
+        extent: what for.
+        on_step: called with the number of steps done and their total.
+    """
+    runner = engine.runner
+    if runner.device.type != "cuda" and not runner.graphs.has_fixed_shapes:
+        return Prepared()
+    with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
+        cycles = list(_cycles(engine, extent))
+        prompts = [] if extent == "none" else list(_prompts(engine))
+        total, works = len(cycles) + len(prompts), []
+        seconds: dict[str, tuple[int, float]] = {}
+        num_graphs, number = engine.num_graphs, 0
+        for number, each in enumerate(cycles, 1):
+            begun = time.perf_counter()
+            runner.run_idle(each.size, each.shape, each.kind, engine.ngram)
+            name = _name(each.kind)
+            captured, num_graphs = engine.num_graphs - num_graphs, engine.num_graphs
+            before = seconds.get(name, (0, 0.0))
+            seconds[name] = before[0] + captured, before[1] + time.perf_counter() - begun
+            on_step(number, total)
+        works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
+        begun, forwards = time.perf_counter(), 0
+        if extent != "none":
+            forwards = runner.catch_up_idle()
+        if forwards:
+            works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
+        begun = time.perf_counter()
+        for number, requests in enumerate(prompts, len(cycles) + 1):
+            engine.prefill(requests)
+            on_step(number, total)
+        engine.drain()
+        engine.page_pool.clear()
+        engine.totals = EngineTotals()
+        if prompts:
+            works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
+        forms = runner.linear_forms
+        if forms.table:
+            works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))
+        if compiled.count:
+            works.append(Work("kernels compiled (within the above)", compiled.count, compiled.seconds))
+    return Prepared(tuple(works), tuple(_left_out(engine, extent, works)))
+
+
+def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
+    """Iterate over the cycles to be run, the largest batches first, whose memory the others reuse."""
+    if extent == "none":
+        return
+    wanted = list(kinds(extent, can_have_grammars=can_have_grammars(engine)))
+    for size in sorted(engine.config.batch_sizes, reverse=True):
+        for shape in engine.shapes_at(size):
+            yield from (_Cycle(size, shape, kind) for kind in wanted)
+
+
+def can_have_grammars(engine: Engine) -> bool:
+    """Return True if requests may bring grammars."""
+    return engine.takes_grammars and find_spec("llguidance") is not None
+
+
+def _prompts(engine: Engine) -> Iterator[list[Request]]:
+    """Iterate over lists of requests that are computed together: lengths that kernels are compiled for anew,
+    a full step and more, a cached prefix, few and many prompts, and all kinds of first tokens."""
+    config, rng = engine.config, random.Random(0)
+    most = min(config.max_context - 2, (config.num_pages - 2) * config.page_size - config.room(63))
+    step = min(config.prefill_tokens, most)
+    names = iter(range(-1, -(1 << 30), -1))  # of requests, none of a caller's
+    top = engine.target.config.vocab_size
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(top) for _ in range(count)]
+
+    def together(prompts: Sequence[list[int]], params: SamplingParams = PARAMS[0]) -> list[Request]:
+        first = next(names)
+        made = [Request(first, prompts[0], params, group=first)]
+        for prompt in prompts[1:]:
+            number = next(names)
+            made.append(Request(number, prompt, params, group=number))
+        return made
+
+    lengths = {1, MULTIPLE - 1, MULTIPLE, 4 * MULTIPLE, step - 1, step, min(step + 1, most), most}
+    for length in sorted(each for each in lengths if 0 < each <= most):
+        yield together([tokens(length)])
+    known = tokens(step)
+    yield together([known])
+    for rest in (1, MULTIPLE, MULTIPLE + 1):  # behind it, as far as it fits
+        yield together([[*known[: max(0, most - rest)], *tokens(rest)]])
+    counts = {1, 2, min(MULTIPLE, config.max_batch_size), config.max_batch_size}
+    for params in PARAMS:
+        for count in sorted(count for count in counts if count <= config.max_batch_size):
+            yield together([tokens(min(3, most)) for _ in range(count)], params)
+
+
+def _name(kind: BatchKind) -> str:
+    level = ("greedy", "drawn", "filtered", "penalties, biases")[kind.level]
+    if kind in USUAL_KINDS:
+        return f"batches: {level}"
+    return f"batches: {level}, {'grammar' if kind.has_grammar else 'logprobs'}"
+
+
+def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> Iterator[str]:
+    """What a request may need that was not prepared, and what it will pay."""
+    graphs = [work for work in works if work.what.startswith("graphs")]
+    count, seconds = sum(work.number for work in graphs), sum(work.seconds for work in graphs)
+    price = f"about {seconds / count:.1f} s each" if count else "some tenths of a second each"
+    later = f"captured when first needed, {price}, while all requests wait"
+    if not engine.runner.graphs.has_fixed_shapes:
+        yield "graphs, which are off: every cycle runs from Python, and may compile kernels for new lengths"
+    elif extent == "none":
+        yield f"anything: graphs are {later}, and kernels compiled"
+    elif extent == "usual":
+        yield f"batches with logprobs or grammars ({len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)} kinds): {later}"
+    if not can_have_grammars(engine):
+        yield "grammars: without llguidance or a tokenizer such requests are refused"
+
+
+class _Compiled:
+    """Kernels that Triton compiled, and the time between the beginning and the end of each."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._begun = time.perf_counter()
+
+    def begin(self, **_: Any) -> None:
+        """Note that a kernel is looked for; the answer None lets Triton compile it."""
+        self._begun = time.perf_counter()
+
+    def end(self, **_: Any) -> None:
+        """Count a kernel."""
+        self.count += 1
+        self.seconds += time.perf_counter() - self._begun
+
+
+@contextmanager
+def _compilations() -> Iterator[_Compiled]:
+    """Count what Triton compiles within."""
+    counted = _Compiled()
+    if not triton_available():
+        yield counted
+        return
+    from triton import knobs
+
+    runtime = knobs.runtime
+    before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = counted.begin, counted.end
+    try:
+        yield counted
+    finally:
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
