@@ -37,7 +37,7 @@ from eagle_kit.kernels.recurrence import (
 from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
 from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
-from eagle_kit.kernels.small_linear import small_linear
+from eagle_kit.kernels.small_linear import small_linear, small_linear_swiglu
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import tree_build
@@ -108,6 +108,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("recurrence", "torch, decayed sums over a tree", lambda: _recurrence(False)),
         ("recurrence", "torch, delta rule over texts", _recurrent_texts),
         ("small_linear", "torch", _small_linear),
+        ("small_linear", "torch, SwiGLU", _linear_swiglu),
         ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
         ("accept", "torch", _accept),
@@ -354,6 +355,15 @@ def _small_linear() -> float:
     x, weight = _randn(5, 64).sign(), _randn(24, 64, seed=1).sign()
     got = small_linear(x.bfloat16(), weight.bfloat16())
     return _error(got, x.double() @ weight.double().T)
+
+
+def _linear_swiglu() -> float:
+    """The same, gate above up; the result is rounded to bf16."""
+    x, weight = _randn(5, 64).sign(), _randn(24, 64, seed=1).sign()
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    got = small_linear_swiglu(x.bfloat16(), weight.bfloat16()).double()
+    silu = (gate / (1 + torch.exp(-gate))).bfloat16().double()
+    return _error(got, (silu * up).bfloat16())
 
 
 def _window(variant: AttentionVariant = PLAIN) -> float:

@@ -6,7 +6,12 @@ import torch
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import WindowRows, rope_store
-from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+from eagle_kit.kernels.small_linear import (
+    quantize_fp8,
+    small_linear,
+    small_linear_fp8,
+    small_linear_swiglu,
+)
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.blocks.layers import Rope
 from tests.gpu.near import NORM, assert_near
@@ -187,6 +192,10 @@ def test_small_linears(model, rows, dtype):
         right = x.double() @ weight.double().T
         assert_near("plain", small_linear(x, weight, backend="triton"), right)
         assert_near("biased", small_linear(x, weight, bias, backend="triton"), right + bias.double())
+        if n % 2 == 0:
+            both = small_linear(x, weight, bias, backend="triton")
+            fused = small_linear_swiglu(x, weight, bias, backend="triton")
+            assert torch.equal(fused, swiglu(both, backend="triton"))
         packed, scales = quantize_fp8(weight)
         exact = x.double() @ (packed.float().double() * scales.double()[:, None]).T
         assert_near("fp8", small_linear_fp8(x, packed, scales, backend="triton"), exact)

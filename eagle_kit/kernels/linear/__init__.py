@@ -8,7 +8,8 @@ from torch import nn
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.linear import onednn, reference
 from eagle_kit.kernels.linear.forms import Size, form_of
-from eagle_kit.kernels.small_linear import fits_triton, small_linear
+from eagle_kit.kernels.small_linear import fits_triton, small_linear, small_linear_swiglu
+from eagle_kit.kernels.swiglu import swiglu
 
 
 def linear(
@@ -84,6 +85,13 @@ class Linear(nn.Linear):
         if packed is not None and takes_packed(x):
             return onednn.packed_matmul(x, packed, self.bias)
         return linear(x, self.weight, self.bias)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) up`` of a layer whose outputs are gate and up: ``[T, in_features]`` -> ``[T,
+        out_features / 2]``, within the matmul where that is Triton's."""
+        if uses_triton(x) and _choose(x, self.weight, self.bias) == "triton":
+            return small_linear_swiglu(x, self.weight, self.bias, backend="triton")
+        return swiglu(self(x))
 
 
 class MergedLinear(NamedTuple):

@@ -11,8 +11,9 @@ import torch
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.small_linear import reference
 from eagle_kit.kernels.small_linear.reference import MAX_ROWS, quantize_fp8
+from eagle_kit.kernels.swiglu import swiglu
 
-__all__ = ["fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8"]
+__all__ = ["fits_triton", "quantize_fp8", "small_linear", "small_linear_fp8", "small_linear_swiglu"]
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -42,6 +43,18 @@ def small_linear(
 
         return triton.small_linear(x.contiguous(), weight, None, bias)
     return reference.small_linear(x, weight, bias)
+
+
+def small_linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: Backend | None = None
+) -> torch.Tensor:
+    """``silu(gate) up [M, I]`` of :func:`small_linear` with a ``weight [2 I, K]`` of gate above up, without
+    writing these."""
+    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+        from eagle_kit.kernels.small_linear import triton
+
+        return triton.small_linear_swiglu(x.contiguous(), weight, None, bias)
+    return swiglu(reference.small_linear(x, weight, bias), backend="reference")
 
 
 def small_linear_fp8(

@@ -5,6 +5,10 @@ matrix instructions multiply little padding. A program sums one run of K for one
 runs it stores fp32 partial sums, and a second launch adds them in their order. fp8 weights are widened in
 registers on their way into the dot, and ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum.
 
+GATED layers are gate and up of SwiGLU, one below the other: rows of both take turns in a block, so that a
+program, or the second launch, has both of an output and writes ``silu(gate) up`` only, rounded where the
+activation of its own rounds.
+
 Bytes: the weight once, x once per block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
 and K only, so that K is summed in the same runs for any M.
 
@@ -33,13 +37,22 @@ def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.con
 
 
 @triton.jit
+def _activated(gate, up, kind: tl.constexpr):
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+
+
+@triton.jit
 def _multiply(
     x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = n < num_outputs
+    if GATED:
+        n = n // 2 + n % 2 * (num_outputs // 2)
     m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
     begin = tl.program_id(1) * run
@@ -60,25 +73,47 @@ def _multiply(
     if SPLIT:
         row_at += tl.program_id(1) * num_rows
     else:
-        acc = _finish(acc, scales, bias, n[:, None], (n < num_outputs)[:, None], SCALED, BIASED)
+        acc = _finish(acc, scales, bias, n[:, None], there[:, None], SCALED, BIASED)
+    if GATED and not SPLIT:
+        pairs = tl.permute(tl.reshape(acc, [OUTPUTS // 2, 2, ROWS]), [0, 2, 1])
+        gate, up = tl.split(pairs)
+        acc = _activated(gate, up, out.dtype.element_ty)
+        num_outputs = num_outputs // 2
+        n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        there = n < num_outputs
     to = out + row_at[None, :] * num_outputs + n[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < num_outputs)[:, None])
+    tl.store(to, acc.to(out.dtype.element_ty), (m < num_rows)[None, :] & there[:, None])
+
+
+@triton.jit
+def _sum_of_runs(
+    partial, scales, bias, n, inside, num_rows, num_outputs, splits,
+    SCALED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(1).to(tl.int64) * num_outputs + n
+    step = tl.cast(num_rows, tl.int64) * num_outputs
+    total = n * 0.0
+    for split in range(splits):
+        total += tl.load(partial + split * step + at, inside, 0.0)
+    return _finish(total, scales, bias, n, inside, SCALED, BIASED)
 
 
 @triton.jit
 def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of some outputs of one row in the order of K."""
+    size = num_outputs // 2 if GATED else num_outputs
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < num_outputs
-    at = tl.program_id(1).to(tl.int64) * num_outputs + n
-    step = tl.cast(num_rows, tl.int64) * num_outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(splits):
-        total += tl.load(partial + split * step + at, inside, 0.0)
-    total = _finish(total, scales, bias, n, inside, SCALED, BIASED)
+    inside = n < size
+    total = _sum_of_runs(partial, scales, bias, n, inside, num_rows, num_outputs, splits, SCALED, BIASED)
+    if GATED:
+        up = _sum_of_runs(
+            partial, scales, bias, n + size, inside, num_rows, num_outputs, splits, SCALED, BIASED
+        )  # fmt: skip
+        total = _activated(total, up, out.dtype.element_ty)
+    at = tl.program_id(1).to(tl.int64) * size + n
     tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
@@ -125,10 +160,28 @@ def small_linear(
 ) -> torch.Tensor:
     """``x [M, K]`` contiguous, ``weight [N, K]`` with contiguous rows, in the dtype of ``x`` or in fp8 with
     ``scales [N]``; ``bias [N]`` -> ``[M, N]``."""
+    return _launch(x, weight, scales, bias, x.new_empty(x.shape[0], weight.shape[0]), False)
+
+
+@torch.library.custom_op("eagle_kit::small_linear_swiglu", mutates_args=())
+def small_linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`small_linear` of gate above up, ``weight [2 I, K]`` -> ``silu(gate) up [M, I]``."""
+    return _launch(x, weight, scales, bias, x.new_empty(x.shape[0], weight.shape[0] // 2), True)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gated: bool,
+) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0]
     assert m <= MAX_ROWS and x.element_size() == 2 and weight.stride(1) == 1
     assert (weight.dtype == x.dtype) == (scales is None)
-    out = x.new_empty(m, n)
     if m == 0:
         return out
     rows = row_bucket(m)
@@ -137,7 +190,7 @@ def small_linear(
     splits = choose_splits(programs, tiles, 2 * device_facts(x.device).multiprocessors)
     to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     operands = (x if scales is None else scales, x if bias is None else bias)
-    finish = {"SCALED": scales is not None, "BIASED": bias is not None}
+    finish = {"SCALED": scales is not None, "BIASED": bias is not None, "GATED": gated}
     _multiply[(programs, splits)](
         x,
         weight,
@@ -158,7 +211,9 @@ def small_linear(
         num_stages=blocks.num_stages,
     )
     if splits > 1:
-        _add_up[(triton.cdiv(n, 512), m)](to, *operands, out, m, n, splits, **finish, BLOCK=512, num_warps=4)
+        _add_up[(triton.cdiv(out.shape[1], 512), m)](
+            to, *operands, out, m, n, splits, **finish, BLOCK=512, num_warps=4
+        )
     return out
 
 
@@ -167,13 +222,18 @@ def _(x, weight, scales, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@small_linear_swiglu.register_fake
+def _(x, weight, scales, bias):
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+
+
 def variants() -> list[Variant]:
     """Kernels to compile ahead of time: every bucket of M in both dtypes of weight, with and without runs of
     K."""
     made = []
     pointers = ("x", "weight", "scales", "bias", "out")
     integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits")
-    for kind, stored, rows, split, even, archs in (
+    for kind, stored, rows, split, even, archs, *gated in (
         ("bf16", "bf16", 16, True, True, (80, 90)),
         ("bf16", "bf16", 32, True, True, (90,)),
         ("bf16", "bf16", 64, True, True, (80, 90)),
@@ -182,16 +242,19 @@ def variants() -> list[Variant]:
         ("bf16", "fp8e4nv", 16, True, True, (90,)),
         ("bf16", "fp8e4nv", 64, False, True, (90,)),
         ("fp16", "fp8e4nv", 32, True, True, (90,)),
+        ("bf16", "bf16", 16, False, True, (80, 90), "gated"),
+        ("bf16", "bf16", 64, True, True, (90,), "gated"),
+        ("bf16", "fp8e4nv", 64, False, True, (90,), "gated"),
     ):
         scaled = stored != kind
         blocks = choose_blocks(rows, 1 if scaled else 2)
-        finish = {"SCALED": scaled, "BIASED": not scaled}
+        finish = {"SCALED": scaled, "BIASED": not scaled, "GATED": bool(gated)}
         types = (
             dict.fromkeys(pointers, f"*{kind}") | dict.fromkeys(integers, "i32") | {"weight": f"*{stored}"}
         )
         types |= ({"out": "*fp32"} if split else {}) | ({"scales": "*fp32"} if scaled else {})
         constants = {"ROWS": rows, "OUTPUTS": blocks.outputs, "BLOCK": blocks.block, "EVEN": even}
-        special = (" split" if split else "") + ("" if even else " odd")
+        special = (" split" if split else "") + ("" if even else " odd") + (" gated" if gated else "")
         made.append(
             Variant(
                 f"small_linear {kind} weight {stored} M{rows}{special}",
@@ -205,16 +268,16 @@ def variants() -> list[Variant]:
                 archs=archs,
             )
         )
-    for scaled in (False, True):
+    for scaled, paired in ((False, False), (True, False), (False, True)):
         types = dict.fromkeys(("bias", "out"), "*bf16") | {"partial": "*fp32"}
         types |= {"scales": "*fp32" if scaled else "*bf16"}
         types |= dict.fromkeys(("num_rows", "num_outputs", "splits"), "i32")
         made.append(
             Variant(
-                f"small_linear add up{' scaled' if scaled else ''}",
+                f"small_linear add up{' scaled' if scaled else ''}{' gated' if paired else ''}",
                 _add_up,
                 types,
-                {"SCALED": scaled, "BIASED": not scaled, "BLOCK": 512},
+                {"SCALED": scaled, "BIASED": not scaled, "GATED": paired, "BLOCK": 512},
                 aligned=("num_outputs",),
             )
         )

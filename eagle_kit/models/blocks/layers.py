@@ -204,7 +204,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""
-        return self.down(self.gate_up_proj(x))
+        return self.down_proj(self.gate_up_proj.swiglu(x))
 
     def down(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Activation and output projection: ``[T, 2 I]`` -> ``[T, H]``."""

@@ -3,8 +3,18 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+from eagle_kit.kernels.backend import use
+from eagle_kit.kernels.linear.forms import use_forms
+from eagle_kit.kernels.small_linear import (
+    quantize_fp8,
+    small_linear,
+    small_linear_fp8,
+    small_linear_swiglu,
+)
+from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.models.blocks.layers import MLP
 
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half the relative distance of neighbouring numbers: the result is rounded once."""
@@ -76,6 +86,44 @@ def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, mo
     out = form(x, *operands, bias, backend="triton")
     check(out, x, exact, bias, torch.bfloat16)
     assert torch.equal(out, form(x, *operands, bias, backend="triton"))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize(("m", "half", "k"), [(1, 1, 1), (1, 32, 128), (17, 37, 300), (64, 65, 130)])
+def test_swiglu_within_the_matmul_has_the_bits_of_both(
+    triton_device, kernels, monkeypatch, m, half, k, dtype, splits
+):
+    """And is near fp64: gate, up, silu and the result are rounded once each."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    x, weight, bias = make(m, 2 * half, k, dtype, triton_device)
+    weight = weight * k**-0.5
+    for b in (None, bias):
+        out = small_linear_swiglu(x, weight, b, backend="triton")
+        assert torch.equal(out, swiglu(small_linear(x, weight, b, backend="triton"), backend="triton"))
+        gate, up = (x.double() @ weight.double().T + (0 if b is None else b.double())).chunk(2, -1)
+        exact = gate / (1 + torch.exp(-gate)) * up
+        assert ((out.double() - exact).abs() <= 5 * EPSILON[dtype] * (gate.abs() + 1) * (up.abs() + 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("triton", ["small_linear_swiglu", "small_linear"]), ("torch", ["mm", "swiglu", "mm"])],
+)
+def test_an_mlp_activates_within_its_matmul_where_that_is_triton_s(triton_device, kernels, form, names):
+    """As it was measured at warm-up (``serve/linear_forms.py``)."""
+    mlp = MLP(48, 40).to(torch.bfloat16).to(triton_device).requires_grad_(False)
+    seen = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._schema.name.split("::")[1])
+            return func(*args, **(kwargs or {}))
+
+    with use("triton"), use_forms(lambda size: form), Names():
+        out = mlp(make(3, 1, 48, torch.bfloat16, triton_device)[0])
+    assert out.shape == (3, 48)
+    assert [name for name in seen if name in {"mm", "swiglu", "small_linear", "small_linear_swiglu"}] == names
 
 
 def test_runs_without_tiles_add_nothing(triton_device, kernels, monkeypatch):
