@@ -221,7 +221,8 @@ def _forward(
     if models.states is not None:
         assert state.slots is not None, "recurrent layers need the slots of their states"
         attend = models.states.window(attend, state.slots, tree.ancestors)
-    positions = (state.seq_lens[:, None] + tree.depths).view(-1)
+    # A window of one node is its root, at depth 0.
+    positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
     return models.target(tree.tokens.view(-1), positions, attend, capture), attend
 

@@ -74,9 +74,9 @@ def test_catching_up_needs_no_host(backend):
     """What plain cycles kept for the draft is read in one forward, whose length the host knows."""
     _, engine, _, _ = _engine("3,2,6")
     engine.runner.slots.make_missed(engine.runner.drafter.model)
-    requests = [SimpleNamespace(slot=slot, num_missed=missed) for slot, missed in ((0, 3), (2, 5))]
+    requests = [SimpleNamespace(slot=i, num_missed=n, num_tokens=20) for i, n in ((0, 3), (2, 5))]
     with _traced(backend):
-        engine.runner._catch_up(requests, 20)
+        engine.runner._catch_up(requests)
     assert [request.num_missed for request in requests] == [0, 0]
 
 
