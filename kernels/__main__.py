@@ -49,12 +49,12 @@ def check() -> int:
         return 1 if wrong else 0
     reports = _lines("eagle_kit.kernels.aot", {"TRITON_INTERPRET": "0"})
     width = max((len(report["name"]) for report in reports), default=0)
-    print(f"{'compiled':{width}}  sm  registers  stack  shared  wgmma  wide loads")
+    print(f"{'compiled':{width}}   sm  registers  stack  shared  wgmma  programs")
     for report in reports:
-        wgmma, wide = ("yes" if report[name] else "-" for name in ("wgmma", "wide_loads"))
+        wgmma = "yes" if report["wgmma"] else "-"
         print(
-            f"{report['name']:{width}}  {report['arch']}  {report['registers']:9}  "
-            f"{report['stack_bytes']:5}  {report['shared_bytes']:6}  {wgmma:5}  {wide:10}  "
+            f"{report['name']:{width}}  {report['arch']:3}  {report['registers']:9}  "
+            f"{report['stack_bytes']:5}  {report['shared_bytes']:6}  {wgmma:5}  {report['programs']:8}  "
             f"{'; '.join(report['faults']) or 'ok'}"
         )
     faults = sum(bool(report["faults"]) for report in reports)

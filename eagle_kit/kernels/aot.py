@@ -7,6 +7,7 @@ cannot share one.
 import argparse
 import dataclasses
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -18,8 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-MAX_SHARED_BYTES = {80: 166912, 90: 232448}
-"""Limits of one program, by compute capability: A100, H100 and H200."""
+from eagle_kit.kernels.capability import SHIPPED, facts_of, multiprocessor, resident_programs
+from eagle_kit.kernels.ptx import hot_loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Variant:
         constants: its ``tl.constexpr`` arguments.
         aligned: integer arguments that are multiples of 16 whenever this configuration runs; pointers are.
         num_warps, num_stages: launch options.
-        wgmma: whether it must use Hopper's matrix instructions on sm_90.
+        wgmma: whether it must use the matrix instructions of groups of warps, on Hopper and B200.
+        programs: how many must fit on a multiprocessor at once, by registers, shared memory and warps.
+        narrow: why its loops load less than 16 bytes at a time; empty where they must not.
+        direct: why its loops that multiply load without ``cp.async`` and TMA; empty where they must not.
         archs: compute capabilities that it ships for.
     """
 
@@ -45,7 +49,10 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     wgmma: bool = False
-    archs: Sequence[int] = (80, 90)
+    programs: int = 1
+    narrow: str = ""
+    direct: str = ""
+    archs: Sequence[int] = SHIPPED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,9 @@ class Report:
     stack_bytes: int
     shared_bytes: int
     wgmma: bool
-    wide_loads: bool
+    programs: int
+    narrow_loops: int
+    direct_loops: int
     faults: tuple[str, ...]
 
 
@@ -91,16 +100,27 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         return _failed(variant, arch, f"it does not compile: {type(error).__name__}: {reason[-1]}")
     registers, stack = _resources(compiled.asm["cubin"])
     ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
-    wgmma = "wgmma.mma_async" in ptx
+    wgmma = "wgmma.mma_async" in ptx or "tcgen05.mma" in ptx
+    loops = hot_loops(ptx)
+    narrow = sum(loop.is_narrow for loop in loops)
+    direct = sum(loop.multiplies and not loop.is_asynchronous for loop in loops)
+    programs = resident_programs(arch, registers, shared, variant.num_warps)
     faults = []
     if stack:
         faults.append(f"{stack} bytes of stack")
-    if shared > MAX_SHARED_BYTES[arch]:
-        faults.append(f"{shared} bytes of shared memory, {MAX_SHARED_BYTES[arch]} are there")
-    if variant.wgmma and arch >= 90 and not wgmma:
+    if shared > multiprocessor(arch).program_bytes:
+        faults.append(f"{shared} bytes of shared memory, {multiprocessor(arch).program_bytes} are there")
+    if variant.wgmma and facts_of(arch).multiplies_in_groups and not wgmma:
         faults.append("no wgmma")
-    wide = re.search(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|cp\.async\.cg", ptx) is not None
-    return Report(variant.name, arch, registers, stack, shared, wgmma, wide, tuple(faults))
+    if narrow and not variant.narrow:
+        faults.append(f"loads of less than 16 bytes in {narrow} of {len(loops)} loops")
+    if direct and variant.num_stages > 1 and not variant.direct:
+        faults.append(f"neither cp.async nor TMA in {direct} of {len(loops)} loops")
+    if programs < variant.programs:
+        faults.append(f"{programs} programs fit on a multiprocessor, not {variant.programs}")
+    return Report(
+        variant.name, arch, registers, stack, shared, wgmma, programs, narrow, direct, tuple(faults)
+    )
 
 
 def _lower_with_ones(
@@ -132,7 +152,7 @@ def _lower_with_ones(
 
 
 def _failed(variant: Variant, arch: int, fault: str) -> Report:
-    return Report(variant.name, arch, 0, 0, 0, False, False, (fault,))
+    return Report(variant.name, arch, 0, 0, 0, False, 0, 0, 0, (fault,))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -156,24 +176,27 @@ def kernel_modules() -> list[str]:
     return [module.name for module in found if module.name.endswith(".triton")]
 
 
-def load_variants(module: str) -> list[Variant]:
-    """Variants that a module ships: the result of its ``variants()``."""
-    return list(importlib.import_module(module).variants())
+def load_variants(module: str, arch: int) -> list[Variant]:
+    """Variants that a module ships for ``arch``: the result of its ``variants()``, which takes the facts of
+    the device where blocks depend on them."""
+    listed = importlib.import_module(module).variants
+    facts = [facts_of(arch)] * bool(inspect.signature(listed).parameters)
+    return [variant for variant in listed(*facts) if arch in variant.archs]
 
 
 def _compile(job: tuple[str, int, int]) -> Report:
     module, index, arch = job
-    return compile_variant(load_variants(module)[index], arch)
+    return compile_variant(load_variants(module, arch)[index], arch)
 
 
-def compile_all(wanted: str = "", processes: int = 2) -> list[Report]:
-    """Compile every variant whose name contains ``wanted``, for every architecture it ships for."""
+def compile_all(wanted: str = "", archs: Sequence[int] = SHIPPED, processes: int = 2) -> list[Report]:
+    """Compile every variant whose name contains ``wanted``, for each of ``archs`` that it ships for."""
     jobs = [
         (module, index, arch)
         for module in kernel_modules()
-        for index, variant in enumerate(load_variants(module))
+        for arch in archs
+        for index, variant in enumerate(load_variants(module, arch))
         if wanted in variant.name
-        for arch in variant.archs
     ]
     with ProcessPoolExecutor(processes) as pool:
         return list(pool.map(_compile, jobs))
@@ -183,8 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a JSON line per variant; exit code 1 when one has a fault."""
     parser = argparse.ArgumentParser(prog="python -m eagle_kit.kernels.aot", description=main.__doc__)
     parser.add_argument("wanted", nargs="?", default="", help="part of a variant's name")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=SHIPPED, default=SHIPPED, help="compute capabilities times 10"
+    )
     args = parser.parse_args(argv)
-    reports = compile_all(args.wanted)
+    reports = compile_all(args.wanted, args.arch)
     for report in reports:
         print(json.dumps(dataclasses.asdict(report)))
     return 1 if any(report.faults for report in reports) else 0

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.capability import has_streams
 
 # Triton's long-standing behaviour; 3.9 warns when it is not requested.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -57,45 +58,6 @@ def use(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
-
-
-class DeviceFacts(NamedTuple):
-    """Device properties that sizes of tiles and grids depend on: number of multiprocessors, and compute
-    capability times 10 (90 for 9.0)."""
-
-    multiprocessors: int
-    capability: int
-
-
-_traced: ContextVar[DeviceFacts | None] = ContextVar("traced", default=None)
-
-
-@contextmanager
-def traced_for(facts: DeviceFacts) -> Iterator[None]:
-    """Context manager: CUDA tensors are fake ones of a GPU with ``facts`` that need not be there."""
-    token = _traced.set(facts)
-    try:
-        yield
-    finally:
-        _traced.reset(token)
-
-
-def has_streams(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU that runs what is launched, and not one that is traced for."""
-    return device.type == "cuda" and _traced.get() is None
-
-
-def device_facts(device: torch.device) -> DeviceFacts:
-    """Properties of ``device``; those of an H200 where kernels are interpreted."""
-    if device.type != "cuda":
-        return DeviceFacts(132, 90)
-    return _traced.get() or _facts(device)
-
-
-@cache
-def _facts(device: torch.device) -> DeviceFacts:
-    facts = torch.cuda.get_device_properties(device)
-    return DeviceFacts(facts.multi_processor_count, 10 * facts.major + facts.minor)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

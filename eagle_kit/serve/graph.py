@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
-from eagle_kit.kernels.backend import has_streams
+from eagle_kit.kernels.capability import has_streams
 
 WARM_UPS = 2
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from fake_cuda import CUDA, Copies, Device, Refused, fake_gpu
 
-from eagle_kit.kernels.backend import current_device, device_facts
+from eagle_kit.kernels.backend import current_device
+from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.transfer import to_device
 
 FAULTS = {

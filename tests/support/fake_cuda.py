@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eagle_kit.kernels.backend import DeviceFacts, device_facts, traced_for
+from eagle_kit.kernels.capability import device_facts, facts_of, traced_for
 
 CUDA = torch.device("cuda", 0)
-GPUS = {"8.0": DeviceFacts(108, 80), "9.0": DeviceFacts(132, 90)}
+GPUS = {"8.0": facts_of(80)._replace(multiprocessors=108), "9.0": facts_of(90)}
 COPIES = frozenset({"eagle_kit.kernels.transfer.to_device", "eagle_kit.serve.graph._to_pinned"})
 """Functions that are made for copies: through pinned memory, which the host does not wait for."""
 NUM_CHOSEN = 5

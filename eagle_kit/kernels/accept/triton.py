@@ -348,9 +348,14 @@ def _outcome(tokens: torch.Tensor, steps: int) -> Outcome:
 
 
 def _walk_warps(chunk: int, is_relaxed: bool) -> int:
-    """Warps of ``_walk``, whose program has a multiprocessor to itself: 16 keep 32 KB of loads in flight.
-    Without q the compiler allots so few registers for 8 or 16 that it spills."""
-    return max(1, min(4 if is_relaxed else 16, chunk // 256))
+    """Warps of ``_walk``, whose program has a multiprocessor to itself: 8 keep 16 KB of loads in flight. The
+    compiler allots so few registers for 16, and without q for 8, that it spills."""
+    return max(1, min(4 if is_relaxed else 8, chunk // 256))
+
+
+def _follow_warps(chunk: int) -> int:
+    """Warps of ``_follow``; for 8, sm_120 has too few registers."""
+    return max(1, min(16, chunk // 256))
 
 
 def _padded(nodes: int) -> int:
@@ -388,9 +393,11 @@ def accept_target_only(
     if tokens.numel():
         rows, dense = rows_of(parts)
         (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
+        options = sizes(vocab)
+        options["num_warps"] = _follow_warps(options["CHUNK"])
         _follow[(b,)](
             *rows, parts[0], parts[0], uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab),
-            steps, GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **sizes(vocab),
+            steps, GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **options,
         )  # fmt: skip
     return out
 
@@ -520,13 +527,13 @@ def variants() -> list[Variant]:
     chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
     row = {"CHUNK": chunk, "CPAD": chunks}
 
-    def add(name, kernel, dense, constants, warps=chunk // 512):
+    def add(name, kernel, dense, constants, warps=chunk // 512, narrow=""):
         described = {**types, "rows": "*fp32" if dense else "*bf16"}
         names = {a: described[a] for a in kernel.arg_names if a not in constants and a != "DENSE"}
         found.append(
             Variant(
                 f"accept {name}", kernel, names, {**constants, "DENSE": dense}, aligned=("vocab",),
-                num_warps=warps,
+                num_warps=warps, narrow=narrow,
             )
         )  # fmt: skip
 
@@ -543,11 +550,13 @@ def variants() -> list[Variant]:
     )  # fmt: skip
     greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
     add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
+    links = "the loops follow children, a number at a time; rows are read where one is refused"
     for name, dense in (("bf16", False), ("dense", True)):
-        add(f"target only {name}", _follow, dense, {**row, "GREEDY": False, "NPAD": 64})
+        options = {**row, "GREEDY": False, "NPAD": 64}
+        add(f"target only {name}", _follow, dense, options, _follow_warps(chunk))
         trial = {**row, "SINGLE": 1.0, "ACC": 1.0, "NPAD": 32}
-        add(f"rejection {name}", _walk, dense, {**trial, "RELAXED": False}, _walk_warps(chunk, False))
-        add(f"relaxed {name}", _walk, dense, {**trial, "RELAXED": True}, _walk_warps(chunk, True))
+        add(f"rejection {name}", _walk, dense, {**trial, "RELAXED": False}, _walk_warps(chunk, False), links)
+        add(f"relaxed {name}", _walk, dense, {**trial, "RELAXED": True}, _walk_warps(chunk, True), links)
         add(f"excess {name}", _excess, dense, {**row, "SPAD": 8})
         add(f"block {name}", _block, dense, {**row, "SPAD": 8})
     return found

@@ -27,9 +27,12 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts, device_facts
 
 _SIGN = tl.constexpr(2**31 - 1)
 _NOTHING = tl.constexpr(-(2**63))
+PROGRAMS = 2
+"""Programs of ``_tiles`` that fit on a multiprocessor."""
 
 
 @triton.jit
@@ -115,25 +118,27 @@ def _merge(keys, sums, token_map, ids, scores, tiles, topk, NORMALIZED: tl.const
         tl.store(scores + row * topk + i, score)
 
 
-def _options(num_rows: int, vocab: int, size: int, dtype: torch.dtype) -> dict[str, int]:
+def _options(num_rows: int, vocab: int, size: int, dtype: torch.dtype, facts: DeviceFacts) -> dict[str, int]:
     """Sizes of ``_tiles``, for an H200: 132 multiprocessors of 228 KB need some 32 KB in flight each.
 
     128 ids a tile halve what is read of x from the L2 cache; 64 reach all multiprocessors with a small
     vocabulary, about one program each, which takes more stages. 16 rows: stages of 32 + 4 KB, two of three in
     flight, two programs a multiprocessor, which hold all 250 tiles of 32,000 ids at once. 64 rows: stages of
-    16 + 8 KB, three of four in flight, likewise.
+    16 + 8 KB, three of four in flight, likewise. Where less shared memory is there, as many stages as fit.
     """
     if dtype == torch.float32:
         return {"ROWS": 16, "TILE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    depth = 128 if rows == 16 and size % 128 == 0 else 64
+    depth = 128 if rows == 16 and size % 128 == 0 and not facts.is_small else 64
     is_large = vocab >= 200 * 128
+    tile, stages = 128 if is_large else 64, (3 if is_large else 5) if depth == 128 else (4 if is_large else 6)
+    depth, stages = facts.fit(depth, stages, 2 * (tile + rows), programs=PROGRAMS)
     return {
         "ROWS": rows,
-        "TILE": 128 if is_large else 64,
+        "TILE": tile,
         "DEPTH": depth,
         "num_warps": 8 if rows == 64 and is_large else 4,
-        "num_stages": (3 if is_large else 5) if depth == 128 else (4 if is_large else 6),
+        "num_stages": stages,
     }
 
 
@@ -156,7 +161,7 @@ def draft_topk(
     ids, scores = _outputs(x, topk)
     if num_rows == 0:
         return ids, scores
-    options = _options(num_rows, vocab, size, x.dtype)
+    options = _options(num_rows, vocab, size, x.dtype, device_facts(x.device))
     tiles = triton.cdiv(vocab, options["TILE"])
     keys = torch.empty(num_rows, topk, tiles, dtype=torch.int64, device=x.device)
     sums = torch.empty(num_rows, tiles if normalized else 0, device=x.device)
@@ -181,7 +186,7 @@ def _(x, weight, topk, normalized, token_map):
     return _outputs(x, topk)
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: heads of 32,000 and of all 151,936 ids over 4,096, and of 8,192 over
     SmolLM2's 576."""
     found = []
@@ -194,7 +199,7 @@ def variants() -> list[Variant]:
         ("fp16", torch.float16, 16, 8192, 576, 4),
         ("fp32", torch.float32, 16, 8192, 576, 4),
     ):
-        options = _options(num_rows, vocab, size, dtype)
+        options = _options(num_rows, vocab, size, dtype, facts)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         types = {"x": f"*{kind}", "weight": f"*{kind}", "keys": "*i64", "sums": "*fp32"}
         integers = ("num_rows", "vocab", "size", "tiles", "topk")
@@ -208,6 +213,7 @@ def variants() -> list[Variant]:
                 num_warps=warps,
                 num_stages=stages,
                 wgmma=kind != "fp32",
+                programs=1 if num_rows > 32 and facts.capability >= 100 else PROGRAMS,
             )
         )
     for vocab, topk in ((32000, 1), (32000, 8), (151936, 16)):
@@ -221,6 +227,7 @@ def variants() -> list[Variant]:
                 {**types, "tiles": "i32", "topk": "i32"},
                 {"NORMALIZED": topk > 1, "HAS_MAP": topk > 1, "TILE": 128, **options},
                 num_warps=warps,
+                narrow="a key of each tile that is chosen",
             )
         )
     return found

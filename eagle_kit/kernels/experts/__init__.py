@@ -15,7 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, device_facts, is_differentiated, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
 from eagle_kit.kernels.recording import is_recording, keep_alive, library

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 
-ALIGN_BLOCK, COMBINE_BLOCK = 1024, 512
+ALIGN_BLOCK, COMBINE_BLOCK, COMBINE_WARPS = 1024, 512, 2  # 8 values a thread: loads of 16 bytes
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _combine(parts, weights, out, chosen, hidden, BLOCK: tl.constexpr):
 
 
 class ExpertBlocks(NamedTuple):
-    """Tile sizes in rows, outputs and inputs, and launch options. At most 72 KB of tiles: as much as GPUs
-    with 99 KB of shared memory have."""
+    """Tile sizes in rows, outputs and inputs, and launch options. At most 72 KB of tiles, which fit anywhere:
+    one program a multiprocessor of 99 KB, two or more elsewhere."""
 
     rows: int
     outputs: int
@@ -162,7 +162,7 @@ def routed_experts(
     grid = (most, triton.cdiv(hidden, blocks.outputs))
     _down[grid](inner, order, starts, down, parts, experts, hidden, size, **constants)
     grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
-    _combine[grid](parts, weights, out, chosen, hidden, BLOCK=COMBINE_BLOCK, num_warps=4)
+    _combine[grid](parts, weights, out, chosen, hidden, BLOCK=COMBINE_BLOCK, num_warps=COMBINE_WARPS)
     return out
 
 
@@ -184,12 +184,16 @@ def variants() -> list[Variant]:
             if not each.isupper()
         }
         aligned = tuple(each for each in ("hidden", "size") if each in types)
-        made.append(
-            Variant(f"experts {name}", kernel, types, constants, aligned=aligned, **options, archs=(80, 90))
-        )
+        made.append(Variant(f"experts {name}", kernel, types, constants, aligned=aligned, **options))
 
     routing = {"order": "*i32", "starts": "*i32", "ids": "*i64", "weights": "*fp32"}
-    add("sort", _sort_by_expert, {"": "i32", **routing}, {"BLOCK": ALIGN_BLOCK})
+    add(
+        "sort",
+        _sort_by_expert,
+        {"": "i32", **routing},
+        {"BLOCK": ALIGN_BLOCK},
+        narrow="ids of a few hundred bytes",
+    )
     for kind, experts, rows in (("bf16", 8, 2), ("bf16", 256, 2), ("bf16", 8, 400), ("fp16", 64, 40)):
         blocks = choose_blocks(rows, 2)
         constants = {
@@ -207,5 +211,5 @@ def variants() -> list[Variant]:
                 constants,
                 **options,
             )
-    add("combine", _combine, {"": "bf16", **routing}, {"BLOCK": COMBINE_BLOCK})
+    add("combine", _combine, {"": "bf16", **routing}, {"BLOCK": COMBINE_BLOCK}, num_warps=COMBINE_WARPS)
     return made

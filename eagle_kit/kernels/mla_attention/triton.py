@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
 from eagle_kit.kernels.mla_attention.plan import PagedWindowPlan
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
@@ -214,14 +214,15 @@ HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) 
 does not, and 64 query rows of 576 then take so many registers that they spill."""
 
 
-def choose_blocks(num_rows: int, itemsize: int, capability: int) -> MLABlocks:
+def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks:
     """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
     latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
     at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
     through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
-    plain one and 32 keys. fp32, which no MLA model is served in, spills at their sizes.
+    plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
+    sizes.
     """
     if itemsize == 4:
         return MLABlocks(16, 16, False, 4, 1)
@@ -229,10 +230,12 @@ def choose_blocks(num_rows: int, itemsize: int, capability: int) -> MLABlocks:
     queries = min(most, max(16, triton.next_power_of_2(num_rows)))
     if itemsize == 1:
         return MLABlocks(queries, 32, False, 8, 2)
-    num_warps = 4 if queries == 16 else 8
-    if capability >= 90:
+    num_warps = 4 if queries == 16 and not facts.is_small else 8
+    if facts.multiplies_in_groups:
         return MLABlocks(queries, 64, True, num_warps, 2)
-    return MLABlocks(queries, 32, False, num_warps, 2 if queries == 64 else 3)
+    stages = 2 if queries == 64 else 3
+    keys, stages = facts.fit(32, stages, 2 * 576, each=4 * queries, held=queries * 2 * 576)
+    return MLABlocks(queries, keys, False, num_warps, stages)
 
 
 @cache
@@ -271,10 +274,10 @@ def mla_window_attention(
     out = q.new_empty(b, n, h, latent_dim)
     if out.numel() == 0:
         return out
-    processors, capability = device_facts(q.device)
-    blocks = choose_blocks(n * h, rows.element_size(), capability)
+    facts = device_facts(q.device)
+    blocks = choose_blocks(n * h, rows.element_size(), facts)
     programs = triton.cdiv(n * h, blocks.queries)
-    splits = choose_splits(b * programs, num_columns, processors)
+    splits = choose_splits(b * programs, num_columns, facts.multiprocessors)
     in_pages = kv_lens is not None
     lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
     partial, lse = out, out
@@ -376,24 +379,22 @@ _INTEGERS = (
 )
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: DeepSeek's sizes with few, some and many query rows, with and without
     runs, for every dtype of the store."""
     pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "lse")
     made = []
-    for kind, stored, itemsize, num_rows, split, arch, *in_pages in (
-        ("bf16", "bf16", 2, 16, True, 90),
-        ("bf16", "bf16", 2, 32, True, 90),
-        ("bf16", "bf16", 2, 128, True, 90),
-        ("bf16", "bf16", 2, 128, False, 90),
-        ("bf16", "bf16", 2, 128, True, 90, "in pages"),
-        ("fp16", "fp16", 2, 128, True, 90),
-        ("bf16", "fp8e4nv", 1, 16, True, 90),
-        ("bf16", "fp8e4nv", 1, 128, True, 90),
-        ("bf16", "bf16", 2, 16, True, 80),
-        ("bf16", "bf16", 2, 128, True, 80),
+    for kind, stored, itemsize, num_rows, split, *in_pages in (
+        ("bf16", "bf16", 2, 16, True),
+        ("bf16", "bf16", 2, 32, True),
+        ("bf16", "bf16", 2, 128, True),
+        ("bf16", "bf16", 2, 128, False),
+        ("bf16", "bf16", 2, 128, True, "in pages"),
+        ("fp16", "fp16", 2, 128, True),
+        ("bf16", "fp8e4nv", 1, 16, True),
+        ("bf16", "fp8e4nv", 1, 128, True),
     ):
-        blocks = choose_blocks(num_rows, itemsize, arch)
+        blocks = choose_blocks(num_rows, itemsize, facts)
         output = "*fp32" if split else f"*{kind}"
         of_pointers = (f"*{kind}", f"*{stored}", "*i64", "*i64", "*i64", "*i64", output, output)
         types = dict(zip(pointers, of_pointers, strict=True))
@@ -419,7 +420,8 @@ def variants() -> list[Variant]:
                 num_warps=blocks.num_warps,
                 num_stages=blocks.num_stages,
                 wgmma=blocks.swapped,
-                archs=(arch,),
+                direct="fp8 keys pass through registers, a tile ahead" if itemsize == 1 else "",
+                archs=WITH_FP8 if itemsize == 1 else SHIPPED,
             )
         )
     made.append(

@@ -10,6 +10,7 @@ Legend: T packed tokens, Hq / Hkv heads, D head size.
 import torch
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.ttt_attention import triton as flash
 from eagle_kit.kernels.variant import AttentionVariant
@@ -42,20 +43,19 @@ def packed_attention(
     )
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with
     sinks and Gemma 2's with a cap."""
     shipped = (
-        ("bf16", 64, 90),
-        ("bf16", 128, 90),
-        ("bf16", 128, 80),
-        ("fp16", 128, 90),
-        ("bf16", 256, 90),
-        ("fp32", 64, 90),
+        ("bf16", 64, facts),
+        ("bf16", 128, facts),
+        ("fp16", 128, facts),
+        ("bf16", 256, facts),
+        ("fp32", 64, facts),
     )
     plain = [flash.forward_variant("packed_attention", *at, own=False) for at in shipped]
     return [
         *plain,
-        flash.forward_variant("packed_attention", "bf16", 64, 90, own=False, sinks=True),
-        flash.forward_variant("packed_attention", "bf16", 256, 90, own=False, capped=True),
+        flash.forward_variant("packed_attention", "bf16", 64, facts, own=False, sinks=True),
+        flash.forward_variant("packed_attention", "bf16", 256, facts, own=False, capped=True),
     ]

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention.triton import (
@@ -33,6 +33,7 @@ from eagle_kit.kernels.window_attention.triton import (
     first_seen,
     fold,
     fold_blocks,
+    narrow_loads,
     score_factors,
     tanh,
     values_per_element,
@@ -134,7 +135,7 @@ def paged_prefill_attention_op(
     if q.numel() == 0 or rows == 0:
         return out
     widths = q.element_size(), k_rows.element_size()
-    blocks = choose_blocks(rows, d, *widths, device_facts(q.device).capability >= 90)
+    blocks = choose_blocks(rows, d, *widths, device_facts(q.device))
     pair = values_per_element(blocks, *widths)
     _prefill[(triton.cdiv(rows, blocks.m), hkv, starts.shape[0])](
         *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts),
@@ -194,10 +195,10 @@ def paged_prefill_attention(
 
 
 def _variant(
-    kind: str, size: int, group: int, rows: int, page: int, store: str, archs: tuple[int, ...], **variant: int
+    kind: str, size: int, group: int, rows: int, page: int, store: str, facts: DeviceFacts, **variant: int
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
-    blocks = choose_blocks(rows * group, size, widths[kind], widths[store], archs[-1] >= 90)
+    blocks = choose_blocks(rows * group, size, widths[kind], widths[store], facts)
     pair = values_per_element(blocks, widths[kind], widths[store])
     return Variant(
         f"prefill_attention {kind} D{size} G{group} rows {rows} page {page}"
@@ -219,26 +220,26 @@ def _variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         wgmma=blocks.m >= 64,
-        archs=archs,
+        programs=blocks.resident,
+        narrow=narrow_loads(blocks, store),
+        archs=WITH_FP8 if store == "fp8e4nv" else SHIPPED,
     )
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: chunks of Llama 3 8B and of other head sizes, pages and stores; short
     chunks; gpt-oss's, Gemma 2's and Llama 4's layers."""
-    both = (80, 90)
     return [
-        _variant("bf16", 128, 4, 2048, 16, "bf16", (90,)),
-        _variant("bf16", 128, 4, 2048, 16, "bf16", (80,)),
-        _variant("bf16", 128, 4, 2048, 64, "fp8e4nv", (90,)),
-        _variant("bf16", 128, 8, 2, 16, "bf16", both),
-        _variant("bf16", 128, 4, 2, 16, "fp8e4nv", (90,)),
-        _variant("fp16", 64, 3, 2048, 1, "fp16", (90,)),
-        _variant("bf16", 80, 1, 2048, 16, "bf16", (90,)),
-        _variant("bf16", 96, 5, 2048, 64, "bf16", (90,)),
-        _variant("bf16", 256, 4, 2048, 64, "bf16", (90,)),
-        _variant("fp32", 64, 3, 2048, 16, "fp32", both),
-        _variant("bf16", 64, 8, 2048, 16, "bf16", (90,), WINDOW=128, SINKS=True),
-        _variant("bf16", 256, 2, 2048, 16, "bf16", (90,), WINDOW=4096, CAPPED=True),
-        _variant("bf16", 128, 5, 2048, 16, "bf16", (90,), CHUNK=8192),
+        _variant("bf16", 128, 4, 2048, 16, "bf16", facts),
+        _variant("bf16", 128, 4, 2048, 64, "fp8e4nv", facts),
+        _variant("bf16", 128, 8, 2, 16, "bf16", facts),
+        _variant("bf16", 128, 4, 2, 16, "fp8e4nv", facts),
+        _variant("fp16", 64, 3, 2048, 1, "fp16", facts),
+        _variant("bf16", 80, 1, 2048, 16, "bf16", facts),
+        _variant("bf16", 96, 5, 2048, 64, "bf16", facts),
+        _variant("bf16", 256, 4, 2048, 64, "bf16", facts),
+        _variant("fp32", 64, 3, 2048, 16, "fp32", facts),
+        _variant("bf16", 64, 8, 2048, 16, "bf16", facts, WINDOW=128, SINKS=True),
+        _variant("bf16", 256, 2, 2048, 16, "bf16", facts, WINDOW=4096, CAPPED=True),
+        _variant("bf16", 128, 5, 2048, 16, "bf16", facts, CHUNK=8192),
     ]

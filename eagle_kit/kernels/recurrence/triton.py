@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts, device_facts
 from eagle_kit.kernels.recurrence.plan import TextPlan
 from eagle_kit.kernels.recurrence.reference import Inputs, Written
 
@@ -216,8 +217,17 @@ def _nodes(count: int) -> int:
     return max(LEAST, triton.next_power_of_2(count))
 
 
-def _num_warps(nodes: int) -> int:
-    return 4 if nodes <= 16 else 8
+def _num_warps(nodes: int, delta: bool, facts: DeviceFacts) -> int:
+    """Warps for a window: 8 from 32 nodes on, but for 64 of the delta rule on 10.x, which would spill."""
+    spills = delta and nodes > 32 and facts.capability // 10 == 10
+    return 4 if nodes <= 16 or spills else 8
+
+
+def _of_window(sizes: dict[str, int], nodes: int, facts: DeviceFacts) -> dict[str, int]:
+    """Sizes for a window: 64 nodes leave room for half a tile of values in the registers, but on Hopper."""
+    if nodes <= 32 or facts.capability // 10 == 9:
+        return sizes
+    return {**sizes, "TILE": max(LEAST, sizes["TILE"] // 2)}
 
 
 @torch.library.custom_op("eagle_kit::recurrent_window", mutates_args=())
@@ -236,10 +246,12 @@ def _run_window(
     out = torch.empty_like(v)
     written = v.new_empty(v.shape, dtype=torch.float32)
     decays = v.new_empty(b, n, heads, dtype=torch.float32)
-    sizes, nodes = _sizes(heads, key_heads, key, value), _nodes(n)
+    nodes = _nodes(n)
+    facts = device_facts(v.device)
+    sizes = _of_window(_sizes(heads, key_heads, key, value), nodes, facts)
     _window[(b, heads, triton.cdiv(value, sizes["TILE"]))](
         q, k, v, g, beta, states, slots, ancestors, out, written, decays, n,
-        DELTA=delta, NODES=nodes, **sizes, num_warps=_num_warps(nodes),
+        DELTA=delta, NODES=nodes, **sizes, num_warps=_num_warps(nodes, delta, facts),
     )  # fmt: skip
     return out, written, decays
 
@@ -334,7 +346,10 @@ def recurrent_texts(
     return _run_texts(*parts, held, list(plan.chunks(CHUNK, held.device)), delta)
 
 
-def variants() -> list[Variant]:
+BLOCKS = "a block of fp32 keys is two values a thread: more do not fit the registers"
+
+
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: layers of Qwen3-Next, in bf16, and of Nemotron-H."""
     made = []
     for title, delta, heads, key_heads, key, value in (
@@ -357,8 +372,9 @@ def variants() -> list[Variant]:
                         **dict.fromkeys(("written", "decays"), "*fp32"),
                         "num_nodes": "i32",
                     },
-                    {"DELTA": delta, "NODES": _nodes(count), **sizes},
-                    num_warps=_num_warps(_nodes(count)),
+                    {"DELTA": delta, "NODES": _nodes(count), **_of_window(sizes, _nodes(count), facts)},
+                    num_warps=_num_warps(_nodes(count), delta, facts),
+                    narrow=BLOCKS,
                 )
             )
         made.append(
@@ -388,6 +404,7 @@ def variants() -> list[Variant]:
                 },
                 {"DELTA": delta, "SAVES": 2, "NODES": CHUNK, **sizes},
                 num_warps=8,
+                narrow=BLOCKS,
             )
         )
     return made

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import SHIPPED, WITH_FP8
 
 
 @triton.jit
@@ -388,7 +389,7 @@ def _variant(
             **blocks,
         },
         num_warps=_num_warps(blocks),
-        archs=(90,) if stored == "fp8e4nv" else (80, 90),
+        archs=WITH_FP8 if stored == "fp8e4nv" else SHIPPED,
     )
 
 

@@ -568,13 +568,18 @@ def variants() -> list[Variant]:
         "seeds": "*i64", "positions": "*i64", "size": "i32", "row_stride": "i64", "column_stride": "i64",
     }  # fmt: skip
 
-    def add(name, kernel, constants, warps=8, **special):
+    def add(name, kernel, constants, warps=8, narrow="", **special):
         described = {**types, **special}
         names = {a: described[a] for a in kernel.arg_names if a not in constants}
         aligned = [a for a in ("vocab",) if a in names]
-        found.append(Variant(f"sampling {name}", kernel, names, constants, aligned=aligned, num_warps=warps))
+        found.append(
+            Variant(
+                f"sampling {name}", kernel, names, constants, aligned=aligned, num_warps=warps, narrow=narrow
+            )
+        )
 
     chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
+    lanes = "16 sums a lane leave a thread room for 4 lanes"
     filtered_row = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
     add("best bf16", _best, {"CHUNK": chunk})
     for name, kind, count, top_p, limit in (
@@ -583,7 +588,7 @@ def variants() -> list[Variant]:
     ):
         options = {"TOP_P": top_p, "HAS_LIMIT": limit, "CHUNK": chunk, "CPAD": chunks}
         wanted = {"wanted": "*fp32" if top_p else "*i64", "logits": f"*{kind}"}
-        add(f"search {name}", _search, {**options, "COUNT": count, "LANES": 512}, 4, **wanted)
+        add(f"search {name}", _search, {**options, "COUNT": count, "LANES": 512}, 4, lanes, **wanted)
         add(f"settle {name}", _settle, options, 16, **wanted)
     for name, filtered in (("", False), (" filtered", True)):
         add(

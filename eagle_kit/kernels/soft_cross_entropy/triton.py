@@ -150,6 +150,7 @@ def variants() -> list[Variant]:
             {"BLOCK": BLOCK},
             aligned=("vocab",) if aligned else (),
             num_warps=NUM_WARPS,
+            narrow="" if aligned else "rows begin at odd addresses",
         )
         for kind, aligned in (("bf16", True), ("bf16", False), ("fp16", True), ("fp32", True))
     ]

@@ -308,13 +308,13 @@ def variants() -> list[Variant]:
     floats = ("scores", "next_scores", "new_scores", "all_scores")
     integers = ("n", "nodes", "step", "steps")
 
-    def variant(name, kernel, constants, num_warps):
+    def variant(name, kernel, constants, num_warps, narrow=""):
         types = {
             arg: "*fp32" if arg in floats else "i32" if arg in integers else "*i64"
             for arg in kernel.arg_names
             if arg not in constants
         }
-        return Variant(name, kernel, types, constants, num_warps=num_warps)
+        return Variant(name, kernel, types, constants, num_warps=num_warps, narrow=narrow)
 
     found = [variant("chain_build", _chain_build, {"BLOCK": 8}, 1)]
     for topk in (4, 10, 16):
@@ -322,7 +322,11 @@ def variants() -> list[Variant]:
         found.append(variant(f"start_beam K{topk}", _start_beam, {"TOPK": topk, "BLOCK": block}, 1))
         options = _beam_options(topk)
         warps = options.pop("num_warps")
-        found.append(variant(f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps))
+        found.append(
+            variant(
+                f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps, "a few hundred scores"
+            )
+        )
     for steps, topk in ((5, 4), (6, 10), (16, 16)):
         block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
         constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}

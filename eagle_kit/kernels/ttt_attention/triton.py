@@ -39,7 +39,7 @@ import triton.language as tl
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.capability import DeviceFacts, device_facts
 from eagle_kit.kernels.window_attention.triton import score_factors, tanh
 
 LOG2_E = 1.4426950408889634
@@ -312,7 +312,7 @@ class TTTBlocks(NamedTuple):
     num_stages: int
 
 
-_HALF = {  # (kernel, head size): blocks on sm_90, before it
+_HALF = {  # (kernel, head size): blocks where warps multiply in groups, and where not
     ("forward", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
     ("forward", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
     ("forward", 256): (TTTBlocks(64, 32, 8, 3), TTTBlocks(64, 32, 8, 2)),
@@ -325,27 +325,34 @@ _HALF = {  # (kernel, head size): blocks on sm_90, before it
 }
 
 
-def _blocks(kernel: str, block_d: int, itemsize: int, hopper: bool) -> TTTBlocks:
+def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTTBlocks:
     """The largest blocks that neither Triton 3.6 nor 3.9 spills registers for.
 
     Two warpgroups share an SM of Hopper, 64 rows of a matrix instruction each. The accumulators of dk and dv
     leave room for 32 rows at a time at head size 128, and for 16 at 256; the side of the block that is walked
     over (N forward and for dq, M for dk and dv) then decides only how often the other is read from shared
     memory. fp32 is multiplied without tensor cores, as torch does unless TF32 is allowed, and takes many more
-    registers, of which 3.6 spills up to six: it is there to be exact.
+    registers, of which 3.6 spills up to six: it is there to be exact. Where shared memory is short, what is
+    walked over has as many stages as fit.
     """
     if itemsize == 4:
         return TTTBlocks(16, 32, 4, 2) if block_d <= 64 else TTTBlocks(16, 16, 8, 2)
-    return _HALF[kernel, max(block_d, 64)][0 if hopper else 1]
+    blocks = _HALF[kernel, max(block_d, 64)][0 if facts.multiplies_in_groups else 1]
+    of_row = block_d * itemsize  # pairs of rows are walked over: keys and values, queries and gradients
+    if kernel == "kv":
+        held, each = 2 * blocks.n * of_row, (blocks.n + 8) * itemsize
+        m, stages = facts.fit(blocks.m, blocks.num_stages, 2 * of_row, each=each, held=held)
+        return blocks._replace(m=m, num_stages=stages)
+    if kernel == "forward" and facts.is_small:
+        blocks = blocks._replace(m=64 if block_d <= 128 else 32)
+    held = blocks.m * of_row * (2 if kernel == "q" else 1)
+    n, stages = facts.fit(blocks.n, blocks.num_stages, 2 * of_row, each=blocks.m * itemsize, held=held)
+    return blocks._replace(n=n, num_stages=stages)
 
 
 def _own_rows(block_g: int, block_d: int) -> int:
     """Rows of ``_backward_own``: 16 elements per thread of queries, of gradients and of their sum."""
     return max(1, 2048 // (block_g * block_d))
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device_facts(device).capability >= 90
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
@@ -387,7 +394,7 @@ def ttt_attention_op(
     if rows == 0:
         return out, lse
     shape = _constants(q, k)
-    blocks = _blocks("forward", shape["BLOCK_D"], q.element_size(), _is_hopper(q.device))
+    blocks = _blocks("forward", shape["BLOCK_D"], q.element_size(), device_facts(q.device))
     _forward[(triton.cdiv(rows, blocks.m), hq)](
         *(q, k, v, own_k, own_v, starts, stops, q if sinks is None else sinks, out, lse),
         *(*score_factors(scale, soft_cap), rows, num_own),
@@ -435,7 +442,7 @@ def ttt_attention_backward(
         return torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape), own_k.clone(), own_v.clone()
     dq, dk, dv, down_k, down_v = (torch.empty_like(x) for x in (q, k, v, own_k, own_v))
     delta = torch.empty_like(lse)
-    shape, itemsize, hopper = _constants(q, k), q.element_size(), _is_hopper(q.device)
+    shape, itemsize, facts = _constants(q, k), q.element_size(), device_facts(q.device)
     block_g = triton.next_power_of_2(hq // hkv)
     block_r = _own_rows(block_g, shape["BLOCK_D"])
     _backward_own[(triton.cdiv(rows, block_r), hkv)](
@@ -444,19 +451,19 @@ def ttt_attention_backward(
         BLOCK_R=block_r,
         BLOCK_G=block_g,
     )
-    blocks = _blocks("q", shape["BLOCK_D"], itemsize, hopper)
+    blocks = _blocks("q", shape["BLOCK_D"], itemsize, facts)
     _backward_q[(triton.cdiv(rows, blocks.m), hq)](
         *(q, k, v, starts, stops, dout, lse, delta, dq, scale, rows),
         **shape,
         OWN=num_own > 0,
         **_launch(blocks),
     )
-    blocks = _blocks("kv", shape["BLOCK_D"], itemsize, hopper)
+    blocks = _blocks("kv", shape["BLOCK_D"], itemsize, facts)
     bounds = _seen_by(starts, stops, tokens, blocks.n)
     _backward_kv[(bounds.shape[0], hkv)](
         *(q, k, v, starts, stops, bounds, dout, lse, delta, dk, dv, scale, rows, tokens),
         **shape,
-        BRANCH=hopper,
+        BRANCH=facts.multiplies_in_groups,
         **_launch(blocks),
     )
     return dq, dk, dv, down_k, down_v
@@ -504,7 +511,7 @@ def ttt_attention(
     return ttt_attention_op(*tensors, starts, stops, scale, soft_cap, sinks)[0].to(q.dtype)
 
 
-def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constants: int) -> Variant:
+def _variant(name: str, kernel: Any, kind: str, size: int, facts: DeviceFacts, **constants: int) -> Variant:
     """Kernel for 32 query and 8 key heads, in the blocks it runs with."""
     types = {
         "lse": "*fp32",
@@ -521,9 +528,10 @@ def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constant
     constants |= {"HQ": 32, "HKV": 8, "D": size, "BLOCK_D": block_d}
     if kernel is _backward_own:
         constants |= {"BLOCK_R": _own_rows(4, block_d), "BLOCK_G": 4}
-        return Variant(f"{name} {kind} D{size}", kernel, types, constants, archs=(arch,))
+        narrow = "16 values of a thread, of several heads"
+        return Variant(f"{name} {kind} D{size}", kernel, types, constants, narrow=narrow)
     of = {_forward: "forward", _backward_q: "q", _backward_kv: "kv"}[kernel]
-    blocks = _blocks(of, block_d, 4 if kind == "fp32" else 2, arch >= 90)
+    blocks = _blocks(of, block_d, 4 if kind == "fp32" else 2, facts)
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
     return Variant(
         f"{name} {kind} D{size}",
@@ -533,28 +541,28 @@ def _variant(name: str, kernel: Any, kind: str, size: int, arch: int, **constant
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         wgmma=kind != "fp32",
-        archs=(arch,),
+        narrow="log-sums and limits of rows, which lie in L1" if of == "kv" else "",
     )
 
 
 def forward_variant(
-    name: str, kind: str, size: int, arch: int, own: bool, capped: bool = False, sinks: bool = False
+    name: str, kind: str, size: int, facts: DeviceFacts, own: bool, capped: bool = False, sinks: bool = False
 ) -> Variant:
     """Forward kernel with or without own keys, a soft cap and sinks."""
     name += " capped" * capped + " sinks" * sinks
-    return _variant(name, _forward, kind, size, arch, OWN=own, CAPPED=capped, SINKS=sinks)
+    return _variant(name, _forward, kind, size, facts, OWN=own, CAPPED=capped, SINKS=sinks)
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: draft heads of Llama (D 128), of Gemma (256), of small models
     (64)."""
-    every = [("bf16", 128, 90), ("bf16", 128, 80), ("bf16", 256, 90)]
+    every = [("bf16", 128, facts), ("bf16", 256, facts)]
     return [
         *(forward_variant("ttt_attention", *at, own=True) for at in every),
         *(_variant("ttt_attention dq", _backward_q, *at, OWN=True) for at in every),
         *(
-            _variant("ttt_attention dk dv", _backward_kv, *at, BRANCH=at[2] >= 90)
-            for at in (*every, ("bf16", 64, 90), ("fp32", 128, 90))
+            _variant("ttt_attention dk dv", _backward_kv, *at, BRANCH=facts.multiplies_in_groups)
+            for at in (*every, ("bf16", 64, facts), ("fp32", 128, facts))
         ),
-        _variant("ttt_attention own keys", _backward_own, "bf16", 128, 90),
+        _variant("ttt_attention own keys", _backward_own, "bf16", 128, facts),
     ]

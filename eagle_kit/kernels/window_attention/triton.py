@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
 from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
@@ -322,8 +322,8 @@ def _merge(
 
 
 class WindowBlocks(NamedTuple):
-    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on an
-    H200's multiprocessor."""
+    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on a
+    multiprocessor."""
 
     m: int
     n: int
@@ -338,7 +338,7 @@ def block_d(size: int) -> int:
 
 
 def choose_blocks(
-    rows: int, size: int, query_bytes: int, store_bytes: int, hopper: bool = True
+    rows: int, size: int, query_bytes: int, store_bytes: int, facts: DeviceFacts
 ) -> WindowBlocks:
     """Block sizes for ``rows`` query rows of a key head.
 
@@ -346,18 +346,39 @@ def choose_blocks(
     4.8 TB/s at 1 us of latency require of each of 132 multiprocessors, so two programs fit and either may
     wait. From 64 rows on, Hopper's matrix instructions take 64 rows per warp group; elsewhere more warps
     share the registers. Padded head sizes (80, 96) and fp8 take smaller blocks, and one more in flight. fp32
-    is multiplied without tensor cores (TF32 would lose 13 bits): small tiles.
+    is multiplied without tensor cores (TF32 would lose 13 bits): small tiles. Where less shared memory is
+    there (A100's 163 KB, 99 KB of Ada and the small Blackwells, whose bandwidth asks for a quarter of the
+    bytes in flight), as many stages, and then keys, as fit.
     """
+    blocks = _choose_blocks(rows, size, query_bytes, store_bytes, facts)
+    of_key, of_query = 2 * block_d(size) * store_bytes, block_d(size) * query_bytes
+    weights = 0 if facts.multiplies_in_groups else blocks.m * query_bytes
+    n, stages = facts.fit(
+        blocks.n,
+        blocks.num_stages,
+        of_key,
+        each=weights,
+        held=blocks.m * of_query,
+        programs=blocks.resident,
+    )
+    return blocks._replace(n=n, num_stages=stages)
+
+
+def _choose_blocks(
+    rows: int, size: int, query_bytes: int, store_bytes: int, facts: DeviceFacts
+) -> WindowBlocks:
     if query_bytes == 4:
         return WindowBlocks(16, 32 if size <= 64 else 16, 4, 2, 2)
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
     if m < 64 and (store_bytes == 1 or size < block_d(size)):
-        return WindowBlocks(m, n // 2, 4, 4, 2)
+        return WindowBlocks(m, n // 4 if facts.is_small and store_bytes == 1 else n // 2, 4, 4, 2)
     if m < 64:
         return WindowBlocks(m, n, 4, 3, 2)
-    if not hopper or size > 128:
+    if not facts.multiplies_in_groups or size > 128:
         return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+    if facts.capability >= 100 and (store_bytes == 1 or size <= 64):  # ptxas spills the others there
+        return WindowBlocks(64, 64, 8 if store_bytes == 1 else 4, 3, 1)
     return WindowBlocks(m, 64, 8, 3, 1) if m == 128 else WindowBlocks(m, 64, 4, 3, 2)
 
 
@@ -365,6 +386,11 @@ def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int)
     """Number of values that are read as one element: fp8 pairs where tensor cores multiply out of
     registers."""
     return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
+
+
+def narrow_loads(blocks: WindowBlocks, store: str) -> str:
+    """Why keys and values are loaded by less than 16 bytes at a time; empty where they are not."""
+    return "64 rows of mma.sync take fp8 swizzled by 8 bytes" if store == "fp8e4nv" and blocks.m >= 64 else ""
 
 
 def num_splits(
@@ -397,11 +423,11 @@ cache takes a program some 3 microseconds, about as long as a launch, whose prog
 
 
 def merged_rows(rows: int, size: int, splits: int, blocks: WindowBlocks) -> tuple[int, int]:
-    """Rows and parts that the last program of a tile merges at a time, 32 KB of partial results; 0 rows where
+    """Rows and parts that the last program of a tile merges at a time, 16 KB of partial results; 0 rows where
     there are too many parts."""
     tile = min(rows, blocks.m)
     at_once = min(8, triton.next_power_of_2(tile))
-    parts = max(1, 8192 // (at_once * block_d(size)))
+    parts = max(1, 4096 // (at_once * block_d(size)))
     return (at_once if tile * splits * size <= MERGED_NUMBERS else 0), parts
 
 
@@ -446,15 +472,17 @@ def window_attention_op(
     if q.numel() == 0:
         return out
     rows = nodes * (hq // hkv)
-    sms, capability = device_facts(q.device)
-    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), capability >= 90)
+    facts = device_facts(q.device)
+    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), facts)
     if splits is None:
         span = Limits(*limits).span(num_keys + blocks.n)
         columns = min(num_columns, span or num_columns)
-        splits = num_splits(b, hkv, columns, rows, blocks, sms)
+        splits = num_splits(b, hkv, columns, rows, blocks, facts.multiprocessors)
         if arrivals is not None:
             most = MERGED_NUMBERS // (min(rows, blocks.m) * d)
-            splits = few_enough(splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, sms)
+            splits = few_enough(
+                splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, facts.multiprocessors
+            )
     partial, lse = out, out
     if splits > 1:
         partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
@@ -550,11 +578,11 @@ def _variant(
     page: int,
     store: str,
     split: bool,
-    archs: tuple[int, ...],
+    facts: DeviceFacts,
     **variant: int,
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
-    blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], archs[-1] >= 90)
+    blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], facts)
     merged, parts = merged_rows(nodes * group, size, 8 if split else 1, blocks)
     pair = values_per_element(blocks, widths[kind], widths[store])
     counts: tuple[str, ...] = ("num_rows", "store_rows", "table_stride", "bits_stride_b", "bits_stride_n")
@@ -592,11 +620,13 @@ def _variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         wgmma=blocks.m >= 64,
-        archs=archs,
+        programs=blocks.resident,
+        narrow=narrow_loads(blocks, store),
+        archs=WITH_FP8 if store == "fp8e4nv" else SHIPPED,
     )
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head
     sizes, pages and stores; gpt-oss's, Gemma 2's and Llama 4's layers."""
     merge = Variant(
@@ -611,22 +641,20 @@ def variants() -> list[Variant]:
             **{"WINDOW": 0, "CHUNK": 0},
         },
     )
-    both = (80, 90)
     return [
         merge,
-        _variant("bf16", 128, 4, 1, 16, "bf16", True, both),
-        _variant("bf16", 128, 4, 8, 64, "bf16", True, both),
-        _variant("bf16", 128, 4, 16, 1, "bf16", False, (90,)),
-        _variant("bf16", 128, 4, 16, 1, "bf16", False, (80,)),
-        _variant("bf16", 128, 4, 32, 16, "bf16", True, (90,)),
-        _variant("bf16", 128, 4, 1, 16, "fp8e4nv", True, (90,)),
-        _variant("bf16", 128, 4, 16, 64, "fp8e4nv", True, (90,)),
-        _variant("fp16", 64, 3, 64, 16, "fp16", True, (90,)),
-        _variant("bf16", 80, 1, 5, 16, "bf16", True, both),
-        _variant("bf16", 96, 5, 64, 1, "bf16", True, (90,)),
-        _variant("bf16", 256, 16, 8, 64, "bf16", True, (90,)),
-        _variant("fp32", 128, 4, 8, 16, "fp32", True, both),
-        _variant("bf16", 64, 8, 8, 16, "bf16", True, (90,), WINDOW=128, SINKS=True),
-        _variant("bf16", 256, 2, 8, 16, "bf16", True, (90,), WINDOW=4096, CAPPED=True),
-        _variant("bf16", 128, 5, 16, 16, "bf16", True, (90,), CHUNK=8192),
+        _variant("bf16", 128, 4, 1, 16, "bf16", True, facts),
+        _variant("bf16", 128, 4, 8, 64, "bf16", True, facts),
+        _variant("bf16", 128, 4, 16, 1, "bf16", False, facts),
+        _variant("bf16", 128, 4, 32, 16, "bf16", True, facts),
+        _variant("bf16", 128, 4, 1, 16, "fp8e4nv", True, facts),
+        _variant("bf16", 128, 4, 16, 64, "fp8e4nv", True, facts),
+        _variant("fp16", 64, 3, 64, 16, "fp16", True, facts),
+        _variant("bf16", 80, 1, 5, 16, "bf16", True, facts),
+        _variant("bf16", 96, 5, 64, 1, "bf16", True, facts),
+        _variant("bf16", 256, 16, 8, 64, "bf16", True, facts),
+        _variant("fp32", 128, 4, 8, 16, "fp32", True, facts),
+        _variant("bf16", 64, 8, 8, 16, "bf16", True, facts, WINDOW=128, SINKS=True),
+        _variant("bf16", 256, 2, 8, 16, "bf16", True, facts, WINDOW=4096, CAPPED=True),
+        _variant("bf16", 128, 5, 16, 16, "bf16", True, facts, CHUNK=8192),
     ]

@@ -121,9 +121,9 @@ def test_gradients_take_the_reference(triton_device, monkeypatch):
 def test_the_capability_decides_who_multiplies_groups(monkeypatch, capability, takes):
     """torch's grouped matmul reads the routing on the host but on 9.x and 10.x, not to be captured then."""
     import eagle_kit.kernels.experts as room
-    from eagle_kit.kernels.backend import DeviceFacts
+    from eagle_kit.kernels.capability import facts_of
 
-    monkeypatch.setattr(room, "device_facts", lambda device: DeviceFacts(100, capability))
+    monkeypatch.setattr(room, "device_facts", lambda device: facts_of(capability))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     assert room._groups(x, x) == (takes == "torch")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from eagle_kit.kernels.capability import facts_of
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, chain_bits
 
@@ -158,7 +159,7 @@ def test_a_block_of_query_rows_loads_each_key_once(triton_device, kernels, monke
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
-    chosen = kernels.choose_blocks(nodes * heads, 2, 90)
+    chosen = kernels.choose_blocks(nodes * heads, 2, facts_of(90))
     blocks = -(-nodes * heads // chosen.queries)
     assert blocks == 1 or nodes * heads > 32
     monkeypatch.setattr(kernels, "choose_blocks", lambda *_: chosen)
@@ -265,8 +266,8 @@ def test_fake_tensors_pass():
 def test_sizes_are_chosen_by_what_the_host_knows():
     from eagle_kit.kernels.mla_attention.triton import MAX_SPLITS, choose_blocks, choose_splits
 
-    assert [choose_blocks(rows, 2, 90).queries for rows in (1, 16, 17, 32)] == [16, 16, 32, 32]
-    assert choose_blocks(8, 2, 90).swapped and not choose_blocks(8, 2, 80).swapped
+    assert [choose_blocks(rows, 2, facts_of(90)).queries for rows in (1, 16, 17, 32)] == [16, 16, 32, 32]
+    assert choose_blocks(8, 2, facts_of(90)).swapped and not choose_blocks(8, 2, facts_of(80)).swapped
     assert choose_splits(1, 64, 132) == 1 and choose_splits(1, 1, 132) == 1
     assert 60 <= choose_splits(2, 32768, 132) <= 66  # one wave
     assert 100 < choose_splits(1, 10**6, 132) <= MAX_SPLITS

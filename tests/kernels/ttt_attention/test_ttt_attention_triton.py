@@ -102,9 +102,10 @@ def test_out_and_gradients_in_half_types(triton_device, dtype, own, d, lengths):
 
 
 def test_an_older_gpu_takes_other_blocks_and_no_branch(triton_device, monkeypatch):
+    from eagle_kit.kernels.capability import facts_of
     from eagle_kit.kernels.ttt_attention import triton
 
-    monkeypatch.setattr(triton, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(triton, "device_facts", lambda device: facts_of(80))
     doc_start = documents(33, 40, 80).to(triton_device)
     rows = torch.arange(0, 153, 2, device=triton_device)
     inputs, dout = make(doc_start, rows, 2, 1, 2, 32, torch.bfloat16, triton_device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from eagle_kit.kernels.capability import facts_of
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 
 FP8 = torch.float8_e4m3fn
@@ -212,7 +213,10 @@ def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeyp
     case = replace(case, rows=[])
     q, k, v, p = case.make(torch.float32, triton_device)
     rows = case.nodes * case.heads[0] // case.heads[1]
-    assert splits > 17 or merged_rows(rows, case.size, splits, choose_blocks(rows, case.size, 4, 4))[0]
+    assert (
+        splits > 17
+        or merged_rows(rows, case.size, splits, choose_blocks(rows, case.size, 4, 4, facts_of(90)))[0]
+    )
     arrivals = torch.zeros(99, dtype=torch.int32, device=triton_device)
     found = []
     order = _Order(monkeypatch) if triton_device == "cpu" else None
@@ -241,7 +245,7 @@ def test_wide_windows_are_merged_by_a_launch_of_their_own():
     from eagle_kit.kernels.window_attention.triton import choose_blocks, few_enough, merged_rows
 
     def rows_at_once(rows, splits, size=128):
-        return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2))[0]
+        return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2, facts_of(90)))[0]
 
     assert [rows_at_once(4, 64), rows_at_once(4, 65)] == [4, 0]
     assert [rows_at_once(16, 16), rows_at_once(64, 4), rows_at_once(64, 8)] == [8, 8, 0]
@@ -304,7 +308,7 @@ def test_the_number_of_parts_fills_the_machine_and_stays_small():
     from eagle_kit.kernels.window_attention.triton import choose_blocks, num_splits
 
     def parts(batch, columns, rows, kv_heads=8, sms=132):
-        return num_splits(batch, kv_heads, columns, rows, choose_blocks(rows, 128, 2, 2), sms)
+        return num_splits(batch, kv_heads, columns, rows, choose_blocks(rows, 128, 2, 2, facts_of(90)), sms)
 
     assert parts(1, 128, 4) == 1  # too short to be cut
     assert 128 <= 8 * parts(1, 32768, 4) <= 2 * 132  # one request fills all multiprocessors
