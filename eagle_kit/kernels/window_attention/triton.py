@@ -423,11 +423,12 @@ cache takes a program some 3 microseconds, about as long as a launch, whose prog
 
 
 def merged_rows(rows: int, size: int, splits: int, blocks: WindowBlocks) -> tuple[int, int]:
-    """Rows and parts that the last program of a tile merges at a time, 16 KB of partial results; 0 rows where
-    there are too many parts."""
+    """Rows and parts that the last program of a tile merges at a time, 32 KB of partial results of a plain
+    step's rows and 16 KB of more, which leaves it the registers on every GPU; 0 rows where there are too many
+    parts."""
     tile = min(rows, blocks.m)
-    at_once = min(8, triton.next_power_of_2(tile))
-    parts = max(1, 4096 // (at_once * block_d(size)))
+    at_once, numbers = (min(4, triton.next_power_of_2(tile)), 8192) if tile <= 4 else (2, 4096)
+    parts = max(1, numbers // (at_once * block_d(size)))
     return (at_once if tile * splits * size <= MERGED_NUMBERS else 0), parts
 
 
