@@ -54,7 +54,7 @@ def test_prompts_and_the_cycle_behind_them_wait_for_nothing(capability, name, sa
         chunks = [Chunk(first, 0, 20), Chunk(second, 16, 32), Chunk(third, 16, 33)]
         with Copies() as guard:
             found = engine.runner.prefill(chunks)
-            decoded = engine.runner.decode(everyone, SpecShape(4, 1, 5), 60)
+            decoded = engine.runner.decode(everyone, SpecShape(4, 1, 5))
     assert [len(results.requests) for results in found] == [1, 2]
     assert decoded.copy.wait().tokens.device.type == "cpu" and guard.used == COPIES
 
@@ -108,11 +108,12 @@ def test_catching_up_waits_for_nothing():
     head = tiny_head(target)
     with fake_gpu(), torch.no_grad():
         runner = on_gpu(target, head, "3,2,6").runner
+        runner.slots.make_missed(runner.drafter.model)
         everyone = requests("greedy")
         for request in everyone:
             request.num_missed = 3
         with Copies():
-            runner._catch_up(everyone, 40)
+            runner._catch_up(everyone)
     assert [request.num_missed for request in everyone] == [0, 0, 0]
 
 
