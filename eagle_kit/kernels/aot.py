@@ -173,7 +173,7 @@ def kernel_modules() -> list[str]:
     import eagle_kit.kernels
 
     found = pkgutil.walk_packages(eagle_kit.kernels.__path__, "eagle_kit.kernels.")
-    return [module.name for module in found if module.name.endswith(".triton")]
+    return [module.name for module in found if module.name.endswith((".triton", ".triton_backward"))]
 
 
 def load_variants(module: str, arch: int) -> list[Variant]:

@@ -123,7 +123,9 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("soft_cross_entropy", "torch", _soft_cross_entropy),
         ("draft_loss", "torch, acceptance", _draft_loss),
         ("norm", "torch", _norm),
+        ("norm", "torch, gradients", _norm_gradients),
         ("rope", "torch", _rope),
+        ("rope", "torch, gradients", _rope_gradients),
         ("swiglu", "torch", _swiglu),
         ("commit", "torch", _commit),
         ("draft_topk", "torch", _draft_topk),
@@ -203,6 +205,30 @@ def _rope() -> float:
     expected = torch.view_as_real(turned).transpose(-1, -2).flatten(-2)
     expected[:, 3] = qkv[:, 3].double()
     return _error(got, expected)
+
+
+def _norm_gradients() -> float:
+    """Gradients of x and of the weight, with one that flows into the sum."""
+    x, residual, weight = (
+        each.requires_grad_() for each in (_randn(5, 96), _randn(5, 96, seed=1), _randn(96))
+    )
+    ups = _randn(5, 96, seed=3), _randn(5, 96, seed=4)
+    got = torch.autograd.grad(add_rms_norm(x, residual, weight, 1e-5), (x, weight), ups)
+    total = (x + residual).double()
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    wanted = torch.autograd.grad((expected, total), (x, weight), [up.double() for up in ups])
+    return max(_error(*pair) for pair in zip(got, wanted, strict=True))
+
+
+def _rope_gradients() -> float:
+    """The gradient is rotated by the negative angles: behind the rotation it is what it was."""
+    qkv, rotation = (
+        _randn(3, 4, 4).requires_grad_(),
+        Rotation(torch.tensor([1, 7, 2]), torch.tensor([1.0, 0.3])),
+    )
+    got = torch.cat(rope_store(qkv, rotation, num_heads=2), 1)
+    (gradient,) = torch.autograd.grad(got, qkv, got.detach())
+    return _error(gradient, qkv.detach())
 
 
 def _swiglu() -> float:

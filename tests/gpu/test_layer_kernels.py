@@ -38,6 +38,26 @@ def test_norms(rows, size, dtype):
     assert_near("norm of the sum", normed, norm_of(total, weight))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", pick([128, 576, 4096, 8192], [24]))
+@pytest.mark.parametrize("rows", pick([1, 401, 8192], [3]))
+def test_gradients_of_norms(rows, size, dtype):
+    by = generator(19)
+    x, residual, up, other = (randn(rows, size, dtype=dtype, by=by) for _ in range(4))
+    weight = randn(size, by=by)  # as a trainer has it
+    inputs, wide = (
+        [t.to(kind or t.dtype).requires_grad_() for t in (x, residual, weight)]
+        for kind in (None, torch.float64)
+    )
+    outs = add_rms_norm(*inputs, 1e-5, backend="triton")
+    total = wide[0] + wide[1]
+    exact = (norm_of(total, wide[2]), total)
+    got = torch.autograd.grad(outs, inputs, (up, other))
+    wanted = torch.autograd.grad(exact, wide, (up.double(), other.double()))
+    for name, ours, theirs in zip(("x", "residual", "weight"), got, wanted, strict=True):
+        assert_near(f"gradient of {name}", ours, theirs, dtype, slack=2)
+
+
 # Query heads, key heads, head size, rotated elements.
 HEADS = pick(
     {
@@ -62,6 +82,24 @@ def turned(x: torch.Tensor, positions: torch.Tensor, size: int, interleaved: boo
     a, b = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
     out = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
     return torch.cat((out, rest), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_gradients_of_the_rotation(name, dtype, interleaved):
+    hq, hkv, size, rotated = HEADS[name]
+    by, tokens = generator(20), pick(2048, 5)
+    qkv = randn(tokens, hq + 2 * hkv, size, dtype=dtype, by=by).requires_grad_()
+    up = randn(*qkv.shape, dtype=dtype, by=by)
+    positions = torch.arange(tokens, device=DEVICE) * 7
+    rotation = Rope(rotated, 1e4, None).to(DEVICE).at(positions)
+    outs = rope_store(qkv, rotation, num_heads=hq, interleaved=interleaved, backend="triton")
+    (got,) = torch.autograd.grad(torch.cat(outs, 1), qkv, up)
+    wide = qkv.detach().double().requires_grad_()
+    both = turned(wide[:, : hq + hkv], positions, rotated, interleaved)
+    (wanted,) = torch.autograd.grad(torch.cat((both, wide[:, hq + hkv :]), 1), wide, up.double())
+    assert_near("gradient", got, wanted)
 
 
 @pytest.mark.parametrize(

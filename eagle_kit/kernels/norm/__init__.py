@@ -1,5 +1,4 @@
-"""RMSNorm, alone or after the addition of a residual. Only the reference is differentiable; it is used where
-a gradient is needed.
+"""RMSNorm, alone or after the addition of a residual; differentiable.
 
 Legend: T rows, H size.
 """
@@ -14,7 +13,11 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
 ) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of ``x [..., H]``, in fp32 inside."""
-    if uses_triton(x, backend) and not is_differentiated(x, weight):
+    if uses_triton(x, backend):
+        if is_differentiated(x, weight):
+            from eagle_kit.kernels.norm import triton_backward
+
+            return triton_backward.differentiable_rms_norm(x.contiguous(), weight, eps)
         from eagle_kit.kernels.norm import triton
 
         return triton.rms_norm(x.contiguous(), weight, eps)
@@ -30,7 +33,15 @@ def add_rms_norm(
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm of ``x + residual`` (both ``[..., H]``, of one dtype), and the sum."""
-    if uses_triton(x, backend) and not is_differentiated(x, residual, weight):
+    if uses_triton(x, backend):
+        if is_differentiated(x, residual, weight):
+            from eagle_kit.kernels.norm import triton_backward
+
+            if x.dtype != residual.dtype:  # under autocast
+                total = x + residual
+                return triton_backward.differentiable_rms_norm(total, weight, eps), total
+            pair = x.contiguous(), residual.contiguous()
+            return triton_backward.differentiable_add_rms_norm(*pair, weight, eps)
         from eagle_kit.kernels.norm import triton
 
         return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)

@@ -1,5 +1,5 @@
-"""RMSNorm of query and key heads, rotary positions, and the store of keys and values, in one launch. Only the
-reference is differentiable; it is used where a gradient is needed.
+"""RMSNorm of query and key heads, rotary positions, and the store of keys and values, in one launch; where a
+gradient is needed, the norms and the rotation of kernels that have one, and no store.
 
 Legend: T tokens, Hq / Hkv query / key-value heads, D head size, E rotated elements of a head, R rows of a
 store.
@@ -8,6 +8,7 @@ store.
 import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.norm import rms_norm
 from eagle_kit.kernels.rope import reference
 from eagle_kit.kernels.rope.plan import Rotation, Rows, WindowRows, rows_tensor
 
@@ -55,6 +56,15 @@ def rope_store(
     assert is_fp8 or k_scale == v_scale == 1.0, "only fp8 stores have scales"
     assert q_norm is None or q_norm.dtype in (qkv.dtype, torch.float32), "q_norm has another dtype than qkv"
     learned = [weight for weight in (q_norm, k_norm) if weight is not None]
+    if uses_triton(qkv, backend) and is_differentiated(qkv, *learned) and not stores:
+        from eagle_kit.kernels.rope import triton_backward
+
+        if q_norm is not None and k_norm is not None:
+            others = (qkv.shape[1] - num_heads) // 2
+            q, k, v = qkv.split((num_heads, others, others), 1)
+            normed = (rms_norm(x, w, eps, backend=backend) for x, w in ((q, q_norm), (k, k_norm)))
+            qkv = torch.cat((*normed, v), 1)
+        return triton_backward.rotate_heads(qkv, rotation.table, num_heads, interleaved)
     if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
         from eagle_kit.kernels.rope import triton
 

@@ -1,0 +1,138 @@
+"""Rotation of query and key heads that is differentiable: forward and backward are one kernel.
+
+At a position with angle a, a pair turns by ``R(a) = [[cos a, -sin a], [sin a, cos a]]``. The gradient of a
+rotation is its transpose, the rotation by the negative angle: ``dx = R(a)^T dy = R(-a) dy``. So the backward
+pass is the forward with the sines negated, and keeps nothing but the tables. Values, and elements of a head
+past the rotated ones, are copied.
+
+Bytes: 2 T N D elements, and the tables once for each token. After RoFormer (arXiv 2104.09864).
+
+Legend: T tokens, N heads of which the first M are rotated, D head size, E rotated elements of a head.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.kernels.aot import Variant
+
+HEADS = 8
+"""Heads of a program."""
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, heads, num_rotated,
+    D: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rotate some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    if INTERLEAVED:
+        partner, place = d ^ 1, (d % 2) * (E // 2) + d // 2
+    else:
+        partner, place = tl.where(d < E // 2, d + E // 2, d - E // 2), d
+    turns = d < E
+    row = (token * heads + head)[:, None] * D
+    inside = (head < heads)[:, None] & (d < D)[None, :]
+    turned = inside & (head < num_rotated)[:, None] & turns[None, :]
+    value = tl.load(x + row + d[None, :], inside, 0.0)
+    other = tl.load(x + row + partner[None, :], turned, 0.0).to(tl.float32)
+    c = tl.load(cos + token * E + place, turns, 1.0)
+    s = tl.load(sin + token * E + place, turns, 0.0)
+    if INVERSE:
+        s = -s
+    result = value.to(tl.float32) * c[None, :] + other * s[None, :]
+    result = tl.where(turned, result, value.to(tl.float32))
+    tl.store(out + row + d[None, :], result.to(out.dtype.element_ty), inside)
+
+
+@torch.library.custom_op("eagle_kit::rope_rotate", mutates_args=())
+def rope_rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_rotated: int,
+    interleaved: bool,
+    inverse: bool,
+) -> torch.Tensor:
+    """Rotate the first ``num_rotated`` heads of ``x [T, N, D]``, and copy the others.
+
+    Args:
+        x, cos, sin: contiguous; the tables fp32 ``[T, 1, E]``, see ``rope_store``.
+        interleaved: pairs are ``(2i, 2i + 1)`` instead of ``(i, i + E/2)``.
+        inverse: rotate by the negative angles.
+    """
+    out = torch.empty_like(x)
+    tokens, heads, size = x.shape
+    if x.numel() == 0:
+        return out
+    _rotate[(tokens, triton.cdiv(heads, HEADS))](
+        *(x, cos, sin, out, heads, num_rotated),
+        D=size,
+        E=cos.shape[-1],
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        BLOCK_H=HEADS,
+        BLOCK_D=triton.next_power_of_2(size),
+    )
+    return out
+
+
+@rope_rotate.register_fake
+def _(x, cos, sin, num_rotated, interleaved, inverse):
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, cos, sin, *ctx.how = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    num_rotated, interleaved, inverse = ctx.how
+    cos, sin = ctx.saved_tensors
+    return rope_rotate(dy.contiguous(), cos, sin, num_rotated, interleaved, not inverse), *[None] * 5
+
+
+rope_rotate.register_autograd(_gradients, setup_context=_keep)
+
+
+def rotate_heads(
+    qkv: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], num_heads: int, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split ``qkv [T, Hq + 2 Hkv, D]`` into q, k, both rotated, and v; differentiable in ``qkv``."""
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    cos, sin = (part.contiguous() for part in table)
+    turned = rope_rotate(qkv.contiguous(), cos, sin, num_heads + num_kv_heads, interleaved, False)
+    q, k, v = turned.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    return q, k, v
+
+
+def variants() -> list[Variant]:
+    """Kernels to compile ahead of time: heads of Llama, of small models, and one rotated in part."""
+    return [
+        Variant(
+            f"rope_rotate {kind} D{size} E{rotated}{' interleaved' if interleaved else ''}",
+            _rotate,
+            {
+                **dict.fromkeys(("x", "out"), f"*{kind}"),
+                **{"cos": "*fp32", "sin": "*fp32", "heads": "i32", "num_rotated": "i32"},
+            },
+            {
+                **{"D": size, "E": rotated, "INTERLEAVED": interleaved, "INVERSE": True},
+                **{"BLOCK_H": HEADS, "BLOCK_D": triton.next_power_of_2(size)},
+            },
+        )
+        for kind, size, rotated, interleaved in (
+            ("bf16", 128, 128, False),
+            ("bf16", 64, 64, False),
+            ("bf16", 80, 32, False),
+            ("bf16", 192, 64, True),
+            ("fp32", 128, 128, False),
+        )
+    ]
