@@ -20,9 +20,11 @@ def packed_attention(
     spans: list[tuple[int, int]],
     variant: AttentionVariant | float,
     *,
+    starts: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """See :func:`eagle_kit.kernels.packed_attention.reference.packed_attention`."""
+    """See :func:`eagle_kit.kernels.packed_attention.reference.packed_attention`; ``starts`` int32 ``[T]``,
+    the first token of each token's document, is made of ``spans`` where it is not given."""
     variant = as_variant(variant)
     if (
         uses_triton(q, backend)
@@ -31,5 +33,6 @@ def packed_attention(
     ):
         from eagle_kit.kernels.packed_attention import triton
 
-        return triton.packed_attention(q, k, v, triton.document_starts(spans, q.device), variant)
+        starts = triton.document_starts(spans, q.device) if starts is None else starts
+        return triton.packed_attention(q, k, v, starts, variant)
     return reference.packed_attention(q, k, v, spans, variant)

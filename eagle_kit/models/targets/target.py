@@ -127,11 +127,12 @@ class Target(nn.Module, ABC):
         variants = self.variants
         return self._beside_states(lambda layer, q, k, v: prefill_attention(q, k, v, variants[layer]))
 
-    def packed(self, spans: list[tuple[int, int]]) -> Attend:
-        """Attention of several texts (start, stop), packed into one row."""
+    def packed(self, spans: list[tuple[int, int]], starts: torch.Tensor | None = None) -> Attend:
+        """Attention of several texts (start, stop), packed into one row; ``starts`` int32 ``[T]`` is the
+        first token of each token's text, for layers that would have to copy it to the device."""
         variants = self.variants
         return self._beside_states(
-            lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer]), spans
+            lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer], starts=starts), spans
         )
 
     def _beside_states(self, attend: Attend, spans: list[tuple[int, int]] | None = None) -> Attend:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from eagle_kit.data.chat.dataset import PreparedData
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 
 
@@ -34,7 +35,8 @@ class MicroBatch:
     @property
     def num_documents(self) -> int:
         """Documents with at least one row that carries loss."""
-        return int(torch.unique(self.doc_start[self.plan.rows[0]]).shape[0])
+        plan = self.plan.on_host
+        return int(torch.unique_consecutive(plan.doc_start[plan.rows[0]]).shape[0])
 
 
 def make_micro_batch(
@@ -56,9 +58,9 @@ def make_micro_batch(
         reply.append(np.where(mine >= 0, mine + first_reply, -1))
         doc_start.append(np.asarray(row.doc_start, dtype=np.int64) + first)
         lengths.append(len(row.ids))
-    packed = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, reply, doc_start)]
-    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
-    return MicroBatch(numbers, lengths, packed[0], packed[2], plan)
+    packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start)]
+    moved, plan = plan_row(packed[1], packed[2], ttt_length, loss_rows).to(device, packed[0])
+    return MicroBatch(numbers, lengths, moved, plan.doc_start, plan)
 
 
 def row_weights(
@@ -89,14 +91,18 @@ def row_weights(
             torch.full(rows.shape, share / max(1.0, count), dtype=torch.float32, device=rows.device)
             for rows, share, count in zip(micro_batch.plan.rows, shares, counts, strict=True)
         ]
+    plan = micro_batch.plan.on_host
+    documents = [plan.doc_start[rows] for rows in plan.rows]
     if normalisation == "published":
-        tokens = torch.bincount(micro_batch.doc_start)
-        return [
-            weight / max(1.0, num_documents) / tokens[micro_batch.doc_start[rows]].float()
-            for rows, weight in zip(micro_batch.plan.rows, weights, strict=True)
+        tokens = torch.bincount(plan.doc_start)
+        parts = [
+            weight / max(1.0, num_documents) / tokens[mine].float()
+            for mine, weight in zip(documents, weights, strict=True)
         ]
-    result = []
-    for rows, share in zip(micro_batch.plan.rows, shares, strict=True):
-        sizes = torch.bincount(micro_batch.doc_start[rows], minlength=micro_batch.ids.shape[0])
-        result.append(share / max(1.0, num_documents) / sizes[micro_batch.doc_start[rows]].float())
-    return result
+    else:
+        parts = [
+            share / max(1.0, num_documents) / torch.bincount(mine)[mine].float()
+            for mine, share in zip(documents, shares, strict=True)
+        ]
+    whole = to_device(torch.cat(parts), micro_batch.ids.device, torch.float32)
+    return list(whole.split(plan.counts))

@@ -15,9 +15,8 @@ from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, carried
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.target import LogitForm
-from eagle_kit.train.algorithm.align import teacher_of
 from eagle_kit.train.algorithm.regression import regression_loss
-from eagle_kit.train.algorithm.row_plan import RowPlan
+from eagle_kit.train.algorithm.row_plan import LossBlock, RowPlan
 from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
 
@@ -82,7 +81,7 @@ class TTTOutput(NamedTuple):
 
     Attributes:
         loss: to differentiate, fp32; without a graph when no row learns.
-        sums: fp64 ``[4, K]`` on the CPU, sums over the rows of each step, by name below.
+        sums: fp64 ``[4, K]``, where the loss is, sums over the rows of each step, by name below.
     """
 
     loss: torch.Tensor
@@ -91,7 +90,7 @@ class TTTOutput(NamedTuple):
     @classmethod
     def nothing(cls, loss: torch.Tensor, steps: int) -> "TTTOutput":
         """Output of a row without loss."""
-        return cls(loss, torch.zeros(4, steps, dtype=torch.float64))
+        return cls(loss, torch.zeros(4, steps, dtype=torch.float64, device=loss.device))
 
     @property
     def losses(self) -> torch.Tensor:
@@ -119,7 +118,8 @@ def ttt_loss(
 ) -> TTTOutput:
     """Weighted loss over all steps.
 
-    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss.
+    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss. On a CPU it
+    is left out; on a GPU, where the host would have to wait for how many there are, it has the weight 0.
 
     Args:
         outputs: the head's states at the rows of each step, K tensors ``[R_k, H]``.
@@ -131,33 +131,30 @@ def ttt_loss(
     weight, weight_grad = head.output.weight, None
     if weight.requires_grad and torch.is_grad_enabled():
         weight_grad = torch.zeros_like(weight)
-    first_rows = plan.computed[0]
-    block = LOSS_BLOCK_ON_GPU if first_rows.is_cuda else LOSS_BLOCK
-    for start in range(0, first_rows.shape[0], block):
-        low = int(first_rows[start])
-        high = int(first_rows[min(start + block, first_rows.shape[0]) - 1])
-        h, at, weights, mine = [], [], [], []
-        for step, rows in enumerate(plan.rows):
-            inside = torch.nonzero((rows >= low) & (rows <= high))[:, 0]
-            positions = teacher_of(rows[inside], step)
-            sayable = head.t2d[argmax[positions]]
-            inside, positions = inside[sayable], positions[sayable]
-            h.append(normed[step][inside])
-            at.append(positions)
-            weights.append(batch.row_weights[step][inside])
-            mine.append(rows[inside])
-        teachers = torch.cat(at)
-        if teachers.numel() == 0:
-            continue
-        wanted, index = torch.unique(teachers, return_inverse=True)
+    on_gpu = argmax.is_cuda
+    for block in plan.blocks(LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK):
+        states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
+        wanted, index, sayable = block.wanted, block.which, head.t2d[token]
+        if on_gpu:  # the host would have to wait for the number of rows that remain
+            weights = weights * sayable
+        else:
+            learned = torch.nonzero(sayable)[:, 0]
+            if learned.numel() == 0:
+                continue
+            states, weights, token = states[learned], weights[learned], token[learned]
+            wanted, index = torch.unique(block.teachers[learned], return_inverse=True)
         hidden = batch.features.hidden[wanted]
         probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
         if objective.target_head is not None:
             mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
-        teacher = Teacher(probs, index, torch.cat(weights), mass)
-        part = _block_loss(objective, weight, torch.cat(h), hidden, teacher, weight_grad)
+        teacher = Teacher(probs, index, weights, mass)
+        part = _block_loss(objective, weight, states, hidden, teacher, weight_grad)
         total = total + part.loss
-        _count(sums, mine, head.to_target(part.best) == argmax[teachers], part.row_losses, len(plan.needed))
+        is_match, row_losses = head.to_target(part.best) == token, part.row_losses
+        if not on_gpu:
+            is_match = torch.zeros_like(sayable).index_copy_(0, learned, is_match)
+            row_losses = row_losses.new_zeros(sayable.shape).index_copy_(0, learned, row_losses)
+        _count(sums, block, plan.rows, (is_match, row_losses, sayable), len(plan.needed))
     if weight_grad is not None and total.requires_grad:
         total = total + carried(weight, weight_grad)
     return TTTOutput(total, sums)
@@ -182,20 +179,21 @@ def _block_loss(
 
 def _count(
     sums: torch.Tensor,
+    block: LossBlock,
     rows: list[torch.Tensor],
-    is_match: torch.Tensor,
-    row_losses: torch.Tensor,
+    figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     num_tokens: int,
 ) -> None:
-    """Add the figures of a block to ``sums [4, K]``; ``is_match`` and ``row_losses`` are of the ``rows`` of
-    all steps, end to end."""
-    sizes = [mine.shape[0] for mine in rows]
+    """Add the figures of a block to ``sums [4, K]``: whether a row matches, its loss and whether it
+    learns, all ``[M]``; ``rows`` are those of all steps."""
+    is_match, row_losses, learns = figures
+    sizes = [b - a for a, b in block.pieces]
     alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
-    pieces = zip(rows, is_match.split(sizes), row_losses.split(sizes), strict=True)
-    for step, (mine, hits, losses) in enumerate(pieces):
+    losses = row_losses.double().where(learns, 0.0)
+    pieces = zip(is_match.split(sizes), losses.split(sizes), learns.split(sizes), strict=True)
+    for step, (hits, mine, learned) in enumerate(pieces):
+        a, b = block.pieces[step]
         still = torch.zeros_like(alive)
-        still[mine] = hits & alive[mine]
+        still[rows[step][a:b]] = hits & alive[rows[step][a:b]]
         alive = still
-        figures = (losses.sum().double(), hits.sum().double(), alive.sum().double())
-        sums[:3, step] += torch.stack(figures).cpu()
-        sums[3, step] += len(mine)
+        sums[:, step] += torch.stack((mine.sum(), hits.sum(), alive.sum(), learned.sum()))

@@ -1,15 +1,44 @@
 """Rows of a packed row that carry loss, and the plan of their attention: known before any model runs.
 
-Legend: T packed tokens, K steps, R_k rows with loss at step k, C_k computed rows.
+A plan is made on the host, of arrays that are there, and goes to the device in one copy that the host does
+not wait for. Whatever Python decides by (lengths, borders, sizes) comes from the host's arrays.
+
+Legend: T packed tokens, K steps, R_k rows with loss at step k, C_k computed rows, M rows of all steps in a
+block, P positions that they learn from.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kernels.packed_attention import document_spans
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows
 from eagle_kit.train.algorithm.align import published_rows, supervised_rows, teacher_of
+
+
+class LossBlock(NamedTuple):
+    """Rows of all steps whose teachers exist together.
+
+    Attributes:
+        pieces: (start, stop) among the rows of each step, K of them; end to end they are the block's M rows.
+        teachers: positions that the rows learn from, int64 ``[M]``.
+        wanted: the same, each once, ascending, int64 ``[P]``.
+        which: where the teacher of a row is in ``wanted``, int64 ``[M]``.
+    """
+
+    pieces: list[tuple[int, int]]
+    teachers: torch.Tensor
+    wanted: torch.Tensor
+    which: torch.Tensor
+
+    def of(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The block's rows of K tensors ``[R_k, ...]`` -> ``[M, ...]``."""
+        return torch.cat([part[a:b] for part, (a, b) in zip(parts, self.pieces, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -24,6 +53,7 @@ class RowPlan:
         attention: attention plan of each step, of the computed rows.
         needed: bool ``[T]``, positions that some row learns from.
         doc_start: int64 ``[T]``.
+        host: the same plan on the host, whose ``needed`` this one shares; None where this one is it.
     """
 
     rows: list[torch.Tensor]
@@ -32,11 +62,80 @@ class RowPlan:
     attention: list[QueryPlan]
     needed: torch.Tensor
     doc_start: torch.Tensor
+    host: "RowPlan | None" = None
 
     @property
     def counts(self) -> list[int]:
         """R_k of each step."""
         return [int(rows.shape[0]) for rows in self.rows]
+
+    @property
+    def on_host(self) -> "RowPlan":
+        """The plan whose tensors Python may read."""
+        return self.host or self
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens up to the last computed row."""
+        return int(self.on_host.computed[0][-1]) + 1
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of each document."""
+        return document_spans(self.on_host.doc_start)
+
+    @cached_property
+    def taught(self) -> torch.Tensor:
+        """Positions that some row learns from, int64 ``[P]``."""
+        found = torch.nonzero(self.on_host.needed)[:, 0]
+        return _moved([found], self.doc_start.device)[0]
+
+    def blocks(self, size: int) -> list[LossBlock]:
+        """The rows in blocks of ``size`` computed rows of step 0, on the plan's device."""
+        host, device, made = self.on_host, self.doc_start.device, []
+        first = host.computed[0]
+        for start in range(0, first.shape[0], size):
+            ends = torch.stack((first[start], first[min(start + size, first.shape[0]) - 1] + 1))
+            pieces = [(int(a), int(b)) for a, b in (torch.searchsorted(rows, ends) for rows in host.rows)]
+            parts = [
+                teacher_of(rows[a:b], k)
+                for k, (rows, (a, b)) in enumerate(zip(host.rows, pieces, strict=True))
+            ]
+            teachers = torch.cat(parts)
+            made.append((pieces, teachers, *torch.unique(teachers, return_inverse=True)))
+        tensors = _moved([tensor for _, *three in made for tensor in three], device)
+        threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+        return [LossBlock(pieces, *three) for (pieces, *_), three in zip(made, threes, strict=True)]
+
+    def to(self, device: torch.device, ids: torch.Tensor) -> tuple[torch.Tensor, "RowPlan"]:
+        """``ids`` and the plan, both of the host, on ``device``, in one copy."""
+        if device.type == "cpu":
+            return ids, self
+        steps, nested = len(self.rows), self.rows is self.computed
+        parts = [
+            ids,
+            self.doc_start,
+            self.taught,
+            *self.rows,
+            *self.kept[1:],
+            *([] if nested else self.computed),
+        ]
+        ids, doc_start, taught, *parts = _moved(parts, device)
+        rows, kept, computed = parts[:steps], parts[steps : 2 * steps - 1], parts[2 * steps - 1 :]
+        computed = rows if nested else computed
+        attention = [plan_rows(mine, doc_start) for mine in computed]
+        plan = RowPlan(rows, computed, [computed[0], *kept], attention, self.needed, doc_start, self)
+        vars(plan)["taught"] = taught  # of the same copy
+        return ids, plan
+
+
+def _moved(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """int64 tensors on ``device``, in one copy where they are of the host."""
+    if not parts or parts[0].device.type == device.type:
+        return parts
+    whole = to_device(torch.cat(parts), device)
+    ends = accumulate((len(part) for part in parts), initial=0)
+    return [whole[a:b] for a, b in pairwise(ends)]
 
 
 def plan_row(

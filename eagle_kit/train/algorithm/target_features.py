@@ -14,6 +14,9 @@ from eagle_kit.models.targets.target import Target
 
 VOCAB_CHUNK = 8192
 ROW_CHUNK = 256
+LOGITS_ON_GPU = 1 << 28
+"""Logits of :func:`vocab_argmax` that exist together on a GPU: 512 MB in bfloat16, 2,000 rows of a vocabulary
+of 128 K, few launches."""
 
 
 class TargetFeatures(NamedTuple):
@@ -43,6 +46,7 @@ def capture_features(
     doc_start: torch.Tensor,
     layer_ids: tuple[int, ...],
     needed: torch.Tensor,
+    spans: list[tuple[int, int]] | None = None,
 ) -> TargetFeatures:
     """Run the target over a packed row, every document by itself.
 
@@ -50,15 +54,17 @@ def capture_features(
         target: on any device; the features are returned where ``ids`` are.
         ids, doc_start: int64 ``[T]``.
         layer_ids: captured states, as inputs of these layers.
-        needed: bool ``[T]``, positions whose most likely token is wanted.
+        needed: positions whose most likely token is wanted, bool ``[T]`` or int64 ``[P]``; only the former
+            has the host wait for a GPU.
+        spans: (start, stop) of each document; default from ``doc_start``, for which the host waits.
     """
     device, home = target.embed_tokens.weight.device, ids.device
-    spans = document_spans(doc_start)
+    spans, starts = spans or document_spans(doc_start), doc_start.to(device)
     with current_device(device):
         out = target(
             ids.to(device),
-            positions_of(doc_start).to(device),
-            target.packed(spans),
+            positions_of(starts),
+            target.packed(spans, starts.int()),
             layer_ids,
         )
         best = vocab_argmax(out.hidden[needed.to(device)], target.head_weight)
@@ -69,15 +75,18 @@ def capture_features(
 
 @torch.no_grad()
 def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, without ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``."""
+    """The most likely token of each row, without ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``. At most
+    :data:`LOGITS_ON_GPU` logits exist at a time on a GPU, and as many as fit into a cache on a CPU."""
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    for start in range(0, hidden.shape[0], ROW_CHUNK):
-        rows = hidden[start : start + ROW_CHUNK]
+    words = head_weight.shape[0] if hidden.is_cuda else VOCAB_CHUNK
+    size = max(1, LOGITS_ON_GPU // words) if hidden.is_cuda else ROW_CHUNK
+    for start in range(0, hidden.shape[0], size):
+        rows = hidden[start : start + size]
         values, tokens = [], []
-        for first in range(0, head_weight.shape[0], VOCAB_CHUNK):
-            value, token = linear(rows, head_weight[first : first + VOCAB_CHUNK]).max(-1)
+        for first in range(0, head_weight.shape[0], words):
+            value, token = linear(rows, head_weight[first : first + words]).max(-1)
             values.append(value)
             tokens.append(token + first)
         winner = torch.stack(values).argmax(0, keepdim=True)
-        best[start : start + ROW_CHUNK] = torch.stack(tokens).gather(0, winner)[0]
+        best[start : start + size] = torch.stack(tokens).gather(0, winner)[0]
     return best

@@ -70,7 +70,7 @@ def _run_one_layer(
     ids, plan, features = batch.ids, batch.plan, batch.inputs or batch.features
     layer, scale, window = head.blocks[0], head.config.attention_scale, head.config.layer.sliding_window
     positions = positions_of(plan.doc_start)
-    length = int(plan.computed[0][-1]) + 1
+    length = plan.length
     everything = torch.arange(length, device=ids.device)
 
     def first(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
     there: only such rows attend to it.
     """
     ids, plan, features = batch.ids, batch.plan, batch.inputs or batch.features
-    length = int(plan.rows[0][-1]) + 1
+    length = int(plan.on_host.rows[0][-1]) + 1
     everything = torch.arange(length, device=ids.device)
     blocks = plan_rows(everything, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]

@@ -67,7 +67,12 @@ class FeatureSource:
                 )
             started = time.perf_counter()
         features = capture_features(
-            self.target, micro_batch.ids, micro_batch.doc_start, self.layer_ids, micro_batch.plan.needed
+            self.target,
+            micro_batch.ids,
+            micro_batch.doc_start,
+            self.layer_ids,
+            micro_batch.plan.taught,
+            micro_batch.plan.spans,
         )
         if store is not None:
             parts = store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())

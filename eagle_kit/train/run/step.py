@@ -270,8 +270,7 @@ class Stepper:
         clock: StepClock,
     ) -> tuple[float, torch.Tensor]:
         """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.sums`."""
-        total, sums = 0.0, torch.zeros(4, len(counts), dtype=torch.float64)
-        self._bad_rows = []
+        total, sums, figures = 0.0, torch.zeros(4 * len(counts), dtype=torch.float64), []
         for number, micro_batch in enumerate(micro_batches, 1):
             last = number == len(micro_batches)
             step_weights = self.training.weights[: len(counts)]
@@ -287,12 +286,15 @@ class Stepper:
             loss_of_all = out.loss * torch.where(out.loss.detach().isfinite(), 1.0, math.nan)
             self.strategy.backward(loss_of_all, last=last)  # outside of autocast, which would round fp32 sums
             clock.lap("backward")
-            loss = float(out.loss.detach())
+            figures.append(torch.cat((out.loss.detach().double()[None], out.sums.flatten())))
+        self._bad_rows = []
+        for micro_batch, mine in zip(micro_batches, torch.stack(figures).cpu(), strict=True):
+            loss = float(mine[0])  # the first and only place of a step where the host waits for its forwards
             if not math.isfinite(loss):
                 self._bad_rows += micro_batch.numbers
             total += loss
-            sums += out.sums
-        return total, sums
+            sums += mine[1:]
+        return total, sums.view(4, -1)
 
     def _with_noise(self, features: TargetFeatures, micro_batch: MicroBatch, step: int) -> TargetFeatures:
         """Features that the head reads, with noise; the teacher's states stay as they are."""

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.target_features import TargetFeatures, vocab_argmax
@@ -148,14 +147,14 @@ class FileSource:
         config, weight = self._target.config, self._target.embed_tokens.weight
         places, last, is_raw = self.layout.places(layer_ids, config.num_layers)
         ids, found = micro_batch.ids.cpu().numpy(), []
-        for start, stop in document_spans(micro_batch.doc_start.cpu()):
+        for start, stop in micro_batch.plan.spans:
             found.append(self.files.read(ids[start:stop], len(self.layout.layers), config.hidden_size))
         states = torch.cat(found).to(weight.device, weight.dtype)
         aux = torch.cat([states[:, i] for i in places], -1) if places else states[:, 0, :0]
         hidden = states[:, last].contiguous()
         if is_raw:
             hidden = self._target.final_norm(hidden)
-        argmax, needed = torch.full(micro_batch.ids.shape, -1, device=weight.device), micro_batch.plan.needed
+        argmax, needed = torch.full(micro_batch.ids.shape, -1, device=weight.device), micro_batch.plan.taught
         argmax[needed] = vocab_argmax(hidden[needed], self._target.head_weight)
         return TargetFeatures(aux, hidden, argmax)
 

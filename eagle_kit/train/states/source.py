@@ -23,4 +23,6 @@ class TargetSource:
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
         """See :class:`StateSource`."""
         ids, starts = micro_batch.ids, micro_batch.doc_start
-        return capture_features(self._target, ids, starts, layer_ids, micro_batch.plan.needed)
+        return capture_features(
+            self._target, ids, starts, layer_ids, micro_batch.plan.taught, micro_batch.plan.spans
+        )
