@@ -10,6 +10,8 @@ and by the function of eagle_kit that called it:
   indexing, ``unique``, ``bincount``, ``repeat_interleave`` without its size);
 * copies from pageable memory of the host, which torch ends with a synchronisation;
 * indexing of the device by a tensor of the host, which is such a copy.
+
+Other operations that return numbers of Python or whose shape depends on values are refused.
 """
 
 import sys
@@ -34,7 +36,16 @@ READS = {
     aten.unique_consecutive.default: "unique_consecutive",
     aten.bincount.default: "bincount",
     aten.equal.default: "equal",
+    aten.histc.default: "histc",
 }
+
+
+WAITING = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+"""Tags of operations whose shape or result depends on values."""
+
+
+def _gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(returned.type) for returned in func._schema.returns)
 
 
 class OnDevice(torch.Tensor):
@@ -177,8 +188,9 @@ class PretendGPU(TorchDispatchMode):
                     self.wait("copy from pageable memory")
             else:
                 self.wait("copy to the host")
-        elif func is aten.repeat_interleave.Tensor and not any(isinstance(x, int) for x in flat):
-            self.wait("repeat_interleave")
+        elif func is aten.repeat_interleave.Tensor:
+            if not any(isinstance(x, int) for x in flat):
+                self.wait("repeat_interleave")
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             indices = [x for x in args[1] if x is not None]
             for index in indices:
@@ -187,6 +199,8 @@ class PretendGPU(TorchDispatchMode):
                     self.wait("boolean index")
                 elif not isinstance(index, OnDevice):
                     self.wait("index of the host")
+        elif any(kind in func.tags for kind in WAITING) or not _gives_tensors(func):
+            raise AssertionError(f"{name} may have the host wait: say in READS what it counts as")
         elif of_device and any(x.dim() for x in hosts):
             raise AssertionError(f"{name} mixes tensors of the host and of the device")
 

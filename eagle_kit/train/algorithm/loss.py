@@ -119,7 +119,8 @@ def ttt_loss(
     """Weighted loss over all steps.
 
     A row whose target token is outside the draft vocabulary carries no loss and counts as a miss. On a CPU it
-    is left out; on a GPU, where the host would have to wait for how many there are, it has the weight 0.
+    is left out; on a GPU, where the host would have to wait for how many there are, it has the weight 0,
+    and zeros in place of the states of head and target.
 
     Args:
         outputs: the head's states at the rows of each step, K tensors ``[R_k, H]``.
@@ -136,14 +137,16 @@ def ttt_loss(
         states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
         wanted, index, sayable = block.wanted, block.which, head.t2d[token]
         if on_gpu:  # the host would have to wait for the number of rows that remain
-            weights = weights * sayable
+            weights, states = weights * sayable, states.masked_fill(~sayable[:, None], 0.0)
+            unsayable = ~head.t2d[argmax[wanted]]  # 0 times what is not finite would be NaN
+            hidden = batch.features.hidden[wanted].masked_fill(unsayable[:, None], 0.0)
         else:
             learned = torch.nonzero(sayable)[:, 0]
             if learned.numel() == 0:
                 continue
             states, weights, token = states[learned], weights[learned], token[learned]
             wanted, index = torch.unique(block.teachers[learned], return_inverse=True)
-        hidden = batch.features.hidden[wanted]
+            hidden = batch.features.hidden[wanted]
         probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
         if objective.target_head is not None:
             mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
@@ -189,7 +192,7 @@ def _count(
     is_match, row_losses, learns = figures
     sizes = [b - a for a, b in block.pieces]
     alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
-    losses = row_losses.double().where(learns, 0.0)
+    losses = row_losses.double().masked_fill(~learns, 0.0)
     pieces = zip(is_match.split(sizes), losses.split(sizes), learns.split(sizes), strict=True)
     for step, (hits, mine, learned) in enumerate(pieces):
         a, b = block.pieces[step]

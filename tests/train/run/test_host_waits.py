@@ -79,8 +79,9 @@ def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.T
     by, size = torch.Generator().manual_seed(2), head.config.hidden_size
     batch = make_micro_batch(Data(), [7], STEPS, torch.device("cpu" if gpu is None else THERE), rule)  # type: ignore[arg-type]
     width = target.config.hidden_size
-    hidden = place(torch.randn(LENGTH, width, generator=by))
-    argmax = place(torch.randint(0, 131, (LENGTH,), generator=by))
+    hidden, argmax = torch.randn(LENGTH, width, generator=by), torch.randint(0, 131, (LENGTH,), generator=by)
+    hidden[~head.t2d[argmax]] = torch.inf
+    hidden, argmax = place(hidden), place(argmax)
     outputs = [place(torch.randn(n, size, generator=by)).requires_grad_() for n in batch.plan.counts]
     if gpu is not None:
         gpu.put(target)
@@ -115,9 +116,16 @@ def test_other_losses_weights_and_rows_cost_no_more(triton_device: str) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "rule"),
-    [("ce", "serving"), ("kl", "published"), ("lk-hybrid", "serving"), ("reverse-kl", "serving")],
+    [
+        ("ce", "serving"),
+        ("kl", "published"),
+        ("lk-alpha", "serving"),
+        ("lk-hybrid", "serving"),
+        ("reverse-kl", "serving"),
+        ("tv", "published"),
+    ],
 )
-def test_rows_of_the_weight_0_change_nothing(loss: str, rule: str) -> None:
+def test_rows_of_the_weight_0_change_nothing_whatever_their_teachers_are(loss: str, rule: str) -> None:
     with use("reference"):
         figures, grads = loss_of_a_row(None, loss, rule)
         with PretendGPU() as gpu:
@@ -127,7 +135,8 @@ def test_rows_of_the_weight_0_change_nothing(loss: str, rule: str) -> None:
     assert 0 < int(learned[0]) < counts[0]  # some cannot be said
     torch.testing.assert_close(theirs, figures, rtol=1e-6, atol=1e-6)
     for ours, other in zip(grads, their_grads, strict=True):
-        torch.testing.assert_close(other, ours, rtol=1e-5, atol=1e-7)
+        assert ours.abs().max() > 1e-4
+        assert (other - ours).abs().max() <= 1e-6 * ours.abs().max()
 
 
 def test_what_waits_is_counted() -> None:
@@ -156,3 +165,5 @@ def test_what_waits_is_counted() -> None:
         assert gpu.waits.total() == 0
         with pytest.raises(AssertionError, match="mixes tensors"):
             torch.add(x, host)
+        with pytest.raises(AssertionError, match="say in READS"):
+            torch.allclose(x.float(), x.float())
