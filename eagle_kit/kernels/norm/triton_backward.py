@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.backend import device_facts
+from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.norm.triton import add_rms_norm, rms_norm
 
 
