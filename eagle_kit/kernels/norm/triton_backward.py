@@ -139,6 +139,7 @@ def variants() -> list[Variant]:
             {"HAS_TOTAL": total, "BLOCK": triton.next_power_of_2(size)},
             aligned=("size",),
             num_warps=_num_warps(triton.next_power_of_2(size)),
+            narrow="a row of 128 values is 8 bytes for each lane of a warp" if size == 128 else "",
         )
         for kind, size, total in (
             ("bf16", 128, False),
