@@ -11,6 +11,7 @@ import torch
 
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
+from eagle_kit.kernels.tree_build.masks import tree_mask
 from eagle_kit.kernels.variant import ALL_BUT_SIGN, AttentionVariant, Limits, count_bits
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 from tests.gpu.near import assert_near
@@ -144,8 +145,8 @@ def window(case: Case, dtype: torch.dtype, heads: int, size: int, by: torch.Gene
         prefix = store.rows(b, min(case.first, length), length)
         rows = torch.cat((prefix, store.window_rows(b, keys)))
         store.fill(rows)
-        own = (bits[b, :, None] >> torch.arange(keys, device=DEVICE)) & 1
-        columns.append((rows, torch.cat((own.new_ones(case.nodes, len(prefix)), own), 1) == 1))
+        seen = tree_mask(bits[b : b + 1], "full", [len(prefix)], num_keys=keys)
+        columns.append((rows, seen.view(case.nodes, -1)))
     return store, plan, columns
 
 

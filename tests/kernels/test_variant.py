@@ -1,12 +1,11 @@
 """Sliding windows, chunks, soft caps and sinks in every operation, against softmax in fp64."""
 
-import itertools
-
 import pytest
 import torch
 
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.kernels.tree_build.masks import tree_mask
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
 from eagle_kit.kernels.variant import AttentionVariant, Limits, count_bits
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
@@ -89,9 +88,7 @@ def test_windows(triton_device, backend, name):
     for b, prefix in enumerate(prefixes):
         slots = torch.arange(prefix)
         rows = torch.cat((table[b, slots // PAGE] * PAGE + slots % PAGE, start + b * 16 + torch.arange(keys)))
-        seen = torch.ones(nodes, prefix + keys, dtype=torch.bool)
-        for node, j in itertools.product(range(nodes), range(keys)):
-            seen[node, prefix + j] = bool(bits[b, keys - nodes + node] >> j & 1)
+        seen = tree_mask(bits[b : b + 1, keys - nodes :], "full", [prefix], num_keys=keys).view(nodes, -1)
         places = torch.cat((slots, prefix + depths[b]))
         k_mine, v_mine = (x[:, rows].transpose(0, 1) for x in (k, v))
         exact = dense(q[b], k_mine, v_mine, places[-nodes:], places, seen, variant)

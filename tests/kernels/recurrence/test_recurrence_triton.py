@@ -16,6 +16,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_window,
     window_convolution,
 )
+from eagle_kit.kernels.tree_build.masks import tree_mask
 from eagle_kit.kernels.window_attention import ancestor_bits
 
 B, N, H, K, V, C, W = 3, 13, 4, 8, 6, 10, 4
@@ -65,7 +66,7 @@ def random_trees(seed=0):
 
 
 def paths(bits, b):
-    return [[j for j in range(N) if bits[b, i] >> j & 1] for i in range(N)]
+    return [row.nonzero().flatten().tolist() for row in tree_mask(bits, "window")[b]]
 
 
 @KINDS

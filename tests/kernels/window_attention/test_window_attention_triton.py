@@ -7,6 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.capability import facts_of
+from eagle_kit.kernels.tree_build.masks import tree_mask
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
 
 FP8 = torch.float8_e4m3fn
@@ -82,10 +83,9 @@ class Case:
         q, k, v = (x.cpu().double() for x in (q, k.float(), v.float()))
         out, group = torch.empty_like(q), q.shape[2] // k.shape[0]
         for b, rows in enumerate(self.rows):
-            seen = torch.ones(self.nodes, len(rows), dtype=torch.bool)
-            for node, bits in enumerate(plan.ancestors[b].tolist()):
-                for j in range(plan.num_keys):
-                    seen[node, len(rows) - plan.num_keys + j] = bool(bits >> j & 1)
+            prefix = len(rows) - plan.num_keys
+            bits = plan.ancestors[b : b + 1].cpu()
+            seen = tree_mask(bits, "full", [prefix], num_keys=plan.num_keys).view(self.nodes, -1)
             for head in range(q.shape[2]):
                 scores = q[b, :, head] @ k[head // group, rows].t() * scale
                 out[b, :, head] = (
