@@ -18,7 +18,7 @@ from eagle_kit.train.run.loop import Ending, RunOptions, Trainer
 
 
 def run_all(config_file: str, out: Path, named: list[str]) -> None:
-    common = ["training.save_every=3", "training.keep_last=9"]
+    common = ["training.save_every=3", "training.keep_last=9", "training.precision=float32"]
     first = load_config(TrainConfig, config_file, common)
     check_launcher(os.environ, first.training)
     accelerator = make_accelerator(first)
