@@ -180,11 +180,11 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
             names = [first, "kv_a_proj_with_mqa"]
         return [f"midlayer.self_attn.{name}" for name in names]
 
-    def saved_states(self, config: Eagle3Config, width: int) -> tuple[float, float]:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`; both projections of latent attention keep a copy of
-        their input ``[2 H]`` in half precision."""
-        before, behind = super().saved_states(config, width)
-        return before + (2 * width if config.mla and width < 4 else 0), behind
+    def saved_states(self, config: Eagle3Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; on a CPU both projections of latent attention keep a
+        copy of their input ``[2 H]`` in half precision."""
+        before, behind = super().saved_states(config, width, is_gpu=is_gpu)
+        return before + (2 * width if config.mla and width < 4 and not is_gpu else 0), behind
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""

@@ -299,12 +299,13 @@ class HeadKind(DraftKind, Generic[Config, Head]):
 
     # Planned
 
-    def saved_states(self, config: Config, width: int) -> tuple[float, float]:
+    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
         attention and behind it; what attention and MLP save themselves is not counted.
 
         Args:
             width: bytes of a matmul's operand.
+            is_gpu: norms are kernels, whose results have the dtype of that operand.
         """
         return 4 * width, 2 * width
 

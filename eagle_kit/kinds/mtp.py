@@ -168,7 +168,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return [f"layers.{i}.eh_proj" for i in range(len(head.layers))]
 
-    def saved_states(self, config: MTPConfig, width: int) -> tuple[float, float]:
+    def saved_states(self, config: MTPConfig, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; a state is fed back in fp32."""
         return 5 * width + 4, 3 * width
 

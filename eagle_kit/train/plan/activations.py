@@ -1,8 +1,7 @@
 """Bytes that the head's forward pass keeps for its backward pass, and what the loss needs beside them.
 
 Counted tensor by tensor for the code of ``ttt.py`` and of the heads; a test compares the sum with what
-autograd really saves. Where a norm, a residual or a rotation is differentiated, the torch form runs on every
-device; attention and SwiGLU are the kernels' own on a GPU.
+autograd really saves. On a GPU attention, SwiGLU, norms and rotations are kernels.
 
 Legend: T tokens, R rows with loss at step 0, K steps, H hidden, I inner size of the MLP, Vd draft vocabulary.
 """
@@ -23,7 +22,7 @@ class Numerics(NamedTuple):
 
     Attributes:
         operand: bytes of what matmuls read: 2 under bfloat16 autocast, else 4.
-        is_gpu: attention and SwiGLU are the Triton kernels.
+        is_gpu: attention, SwiGLU, norms and rotations are the Triton kernels.
     """
 
     operand: int
@@ -77,7 +76,8 @@ def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     layer, width = draft.layer, numerics.operand
     size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
     mla = layer.mla
-    before, behind = (float(size) * values for values in kind_of(draft).saved_states(draft, width))
+    states = kind_of(draft).saved_states(draft, width, is_gpu=numerics.is_gpu)
+    before, behind = (float(size) * values for values in states)
     before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
     behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
     if mla is not None:
