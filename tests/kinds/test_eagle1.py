@@ -301,8 +301,13 @@ def test_a_factor_of_the_targets_logits_is_the_heads_too(tmp_path):
     config = EAGLE1.new_config(HeadConfig(kind="eagle1", intermediate_size=97), scaled)
     head = randomise(Eagle1Head(config), 3, 0.2).bind(target.lm_head)
     states = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
-    for drafted in (head, HeadDraftModel(head, target), StandaloneDraftModel(target)):
-        torch.testing.assert_close(drafted.logits(states), target.logits(states))
+    read = head.norm_for_head(states)  # as a step returns them
+    for drafted, given in (
+        (head, states),
+        (HeadDraftModel(head, target), read),
+        (StandaloneDraftModel(target), states),
+    ):
+        torch.testing.assert_close(drafted.logits(given), target.logits(states))
     save_draft(head, tmp_path / "draft", metadata={})
     assert json.loads((tmp_path / "draft/config.json").read_text())["logit_scale"] == 0.25
     assert load_draft(tmp_path / "draft").config.logit_scale == 0.25
