@@ -49,7 +49,8 @@ BY_HAND = {
     ("small_linear", "down, 8 rows, fp8"): (64 * 96 + 256 + 4 * (8 * 96 + 8 * 64), 2 * 8 * 64 * 96),
     # The weight, the rows, an id (8 bytes) and a log-probability of each best token.
     ("draft_topk", "4 rows, top 4"): (4 * (128 * 64 + 4 * 64) + 12 * 16, 2 * 4 * 128 * 64),
-    ("rope", "8 rows"): (2 * 8 * 8 * 16 * 4 + 4 * 8 * 16 + 64, 3 * 8 * 8 * 16),
+    # Eight heads of 16 read and written; a position and a row (8 bytes each) a token.
+    ("rope", "8 rows"): (2 * 8 * 8 * 16 * 4 + 2 * 8 * 8, 3 * 8 * 8 * 16),
     ("norm", "add, 8 rows"): (4 * (4 * 8 * 64 + 64), 5 * 8 * 64),
     ("swiglu", "8 rows"): (3 * 8 * 96 * 4, 5 * 8 * 96),
     ("commit", "3 tokens, batch 2"): (4 * TINY.model.num_layers * 2 * 16 * 6 * 4, 0),

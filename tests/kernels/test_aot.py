@@ -74,7 +74,7 @@ for variant in (
     Variant("spills", large, two, {"BLOCK": 16384}, num_warps=1),
     Variant("wide", sums, summed, {"BLOCK": 1024}, ("stride",)),
     Variant("narrow", sums, summed, {"BLOCK": 1024}),
-    Variant("few", sums, summed, {"BLOCK": 1024}, ("stride",), 16, programs=8),
+    Variant("few", sums, summed, {"BLOCK": 4096}, ("stride",), 16, programs=8),
     Variant("pipelined", product, half, {"BLOCK": 64}, ("size",), programs=4),
     Variant("direct", unpipelined, half, {"BLOCK": 64}, ("size",)),
     Variant("large", product, half, {"BLOCK": 256}, ("size",), num_stages=4),

@@ -19,6 +19,7 @@ from eagle_kit.kernels.accept import (
 )
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -32,6 +33,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_window,
 )
 from eagle_kit.kernels.rope import Rotation, rope_store
+from eagle_kit.kernels.rows import gather_rows
 from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
 from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
 from eagle_kit.kernels.swiglu import swiglu
@@ -100,6 +102,31 @@ def swiglu_cases(sizes: Sizes) -> list[KernelCase]:
 def _make_swiglu(size: int, t: int, rng: RandomInputs) -> PreparedCase:
     x = rng.normal(t, 2 * size)
     return PreparedCase(lambda backend: swiglu(x, backend=backend), 5 * t * size, (x,))
+
+
+def rows_cases(sizes: Sizes) -> list[KernelCase]:
+    """Rows of a page table and of the roots, as slots gather them: one batch size each."""
+    return [case(f"batch {t}", _make_rows, t) for t in sizes.tokens]
+
+
+def _make_rows(t: int, rng: RandomInputs) -> PreparedCase:
+    tables, rows = [rng.permutation(512 * t).view(t, 512), rng.permutation(t)], rng.permutation(t)
+    return PreparedCase(lambda backend: gather_rows(tables, rows, backend=backend), 0, (*tables, rows))
+
+
+def draft_inputs_cases(sizes: Sizes) -> list[KernelCase]:
+    """Embedding and feature of a draft step, normed and joined."""
+    return [case(f"{t} rows", _make_draft_inputs, sizes.model.hidden_size, t) for t in sizes.tokens]
+
+
+def _make_draft_inputs(h: int, t: int, rng: RandomInputs) -> PreparedCase:
+    features, embedding = rng.normal(t, h), rng.normal(4 * t, h)
+    norms, rows, tokens = (rng.normal(h), rng.normal(h)), rng.permutation(t), rng.permutation(4 * t)[:t]
+    return PreparedCase(
+        lambda backend: draft_inputs(features, rows, tokens, embedding, norms, EPS, backend=backend),
+        8 * t * h,
+        (features, embedding[:t], *norms, rows, tokens),
+    )
 
 
 def expert_cases(sizes: Sizes) -> list[KernelCase]:
@@ -421,6 +448,8 @@ CASES: Cases = {
     "rope": rope_cases,
     "norm": norm_cases,
     "swiglu": swiglu_cases,
+    "rows": rows_cases,
+    "draft_inputs": draft_inputs_cases,
     "experts": expert_cases,
     "tree_build": tree_cases,
     "accept": accept_cases,

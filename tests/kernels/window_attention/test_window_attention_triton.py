@@ -248,7 +248,7 @@ def test_wide_windows_are_merged_by_a_launch_of_their_own():
         return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2, facts_of(90)))[0]
 
     assert [rows_at_once(4, 64), rows_at_once(4, 65)] == [4, 0]
-    assert [rows_at_once(16, 16), rows_at_once(64, 4), rows_at_once(64, 8)] == [8, 8, 0]
+    assert [rows_at_once(16, 16), rows_at_once(64, 4), rows_at_once(64, 8)] == [2, 2, 0]
     assert few_enough(33, 8, 8192, 16) == 16  # 128 programs: nearly one on each of 132 multiprocessors
     assert few_enough(33, 8, 8192, 4) == 33  # 32 programs would leave most of them idle
     assert few_enough(33, 8, 131072, 16) == 33  # parts of more than 4,096 columns

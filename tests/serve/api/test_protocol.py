@@ -47,7 +47,7 @@ def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_reply(one_b
     chunks = list(stream)
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(pieces) == TEXT and "�" not in "".join(pieces)
-    assert len([piece for piece in pieces if piece]) > 10
+    assert len([piece for piece in pieces if piece]) > 3  # tokens that arrive together are one piece
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "stop"]
     usage = chunks[-1].usage
