@@ -77,7 +77,7 @@ for variant in (
     Variant("few", sums, summed, {"BLOCK": 4096}, ("stride",), 16, programs=8),
     Variant("pipelined", product, half, {"BLOCK": 64}, ("size",), programs=4),
     Variant("direct", unpipelined, half, {"BLOCK": 64}, ("size",)),
-    Variant("large", product, half, {"BLOCK": 256}, ("size",), num_stages=4),
+    Variant("large", product, half, {"BLOCK": 256}, ("size",), num_stages=5),
 ):
     arch = 89 if variant.name == "large" else 90
     print(json.dumps(dataclasses.asdict(compile_variant(variant, arch))))
