@@ -301,12 +301,12 @@ class LLM:
                     if request.has_stops:
                         request.read()
                         engine.stop(request)
-                    if request.finish_reason is None or request not in place:
-                        continue
+                    if request.finish_reason is None or (at := place.pop(request, None)) is None:
+                        continue  # at a lag, a step tells of an end by a stop text once more
                     if bar is not None:
                         bar.update()
                     if on_finish is not None:
-                        on_finish(place[request], request.output())
+                        on_finish(at, request.output())
         finally:
             for request in requests:
                 engine.abort(request)

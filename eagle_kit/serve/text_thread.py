@@ -90,7 +90,7 @@ class TextThread:
             return None
         try:
             delta = self._delta(news)
-        except Exception as error:  # a tokenizer that cannot decode ends this reply alone
+        except BaseException as error:  # a tokenizer that cannot decode, or panics, ends this reply alone
             logging.getLogger(__name__).error("The text of a reply could not be made.", exc_info=error)
             progress.has_failed = True
             self._abort(progress.reply)

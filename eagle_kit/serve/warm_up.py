@@ -23,12 +23,14 @@ from eagle_kit.serve.engine import Engine, EngineTotals
 from eagle_kit.serve.request import Request
 
 PARAMS = (
-    SamplingParams(max_tokens=1, ignore_eos=True),
-    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0),
-    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0, top_p=0.9),
-    SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0, repetition_penalty=1.1, logprobs=1),
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0),
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0, temperature=1.0),
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0, temperature=1.0, top_p=0.9),
+    SamplingParams(
+        max_tokens=1, ignore_eos=True, seed=0, temperature=1.0, repetition_penalty=1.1, logprobs=1
+    ),
 )
-"""Of first tokens, one for each level of sampling."""
+"""Of first tokens, one for each level of sampling; with a seed, so that none of the engine's is drawn."""
 MULTIPLE = 16
 """Triton compiles a kernel anew for integers that are multiples of it, and for 1."""
 
@@ -138,6 +140,8 @@ def _prompts(engine: Engine) -> Iterator[list[Request]]:
     a full step and more, a cached prefix, few and many prompts, and all kinds of first tokens."""
     config, rng = engine.config, random.Random(0)
     most = min(config.max_context - 2, (config.num_pages - 2) * config.page_size - config.room(63))
+    if most < 1:  # no room for a prompt
+        return
     step = min(config.prefill_tokens, most)
     names = iter(range(-1, -(1 << 30), -1))  # of requests, none of a caller's
     top = engine.target.config.vocab_size
