@@ -22,7 +22,8 @@ def triton_device() -> str:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
-    from eagle_kit.kernels.hardened import harden
+    from hardened import harden
+
     from eagle_kit.kernels.interpreter import repair
 
     repair()

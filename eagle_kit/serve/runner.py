@@ -334,12 +334,10 @@ class Runner:
         request), as memory is planned for."""
         behind = [request for request in requests if request.num_missed]
         length = max(request.num_missed for request in behind)
-        sizes, columns = self.config.batch_sizes, self._columns(requests, length + 2)
+        columns = self._columns(requests, length + 2)
         if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
             length = 1 << (length - 1).bit_length()
-        most = max(1, self.config.prefill_tokens // length)
-        if self.graphs.has_fixed_shapes:
-            most = max([size for size in sizes if size <= most], default=sizes[0])
+        most = self._most_behind(length)
         for start in range(0, len(behind), most):
             slots = [request.slot for request in behind[start : start + most]]
             if self.graphs.has_fixed_shapes:
@@ -352,13 +350,20 @@ class Runner:
         """Let the draft read nothing in every size in which it may have to catch up -> their number."""
         if self.slots.missed is None or self.models.drafter is None:
             return 0
-        lengths = [1 << i for i in range(MOST_MISSED.bit_length())]
-        most = self.config.prefill_tokens
-        fit = [(size, length) for size in self.config.batch_sizes for length in lengths]
-        fit = [(size, n) for size, n in fit if size * n <= most or size == self.config.batch_sizes[0]]
+        lengths, sizes = [1 << i for i in range(MOST_MISSED.bit_length())], self.config.batch_sizes
+        fit = [(size, length) for length in lengths for size in sizes if size <= self._most_behind(length)]
         for size, length in fit:
             self._read_missed([self.slots.dummy] * size, length, self._columns((), length + 2))
         return len(fit)
+
+    def _most_behind(self, length: int) -> int:
+        """Most requests that read ``length`` missed tokens in one forward; a batch size where shapes are
+        fixed."""
+        most = max(1, self.config.prefill_tokens // length)
+        if self.graphs.has_fixed_shapes:
+            sizes = self.config.batch_sizes
+            most = max([size for size in sizes if size <= most], default=sizes[0])
+        return most
 
     def _read_missed(self, slots: list[int], length: int, columns: int) -> None:
         """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over

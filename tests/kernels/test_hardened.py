@@ -7,9 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-
-from eagle_kit.kernels.hardened import KernelFault, harden  # noqa: E402
-from eagle_kit.kernels.races import detect_races  # noqa: E402
+from hardened import KernelFault, harden  # noqa: E402
+from races import detect_races  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 

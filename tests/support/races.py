@@ -15,8 +15,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from eagle_kit.kernels.hardened import KernelFault, Place, place
+from hardened import KernelFault, Place, place
 
 READ, WRITE, ATOMIC = range(3)
 

@@ -2,7 +2,7 @@
 
 Programs of a launch run in an order drawn from a seed. An int32 sum, difference or product that overflows,
 and a value that loses bits when it is made an int32, raise where they happen: unsigned numbers, which hashes
-need, may wrap around. :mod:`eagle_kit.kernels.races` finds what programs do to each other's memory.
+need, may wrap around. :mod:`races` finds what programs do to each other's memory.
 """
 
 import sys
