@@ -21,6 +21,7 @@ SETTINGS = (
 )
 UNUSUAL = {
     "step_weights": None,
+    "dpace_alpha": None,
     "ttt_curriculum": None,
     "detach_steps": False,
     "regression": None,

@@ -12,6 +12,9 @@ from eagle_kit.config.options import Section
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 
+LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
+"""Losses of ``training.loss``."""
+
 
 class DataConfig(Section):
     """Conversations to learn from.
@@ -181,12 +184,16 @@ class TrainingConfig(Section):
         ttt_curriculum: begin with fewer steps, see :class:`Curriculum`; null trains all from the start.
         step_decay: weight of step k is ``step_decay ** k``; exclusive with ``step_weights``.
         step_weights: weight of each step, ``ttt_length`` numbers.
+        dpace_alpha: weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810,
+            there 0.5), in place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step
+            takes from those behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
             at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
             rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
-            sources are in ``eagle_kit/kernels/draft_loss/reference.py``.
+            sources are in ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for
+            example ``{ce: 0.1, tv: 0.9}``.
         lk_eta: of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest.
         loss_rows: ``serving``: row i carries loss at step k where a draft round can be when serving, that is
             x[i + 1] and x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k]
@@ -242,9 +249,10 @@ class TrainingConfig(Section):
     ttt_curriculum: Curriculum | None = None
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
+    dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
     detach_steps: bool = False
     regression: RegressionConfig | None = None
-    loss: Literal["ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid"] = "ce"
+    loss: str | dict[str, float] = "ce"
     lk_eta: float = Field(default=3.0, gt=0.0)
     loss_rows: Literal["serving", "published"] = "serving"
     loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
@@ -285,10 +293,23 @@ class TrainingConfig(Section):
             raise ValueError("both betas must lie in [0, 1)")
         return betas
 
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _losses_are_known(cls, loss: Any) -> Any:
+        mix = loss if isinstance(loss, dict) else {loss: 1.0} if isinstance(loss, str) else {}
+        numbers = [weight for weight in mix.values() if type(weight) in (int, float)]
+        if not mix or set(mix) - set(LOSSES) or len(numbers) < len(mix) or not all(w > 0 for w in numbers):
+            raise ValueError(
+                f"use one of {', '.join(LOSSES)}, or several with weights above 0 such as "
+                "{ce: 0.1, tv: 0.9}"
+            )
+        return loss if isinstance(loss, str) else {name: float(weight) for name, weight in mix.items()}
+
     @model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> "TrainingConfig":
+        if "lk-hybrid" not in self.losses and self.lk_eta != type(self).model_fields["lk_eta"].default:
+            raise ValueError("lk_eta has no meaning unless loss has lk-hybrid")
         needs = {
-            "lk_eta": ("loss", ("lk-hybrid",)),
             "muon_learning_rate_ratio": ("optimizer", ("muon",)),
             "muon_momentum": ("optimizer", ("muon",)),
             "decay_ratio": ("schedule", ("wsd",)),
@@ -297,12 +318,18 @@ class TrainingConfig(Section):
             given = getattr(self, name) != type(self).model_fields[name].default
             if given and getattr(self, key) not in values:
                 raise ValueError(f"{name} has no meaning unless {key} is {' or '.join(values)}")
-        for name, other in (("step_decay", "step_weights"), ("warmup_ratio", "warmup_steps")):
+        for name, other in (
+            ("step_decay", "step_weights"),
+            ("step_decay", "dpace_alpha"),
+            ("step_weights", "dpace_alpha"),
+            ("warmup_ratio", "warmup_steps"),
+        ):
             default = type(self).model_fields[name].default
             if getattr(self, other) is not None and getattr(self, name) != default:
                 raise UserError(
                     f"{name} is {getattr(self, name)}, but {other} is set too and would be what counts.",
-                    f"Set training.{other}=null, or training.{name}={default}, which is its default.",
+                    f"Set training.{other}=null, or training.{name}="
+                    f"{'null' if default is None else default}, which is its default.",
                 )
         return self
 
@@ -329,8 +356,15 @@ class TrainingConfig(Section):
         return self
 
     @property
+    def losses(self) -> dict[str, float]:
+        """Weight of every loss of :attr:`loss`."""
+        return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss
+
+    @property
     def weights(self) -> tuple[float, ...]:
-        """Weight of each step, as given or ``step_decay ** k``."""
+        """Weight of each step: as given, ``step_decay ** k``, or 1 with :attr:`dpace_alpha`."""
+        if self.dpace_alpha is not None:
+            return (1.0,) * self.ttt_length
         return self.step_weights or tuple(self.step_decay**k for k in range(self.ttt_length))
 
 

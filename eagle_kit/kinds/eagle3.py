@@ -55,7 +55,7 @@ class Eagle3Kind(HeadKind[Eagle3Config, Eagle3Head]):
         {
             *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
             *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
-            *("training.loss", "training.feature_noise"),
+            *("training.loss", "training.dpace_alpha", "training.feature_noise"),
         }
     )
 

@@ -67,7 +67,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
     algorithms, vllm_method, is_in_target = ("NEXTN", "EAGLE"), "mtp", True
     config_class, head_class = MTPConfig, MTPHead
     trained_as, needs_layers = ("mtp",), True
-    settings = frozenset({"head.num_modules", "head.init", "training.loss"})
+    settings = frozenset({"head.num_modules", "head.init", "training.loss", "training.dpace_alpha"})
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; only folders of their own are recognised."""

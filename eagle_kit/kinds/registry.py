@@ -35,7 +35,7 @@ OTHERS = {
 """Parts of names of architectures -> drafts of a kind that we do not have."""
 KIND_SETTINGS = (
     *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
-    *("training.loss", "training.regression", "training.feature_noise"),
+    *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
 )
 """Keys of a training config that have a meaning for some kinds of head only."""
 

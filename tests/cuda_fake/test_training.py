@@ -63,7 +63,7 @@ def test_a_step_waits_where_it_is_listed_only(precision, loss):
         to_gpu(target, dtype), to_gpu(head, torch.float32)
         batch = MicroBatch([0], [len(ids)], moved(ids), moved(doc_start), on_gpu(plan, found, length))
         rows = target.head_weight[head.target_ids]
-        objective = Objective.of(training.loss, training.lk_eta, head, target.head_weight)
+        objective = Objective.of(training.losses, training.lk_eta, head, target.head_weight)
         module = TTTModule(head, target.embed_tokens.weight, rows, training, objective)
         strategy = Replicated(module, training, SimpleNamespace(num_processes=1, device=CUDA))
         hidden = target.config.hidden_size

@@ -39,6 +39,28 @@ def test_step_weights_default_to_powers_of_the_decay(tmp_path: Path) -> None:
     assert training.weights == pytest.approx((1.0, 0.8, 0.64))
 
 
+def test_losses_are_mixed_by_name_and_their_settings_belong_to_them(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    mixed = load_config(TrainConfig, path, ["training.loss={ce: 0.1, lk-hybrid: 1}", "training.lk_eta=2.0"])
+    assert mixed.training.losses == {"ce": 0.1, "lk-hybrid": 1.0}
+    assert load_config(TrainConfig, path).training.losses == {"ce": 1.0}
+    with pytest.raises(UserError, match="lk_eta"):
+        load_config(TrainConfig, path, ["training.loss={ce: 0.1, tv: 1.0}", "training.lk_eta=2.0"])
+
+
+def test_weights_by_confidence_take_the_place_of_fixed_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    training = load_config(TrainConfig, path, ["training.dpace_alpha=0.5", "training.ttt_length=2"]).training
+    assert training.weights == (1.0, 1.0)
+    for other in ("step_decay=0.5", "step_weights=[1.0, 0.5]"):
+        with pytest.raises(UserError, match="dpace_alpha is set too"):
+            load_config(
+                TrainConfig,
+                path,
+                ["training.dpace_alpha=0.5", "training.ttt_length=2", f"training.{other}"],
+            )
+
+
 def test_config_is_frozen(tmp_path: Path) -> None:
     config = load_config(TrainConfig, write(tmp_path, MINIMAL))
     with pytest.raises(ValueError, match="frozen"):
@@ -53,6 +75,11 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         ("training.step_weights=[1.0, 0.5]", "step_weights"),
         ("training.betas=[0.9, 1.5]", "betas"),
         ("training.loss_normalisation=mean", "loss_normalisation"),
+        ("training.loss={ce: 0.1, mse: 0.9}", "lk-hybrid"),
+        ("training.loss={ce: 0.0, tv: 0.9}", "weights above 0"),
+        ("training.loss={}", "training.loss"),
+        ("training.loss={ce: true}", "weights above 0"),
+        ("training.dpace_alpha=0.0", "dpace_alpha"),
         ("judge.shapes=[none]", "shapes"),
         ("judge.shapes=['4,1,9']", "4,1,5"),
         ("judge.shapes=[]", "shapes"),

@@ -1,5 +1,8 @@
 """Training losses of a draft head, fused with its output layer."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 
 from eagle_kit.kernels.backend import Backend
@@ -19,7 +22,7 @@ def linear_draft_loss(
     weight: torch.Tensor,
     teacher: Teacher,
     *,
-    loss: str = "ce",
+    loss: str | Mapping[str, float] = "ce",
     eta: float = 3.0,
     weight_grad: torch.Tensor | None = None,
     chunk_rows: int | None = None,
@@ -33,25 +36,29 @@ def linear_draft_loss(
         weight: ``[Vd, H]``; frozen, it costs no gradient.
         teacher: distributions, and the rows that learn from them; ``mass`` for the losses of
             :data:`NEEDS_MASS`.
-        loss: ``ce``; ``kl``, the Kullback-Leibler divergence from the teacher to the draft, whose gradient is
-            that of ``ce`` and whose value is less by the teacher's entropy; or one of
-            :mod:`eagle_kit.kernels.draft_loss.reference`. The first two have a Triton form, the others are
-            torch's everywhere.
+        loss: one of :mod:`eagle_kit.kernels.draft_loss.reference`, or several with their weights, which cost
+            one pass too. ``ce``, ``kl`` and mixes of the two have a Triton form, the others are torch's
+            everywhere.
         eta: of ``lk-hybrid``.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
+    mix = {loss: 1.0} if isinstance(loss, str) else loss
+    is_cross = set(mix) <= {"ce", "kl"}
+    cross = sum(mix.values()) if is_cross else 1.0
     result = linear_soft_cross_entropy(
         h,
         weight,
-        teacher,
-        row_loss=None if loss in ("ce", "kl") else row_loss(loss, eta),
+        teacher if cross == 1.0 else replace(teacher, row_weights=teacher.row_weights * cross),
+        row_loss=None if is_cross else row_loss(mix, eta),
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
         group_rows=group_rows,
         backend=backend,
     )
-    if loss != "kl":
+    result = result._replace(row_losses=result.row_losses * cross) if cross != 1.0 else result
+    if not is_cross or "kl" not in mix:
         return result
     entropies = torch.cat([entropy(part) for part in teacher.probs.split(ENTROPY_ROWS)])[teacher.index]
-    divergence = result.loss - (entropies * teacher.row_weights).sum()
-    return SoftCrossEntropy(divergence, result.row_losses - entropies, result.best)
+    entropies = entropies * mix["kl"]
+    divergence = result.loss - (entropies * result.row_weights / cross).sum()
+    return result._replace(loss=divergence, row_losses=result.row_losses - entropies)

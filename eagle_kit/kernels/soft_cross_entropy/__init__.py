@@ -38,7 +38,8 @@ def linear_soft_cross_entropy(
         h: ``[M, H]``.
         weight: ``[Vd, H]``; frozen, it costs no gradient.
         teacher: distributions, and the rows that learn from them.
-        row_loss: another loss of a row's logits; it has the torch form only.
+        row_loss: another loss of a row's logits; it has the torch form only, and so have ``factors`` of the
+            teacher.
         weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
             none to give, see :func:`carried`.
         chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
@@ -46,7 +47,7 @@ def linear_soft_cross_entropy(
             form, where launches cost more than a cache saves, and 4,096 in the Triton form, whose chunks are
             its groups.
     """
-    if row_loss is None and uses_triton(h, backend):
+    if row_loss is None and teacher.factors is None and uses_triton(h, backend):
         from eagle_kit.kernels.soft_cross_entropy import triton
 
         dtype, chunk = matmul_dtype(h), group_rows or triton.CHUNK_ROWS
@@ -55,11 +56,12 @@ def linear_soft_cross_entropy(
 
         def rows(
             h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             grown = weight.new_empty(0) if dw is None else dw
-            return triton.linear_soft_cross_entropy_(h, weight, *tensors, grown, dtype, chunk)
+            losses, best, dh = triton.linear_soft_cross_entropy_(h, weight, *tensors, grown, dtype, chunk)
+            return losses, best, weights, dh
 
-        return fuse(h, weight, weights, rows, weight_grad)
+        return fuse(h, weight, rows, weight_grad)
     in_torch = partial(
         fused_rows,
         teacher=teacher,
@@ -67,4 +69,4 @@ def linear_soft_cross_entropy(
         chunk_rows=chunk_rows or (GROUP_ROWS if h.is_cuda else CHUNK_ROWS),
         group_rows=group_rows or GROUP_ROWS,
     )
-    return fuse(h, weight, teacher.row_weights, in_torch, weight_grad)
+    return fuse(h, weight, in_torch, weight_grad)

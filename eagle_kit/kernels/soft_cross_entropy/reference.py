@@ -37,21 +37,25 @@ class Teacher:
         row_weights: fp32 ``[M]``.
         mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for losses in
             the acceptance rate; None when the draft can propose every token.
+        factors: makes a factor of every row's weight from the draft's probability of the teacher's best
+            token, both fp32 ``[M]``, so that all rows are one group; None leaves the weights as they are.
     """
 
     probs: torch.Tensor
     index: torch.Tensor
     row_weights: torch.Tensor
     mass: torch.Tensor | None = None
+    factors: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class SoftCrossEntropy(NamedTuple):
     """``loss``, a differentiable scalar, the weighted sum; ``row_losses [M]``, unweighted; ``best`` int64
-    ``[M]``, the most likely draft id of each row."""
+    ``[M]``, the most likely draft id of each row; ``row_weights [M]``, factors included."""
 
     loss: torch.Tensor
     row_losses: torch.Tensor
     best: torch.Tensor
+    row_weights: torch.Tensor
 
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
@@ -73,37 +77,41 @@ def cross_entropy_rows(
 
 
 Rows = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ]
-"""``(h, weight, dw) -> (row_losses, best, dh)`` for all rows; adds the weight's gradient to ``dw``."""
+"""``(h, weight, dw) -> (row_losses, best, row_weights, dh)`` for all rows; adds the weight's gradient to
+``dw``."""
 
 
 class FusedRows(torch.autograd.Function):
-    """Weighted sum of row losses whose gradients are computed in the forward: ``(h, weight, row_weights,
-    rows, weight_grad, is_trained) -> (loss, row_losses, best)``, see :func:`linear_soft_cross_entropy`. The
-    forward adds to ``weight_grad``, so it must not be run again under activation checkpointing."""
+    """Weighted sum of row losses whose gradients are computed in the forward: ``(h, weight, rows,
+    weight_grad, is_trained) -> (loss, row_losses, best, row_weights)``, see
+    :func:`linear_soft_cross_entropy`. The forward adds to ``weight_grad``, so it must not be run again under
+    activation checkpointing."""
 
     @staticmethod
     def forward(
         ctx: Any,
         h: torch.Tensor,
         weight: torch.Tensor,
-        row_weights: torch.Tensor,
         rows: Rows,
         weight_grad: torch.Tensor | None,
         is_trained: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         mine = [torch.zeros_like(weight)] if is_trained and weight_grad is None else []
-        row_losses, best, dh = rows(h, weight, mine[0] if mine else weight_grad if is_trained else None)
+        row_losses, best, row_weights, dh = rows(
+            h, weight, mine[0] if mine else weight_grad if is_trained else None
+        )
         ctx.save_for_backward(dh, *mine)
-        ctx.mark_non_differentiable(row_losses, best)
-        return (row_losses * row_weights).sum(), row_losses, best
+        ctx.mark_non_differentiable(row_losses, best, row_weights)
+        return (row_losses * row_weights).sum(), row_losses, best, row_weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, *mine = ctx.saved_tensors
-        return dh * grads[0], mine[0] * grads[0] if mine else None, None, None, None, None
+        return dh * grads[0], mine[0] * grads[0] if mine else None, None, None, None
 
 
 class _Carried(torch.autograd.Function):
@@ -137,9 +145,9 @@ def fused_rows(
     row_loss: RowLoss,
     chunk_rows: int,
     group_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses, best ids and ``dh`` of all rows, one chunk of logits at a time; adds the weight's gradient to
-    ``dw``. Matmuls run in the dtype of autocast, everything else in fp32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, best ids, weights and ``dh`` of all rows, one chunk of logits at a time; adds the weight's
+    gradient to ``dw``. Matmuls run in the dtype of autocast, everything else in fp32."""
     dtype = matmul_dtype(h)
     with torch.autocast(h.device.type, enabled=False):  # a loss may be written with a matmul of its own
         return _fused_rows(h, weight, dw, dtype, teacher, row_loss, (chunk_rows, group_rows))
@@ -153,8 +161,12 @@ def _fused_rows(
     teacher: Teacher,
     row_loss: RowLoss,
     block: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (chunk_rows, group_rows), m, vd = block, h.shape[0], weight.shape[0]
+    row_weights, tokens, confidence = teacher.row_weights, None, None
+    if teacher.factors is not None:
+        group_rows = max(m, 1)
+        tokens, confidence = teacher.probs.argmax(-1), torch.empty(m, dtype=torch.float32, device=h.device)
     dh = torch.empty_like(h)
     h, weight = h.to(dtype), weight.to(dtype)  # the weight is cast once, not once a chunk
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
@@ -167,13 +179,19 @@ def _fused_rows(
             z, at = linear(h[rows], weight).float(), teacher.index[rows]
             top, best[rows] = z.max(-1)
             mass = None if teacher.mass is None else teacher.mass[at]
+            if tokens is not None and confidence is not None:
+                said = z.gather(-1, tokens[at][:, None])[:, 0]
+                confidence[rows] = (said - z.logsumexp(-1)).exp()
             row_losses[rows], gradient = row_loss(z, top, teacher.probs[at], teacher.row_weights[rows], mass)
             dz = group[rows.start - base : rows.stop - base]
             dz.copy_(gradient)
             dh[rows] = linear(dz, weight.t())
+        if teacher.factors is not None and confidence is not None:  # the gradient is linear in the weights
+            factors = teacher.factors(confidence)
+            row_weights, dh, h = row_weights * factors, dh * factors[:, None], h * factors[:, None].to(dtype)
         if dw is not None:
             dw += linear(group[: end - base].t(), h[base:end].t())
-    return row_losses, best, dh
+    return row_losses, best, row_weights, dh
 
 
 def matmul_dtype(x: torch.Tensor) -> torch.dtype:
@@ -185,10 +203,8 @@ def matmul_dtype(x: torch.Tensor) -> torch.dtype:
 def fuse(
     h: torch.Tensor,
     weight: torch.Tensor,
-    row_weights: torch.Tensor,
     rows: Rows,
     weight_grad: torch.Tensor | None,
 ) -> SoftCrossEntropy:
     """Apply :class:`FusedRows` to the work of ``rows``."""
-    is_trained = is_differentiated(weight)
-    return SoftCrossEntropy(*FusedRows.apply(h, weight, row_weights, rows, weight_grad, is_trained))
+    return SoftCrossEntropy(*FusedRows.apply(h, weight, rows, weight_grad, is_differentiated(weight)))

@@ -5,6 +5,7 @@ The teacher of a block is made once and used by all K steps.
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, carried
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.target import LogitForm
+from eagle_kit.train.algorithm.dpace import step_factors
 from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import LossBlock, RowPlan
 from eagle_kit.train.algorithm.target_features import TargetFeatures
@@ -23,6 +25,8 @@ from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_prob
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
 """Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:
 each adds to the gradient of the whole output weight."""
+LOGITS, LOGITS_ON_GPU = 640, 4096
+"""Rows of all steps whose logits exist together where weights follow the draft's confidence."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,32 @@ class Objective:
     """Loss to minimise.
 
     Attributes:
-        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`.
+        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`, one or several with weights.
         eta: of ``lk-hybrid``.
         target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
             the draft vocabulary is a part of the target's; None otherwise.
         regression: EAGLE-1's loss with these weights, in place of ``loss``.
         detach_steps: no gradient flows through the state that a step hands to the next.
+        dpace_alpha: weigh the steps of each row by the draft's confidence, see
+            :mod:`eagle_kit.train.algorithm.dpace`; None leaves ``row_weights`` as they are.
         form: of the target's logits.
     """
 
-    loss: str = "ce"
+    loss: str | Mapping[str, float] = "ce"
     eta: float = 3.0
     target_head: torch.Tensor | None = None
     regression: RegressionConfig | None = None
     detach_steps: bool = False
+    dpace_alpha: float | None = None
     form: LogitForm = field(default_factory=LogitForm)
 
     @classmethod
-    def of(cls, loss: str, eta: float, head: DraftHead, head_weight: torch.Tensor) -> "Objective":
+    def of(
+        cls, loss: str | Mapping[str, float], eta: float, head: DraftHead, head_weight: torch.Tensor
+    ) -> "Objective":
         """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
-        is_partial = loss in NEEDS_MASS and head.token_map is not None
+        names = (loss,) if isinstance(loss, str) else loss
+        is_partial = any(name in NEEDS_MASS for name in names) and head.token_map is not None
         return cls(loss, eta, head_weight if is_partial else None)
 
 
@@ -133,11 +143,12 @@ def ttt_loss(
     if weight.requires_grad and torch.is_grad_enabled():
         weight_grad = torch.zeros_like(weight)
     on_gpu = argmax.is_cuda
-    for block in plan.blocks(LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK):
+    for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
         states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
         wanted, index, sayable = block.wanted, block.which, head.t2d[token]
         if on_gpu:  # the host would have to wait for the number of rows that remain
             weights, states = weights * sayable, states.masked_fill(~sayable[:, None], 0.0)
+            learned = torch.arange(len(token), device=token.device)
             unsayable = ~head.t2d[argmax[wanted]]  # 0 times what is not finite would be NaN
             hidden = batch.features.hidden[wanted].masked_fill(unsayable[:, None], 0.0)
         else:
@@ -150,7 +161,11 @@ def ttt_loss(
         probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
         if objective.target_head is not None:
             mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
-        teacher = Teacher(probs, index, weights, mass)
+        factors = None
+        if objective.dpace_alpha is not None:
+            rows = [mine[a:b] for mine, (a, b) in zip(plan.rows, block.pieces, strict=True)]
+            factors = step_factors(rows, len(plan.needed), learned, sayable, objective.dpace_alpha)
+        teacher = Teacher(probs, index, weights, mass, factors)
         part = _block_loss(objective, weight, states, hidden, teacher, weight_grad)
         total = total + part.loss
         is_match, row_losses = head.to_target(part.best) == token, part.row_losses
@@ -161,6 +176,13 @@ def ttt_loss(
     if weight_grad is not None and total.requires_grad:
         total = total + carried(weight, weight_grad)
     return TTTOutput(total, sums)
+
+
+def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
+    """Rows of step 0 in a block: fewer with weights by confidence, which need all logits of a row's steps."""
+    if objective.dpace_alpha is None:
+        return LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK
+    return max(1, (LOGITS_ON_GPU if on_gpu else LOGITS) // steps)
 
 
 def _block_loss(

@@ -44,7 +44,7 @@ def regression_loss(
     distance = smooth_l1_loss(own, hidden[index].float(), reduction="none").mean(-1)
     loss = tokens.loss + config.feature_weight * (distance * row_weights).sum()
     rows = mass * tokens.row_losses + config.feature_weight * distance.detach()
-    return SoftCrossEntropy(loss, rows, tokens.best)
+    return SoftCrossEntropy(loss, rows, tokens.best, row_weights)
 
 
 def _weigh(probs: torch.Tensor, config: RegressionConfig) -> torch.Tensor:

@@ -143,12 +143,13 @@ class Stepper:
         device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
-        objective = Objective.of(training.loss, training.lk_eta, head, self.target.head_weight.to(device))
+        objective = Objective.of(training.losses, training.lk_eta, head, self.target.head_weight.to(device))
         regression = training_kind(config).regression(config)
         objective = replace(
             objective,
             regression=regression,
             detach_steps=training.detach_steps,
+            dpace_alpha=training.dpace_alpha,
             form=self.target.logit_form,
         )
         embeds = self.target.embed_tokens.weight.to(device)

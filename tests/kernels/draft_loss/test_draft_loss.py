@@ -9,6 +9,12 @@ from eagle_kit.kernels.soft_cross_entropy import Teacher, carried
 
 ROWS, VD, V, SIZE, POSITIONS, ETA = 101, 257, 401, 23, 57, 2.5
 LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
+MIXES = (
+    {"ce": 0.1, "tv": 0.9},
+    {"ce": 0.4, "kl": 0.3},
+    {"reverse-kl": 0.7, "lk-alpha": 0.2},
+    dict(zip(LOSSES, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), strict=True)),
+)
 
 
 def formula(loss: str, z: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -32,6 +38,12 @@ def formula(loss: str, z: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return share * kl + (1 - share) * (1 - accepted)
 
 
+def formula_of(loss: str | dict[str, float], z: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """:func:`formula` of a loss or of the sum of several."""
+    mix = {loss: 1.0} if isinstance(loss, str) else loss
+    return sum(weight * formula(name, z, full) for name, weight in mix.items())
+
+
 def inputs(seed: int = 0, scale: float = 0.5):
     generator = torch.Generator().manual_seed(seed)
     h = (torch.randn(ROWS, SIZE, generator=generator) * scale).requires_grad_()
@@ -46,14 +58,14 @@ def teacher(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (full[:, :VD] / mass[:, None]).float(), mass.float()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, *MIXES], ids=str)
 @pytest.mark.parametrize(("chunk", "group"), [(128, None), (7, 20)])
 def test_loss_and_gradients_equal_autograd(loss, chunk, group):
     h, w, full, index, weights = inputs()
     probs, mass = teacher(full)
     assert 0.05 < mass.min() < 0.6 < mass.max()  # so that a wrong normalisation shows
     z = h.double() @ w.double().t()
-    row_losses = formula(loss, z, full[index])
+    row_losses = formula_of(loss, z, full[index])
     expected = torch.autograd.grad((row_losses * weights).sum() * 2, (h, w))
     out = linear_draft_loss(
         h, w, Teacher(probs, index, weights, mass), loss=loss, eta=ETA, chunk_rows=chunk, group_rows=group
@@ -81,6 +93,32 @@ def test_blocks_that_share_one_gradient_of_the_weight_have_that_of_all_rows(loss
     total = total + carried(w, gathered)
     torch.testing.assert_close(total, whole.loss)
     for ours, theirs in zip(torch.autograd.grad(total * 2, (h, w)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl", {"kl": 0.5, "ce": 0.5}, {"ce": 0.1, "tv": 0.9}], ids=str)
+def test_weights_that_follow_the_confidence_have_the_gradient_of_constants(loss):
+    """Factors are made of the draft's probability of the teacher's best token; gradients are those of rows
+    with the weights that come out, whatever the chunks."""
+    h, w, full, index, weights = inputs()
+    probs, mass = teacher(full)
+    z = h.double() @ w.double().t()
+    said = z.softmax(-1)[torch.arange(ROWS), probs.argmax(-1)[index]].detach()
+    scaled = weights * (0.2 + said.flip(0) ** 2)  # a row's factor depends on another row
+    row_losses = formula_of(loss, z, full[index])
+    expected = torch.autograd.grad((row_losses * scaled).sum() * 2, (h, w))
+    out = linear_draft_loss(
+        h,
+        w,
+        Teacher(probs, index, weights, mass, lambda confidence: 0.2 + confidence.flip(0) ** 2),
+        loss=loss,
+        eta=ETA,
+        chunk_rows=7,
+    )
+    torch.testing.assert_close(out.row_weights.double(), scaled, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.loss.double(), (row_losses * scaled).sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.row_losses.double(), row_losses.detach(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(out.loss * 2, (h, w)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -1,5 +1,7 @@
 """Every loss for twenty steps on a small target that has learned a language, and the drafts it accepts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_head
@@ -42,13 +44,16 @@ class Language:
     def accept_length(self, head: torch.nn.Module) -> float:
         return self.judge.judge(head).decoded[SHAPE].accept_length
 
-    def train(self, head: torch.nn.Module, loss: str, training: TrainingConfig, steps: int = 20) -> None:
+    def train(
+        self, head: torch.nn.Module, loss: str | dict[str, float], training: TrainingConfig, steps: int = 20
+    ) -> None:
         plan = plan_row(self.reply, self.doc_start, STEPS)
         layers = head.config.aux_layer_ids
         features = capture_features(self.target, self.ids, self.doc_start, layers, plan.needed)
         rows = self.target.head_weight[head.target_ids]
         weights = [torch.full((count,), 1 / count) for count in plan.counts]
         objective = Objective.of(loss, 3.0, head, self.target.head_weight)
+        objective = replace(objective, dpace_alpha=training.dpace_alpha)
         optimizer = make_optimizer(head, training)
         embed = self.target.embed_tokens.weight
         for _ in range(steps):
@@ -65,12 +70,21 @@ def language() -> Language:
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
     [(loss, "adamw") for loss in ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")]
-    + [("ce", "muon"), ("lk-hybrid", "muon")],
+    + [("ce", "muon"), ("lk-hybrid", "muon"), ({"ce": 0.1, "tv": 0.9}, "adamw")],
 )
-def test_twenty_steps_lengthen_the_decoded_drafts(language: Language, loss: str, optimizer: str) -> None:
+def test_twenty_steps_lengthen_the_decoded_drafts(
+    language: Language, loss: str | dict[str, float], optimizer: str
+) -> None:
     head = tiny_head(language.target, DRAFT_VOCAB, seed=2, std=0.1)
     before = language.accept_length(head)
     language.train(head, loss, TrainingConfig(optimizer=optimizer, learning_rate=5e-3))
     after = language.accept_length(head)
     print(f"{loss} by {optimizer}: {before:.2f} -> {after:.2f}")
     assert after > before + 0.4
+
+
+def test_weights_that_follow_the_confidence_lengthen_them_too(language: Language) -> None:
+    head = tiny_head(language.target, DRAFT_VOCAB, seed=2, std=0.1)
+    before = language.accept_length(head)
+    language.train(head, "ce", TrainingConfig(learning_rate=5e-3, dpace_alpha=0.5))
+    assert language.accept_length(head) > before + 0.4
