@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_config(preview)
     preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
     add_config(action(_prepare, "tokenise and pack a config's data into the cache"))
+    add_config(action(_mix, "say what each source of a config gives to its training, without training"))
     vocab = action(_vocab, "write a draft vocabulary that head.vocab_map can name")
     add_config(vocab)
     vocab.add_argument("--out", required=True, type=Path, metavar="FILE", help="made, or replaced")
@@ -134,7 +135,7 @@ def _preview(args: argparse.Namespace) -> int:
     if not 0 <= args.record <= sys.maxsize:
         raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
     config = _config(args)
-    if not config.data.source:
+    if not config.data.sources:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
     from eagle_kit.data.chat.dataset import conversations_of
     from eagle_kit.data.chat.preview import preview
@@ -147,7 +148,7 @@ def _preview(args: argparse.Namespace) -> int:
     chosen = next(islice(conversations, args.record, None), None)
     if chosen is None:
         raise UserError(
-            f"{config.data.source} has no conversation number {args.record}.",
+            f"{_listed(config)} has no conversation number {args.record}.",
             "Give a smaller number, from 0.",
         )
     try:
@@ -191,6 +192,18 @@ def _prepare(args: argparse.Namespace) -> int:
         print(f"vocabulary     that of {config.head.start_from}")
     print(f"held out       {len(data.heldout_prompts)} prompts")
     return 0
+
+
+def _mix(args: argparse.Namespace) -> int:
+    from eagle_kit.train.run.mixture import describe_mixture
+
+    config = _config(args)
+    print(describe_mixture(config, _data(config)))
+    return 0
+
+
+def _listed(config: "TrainConfig") -> str:
+    return ", ".join(file for source in config.data.sources for file in source.files)
 
 
 def _vocab(args: argparse.Namespace) -> int:

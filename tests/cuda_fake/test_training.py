@@ -61,7 +61,10 @@ def test_a_step_waits_where_it_is_listed_only(precision, loss):
     dtype = getattr(torch, precision)
     with fake_gpu():
         to_gpu(target, dtype), to_gpu(head, torch.float32)
-        batch = MicroBatch([0], [len(ids)], moved(ids), moved(doc_start), on_gpu(plan, found, length))
+        group, packed = torch.zeros_like(ids), on_gpu(plan, found, length)
+        batch = MicroBatch(
+            [0], [len(ids)], moved(ids), moved(doc_start), packed, moved(group), [plan.counts[0]]
+        )
         rows = target.head_weight[head.target_ids]
         objective = Objective.of(training.losses, training.lk_eta, head, target.head_weight)
         module = TTTModule(head, target.embed_tokens.weight, rows, training, objective)

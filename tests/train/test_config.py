@@ -61,6 +61,34 @@ def test_weights_by_confidence_take_the_place_of_fixed_ones(tmp_path: Path) -> N
             )
 
 
+@pytest.mark.parametrize(
+    ("mix", "named"),
+    [
+        ("[{source: a, wieght: 2}]", "weight"),
+        ("[{source: a, weight: 0}]", "data.mix.0.weight"),
+        ("[{source: a, phase: [0.5, 0.5]}]", "start < end"),
+        ("[{source: a, phase: [0.1, 1.0]}]", "no source of mix is drawn after 0%"),
+        ("[{source: a, phase: [0, 0.4]}, {source: b, phase: [0.5, 1]}]", "drawn after 40%"),
+        ("[{source: a, phase: [0, 0.4]}, {source: b, phase: [0, 0.9]}]", "drawn after 90%"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, mix: str, named: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(UserError) as error:
+        load_config(TrainConfig, path, ["data.source=null", f"data.mix={mix}"])
+    assert named in f"{error.value.cause} {error.value.remedy}"
+
+
+def test_a_mixture_takes_the_place_of_the_source(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(UserError, match="source and mix are both set"):
+        load_config(TrainConfig, path, ["data.mix=[{source: a}]"])
+    phases = "[{source: a, phase: [0, 0.5]}, {source: [b, c], phase: [0.4, 1], weight: 2}]"
+    data = load_config(TrainConfig, path, ["data.source=null", f"data.mix={phases}"]).data
+    assert [part.files for part in data.sources] == [("a",), ("b", "c")]
+    assert [part.files for part in load_config(TrainConfig, path).data.sources] == [("chats.jsonl",)]
+
+
 def test_config_is_frozen(tmp_path: Path) -> None:
     config = load_config(TrainConfig, write(tmp_path, MINIMAL))
     with pytest.raises(ValueError, match="frozen"):

@@ -15,11 +15,15 @@ from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
 from eagle_kit.train.parallel.launch import check_launcher, go_on, sharding_asked_for
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
-from eagle_kit.train.run.order import DataOrder
+from eagle_kit.train.run.order import DataOrder, Part
+
+
+def order_of(num_rows: int, sequences_per_step: int, seed: int) -> DataOrder:
+    return DataOrder([Part(0, num_rows)], sequences_per_step, seed, num_steps=40)
 
 
 def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:
-    order = DataOrder(num_rows=11, sequences_per_step=3, seed=5)
+    order = order_of(11, 3, seed=5)
     taken = [row for step in range(11) for row in order.rows_of_step(step)]
     for epoch in range(3):
         assert sorted(taken[epoch * 11 : (epoch + 1) * 11]) == list(range(11))
@@ -27,23 +31,23 @@ def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:
 
 
 def test_order_depends_on_seed_and_step_only() -> None:
-    fresh = DataOrder(11, 4, seed=5).rows_of_step(7)
-    used = DataOrder(11, 4, seed=5)
+    fresh = order_of(11, 4, seed=5).rows_of_step(7)
+    used = order_of(11, 4, seed=5)
     for step in range(20):
         used.rows_of_step(step)
     assert used.rows_of_step(7) == fresh
-    assert DataOrder(11, 4, seed=6).rows_of_step(7) != fresh
+    assert order_of(11, 4, seed=6).rows_of_step(7) != fresh
 
 
 def test_processes_share_a_step_without_overlap() -> None:
-    order = DataOrder(50, 6, seed=0)
+    order = order_of(50, 6, seed=0)
     shares = [order.share_of(4, process, 3) for process in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2]
     assert [row for share in shares for row in share] == order.rows_of_step(4)
 
 
 def test_a_data_set_smaller_than_a_step_is_repeated() -> None:
-    rows = DataOrder(2, 5, seed=0).rows_of_step(0)
+    rows = order_of(2, 5, seed=0).rows_of_step(0)
     assert sorted(rows[:2]) == [0, 1] and sorted(rows[2:4]) == [0, 1]
 
 

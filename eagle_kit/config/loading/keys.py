@@ -19,10 +19,11 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The schema behind ``Section`` or ``Section | None``; None for any other annotation."""
+    """The schema behind ``Section``, ``Section | None`` or ``tuple[Section, ...]``; None for any other
+    annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
         return next((section for part in get_args(annotation) if (section := _section_of(part))), None)
     return None
 

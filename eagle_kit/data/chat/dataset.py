@@ -5,14 +5,16 @@ Legend: n tokens of all conversations, T tokens of a row.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_kit.config.train import DataConfig
+from eagle_kit.config.train import DataConfig, SourceConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_json, read_object, replacing
 from eagle_kit.data.chat.packing import PackedRow, join, pack
@@ -34,8 +36,21 @@ from eagle_kit.data.chat.vocab_map import (
 )
 from eagle_kit.models.loading.source import cache_folder
 
-FORMAT = 2
+FORMAT = 3
 """Raise when the arrays or the mask change, so that old caches are made anew."""
+MOST_CATEGORIES = 16
+"""Categories of a source's records that are counted apart; where there are more, none is."""
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """Packed rows of a source of a mixture: ``num_rows`` from ``first``; a row is of one part."""
+
+    name: str
+    first: int
+    num_rows: int
+    num_tokens: int
+    num_documents: int
 
 
 @dataclass
@@ -45,7 +60,12 @@ class PreparedData:
     Attributes:
         folder: the cache; ``skipped.txt`` in it lists what was left out.
         vocab_map: the draft vocabulary of these replies.
-        heldout_prompts: token ids of the first turns of conversations that are in no row.
+        heldout_prompts: token ids of the first turns of conversations that are in no row; of a mixture, the
+            sources take turns.
+        heldout_groups: the group of each, as a place in ``groups``.
+        groups: names of the groups that documents are counted in: their source, and the ``category`` of
+            their record where it has one.
+        parts: rows of the sources of a mixture, or of the only one.
         fingerprint: hash of data, tokenizer, template and settings.
     """
 
@@ -58,19 +78,27 @@ class PreparedData:
     num_tokens: int
     num_supervised_tokens: int
     notes: list[str]
+    heldout_groups: list[int] = field(default_factory=list)
+    groups: list[str] = field(default_factory=lambda: ["all"])
+    parts: list[PartRows] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._ids = np.load(self.folder / "ids.npy", mmap_mode="r")
         self._reply = np.load(self.folder / "reply.npy", mmap_mode="r")
         self._starts = np.concatenate(([0], np.load(self.folder / "ends.npy")))
         self._rows = read_json(self.folder / "rows.json")
+        groups = self.folder / "groups.npy"  # stores that were captured before there were groups have none
+        self._groups = np.load(groups) if groups.exists() else np.zeros(len(self._starts) - 1, np.int16)
+        self.heldout_groups = self.heldout_groups or [0] * len(self.heldout_prompts)
+        self.parts = self.parts or [PartRows("all", 0, len(self), self.num_tokens, self.num_conversations)]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, number: int) -> PackedRow:
         """Packed row ``number``."""
-        return join([self.chat(document) for document in self._rows[number]])
+        documents = self._rows[number]
+        return join([self.chat(document) for document in documents], self._groups[documents].tolist())
 
     def row_length(self, number: int) -> int:
         """Tokens of packed row ``number``."""
@@ -123,21 +151,22 @@ def prepare_dataset(
     *,
     progress: bool = True,
 ) -> PreparedData:
-    """Tokenise, mask and pack ``settings.source``, one or several; called again, read the cache.
+    """Tokenise, mask and pack the sources of ``settings``; called again, read the cache. Every source of a
+    mixture is packed by itself.
 
     The cache is ``data/`` below :func:`cache_root`. The draft vocabulary is the tokens that replies use most,
     or the one of the file ``vocab_map``; all tokens for a ``draft_vocab_size`` of None.
 
     ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
-    conversations that their record holds from the start are held out; others that begin like one of them are
-    skipped, so that no held-out prompt is trained on.
+    conversations that their record holds from the start are held out, of each source of a mixture an equal
+    part; others that begin like one of them are skipped, so that no held-out prompt is trained on.
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
             a vocabulary map that does not fit, or a cache that cannot be written.
     """
-    if not settings.source:
-        raise UserError("No conversations are named.", "Set data.source, or data.store to captured states.")
+    if not settings.sources:
+        raise UserError("No conversations are named.", "Set data.source or data.mix.")
     fingerprint = _fingerprint(settings, tokenizer)
     folder = cache_root(settings) / "data" / fingerprint
     if not (folder / "summary.json").is_file():
@@ -157,6 +186,7 @@ def load_prepared(
         summary = read_object(folder / "summary.json")
         counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
         size = len(counts) if draft_vocab_size is None else draft_vocab_size
+        summary["parts"] = [PartRows(**part) for part in summary.get("parts", [])]
         return PreparedData(
             folder=folder,
             vocab_map=build_vocab_map(counts, size, fingerprint, of)
@@ -188,54 +218,132 @@ def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bo
             ) from error
 
 
-def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
-    from tqdm import tqdm
+@dataclass(frozen=True)
+class _Document:
+    """A conversation to learn from: where it comes from, its first turns, its group's name."""
 
-    skipped = SkipLog()
-    found: list[tuple[str, tuple[ConversationMessage, ...], TokenizedChat]] = []
-    heldout: list[list[int]] = []
-    held_turns: set[tuple[ConversationMessage, ...]] = set()
-    total = settings.limit * len(_sources(settings)) if settings.limit else None
-    bar = tqdm(
-        conversations_of(settings, skipped),
-        total=total,
-        desc="tokenising",
-        unit="conv",
-        disable=not progress,
-        dynamic_ncols=True,
-    )
-    for conversation in bar:
-        try:
-            chat = tokenize_chat(tokenizer, conversation, settings.max_length)
-        except Unusable as reason:
-            skipped.add(conversation.where, str(reason))
-            continue
-        turns = _first_turns(conversation)
-        may_hold = len(heldout) < settings.eval_conversations and conversation.from_start
-        if may_hold and turns not in held_turns:
-            prompt = _first_prompt(tokenizer, turns, settings.max_length)
-            if prompt:
-                heldout.append(prompt)
-                held_turns.add(turns)
+    where: str
+    turns: tuple[ConversationMessage, ...]
+    group: tuple[str, str]
+    chat: TokenizedChat
+
+
+@dataclass
+class _Reader:
+    """Conversations of the sources, tokenised; the first ones held out."""
+
+    settings: DataConfig
+    tokenizer: Any
+    skipped: SkipLog
+    held_turns: set[tuple[ConversationMessage, ...]] = field(default_factory=set)
+
+    def read(
+        self, source: SourceConfig, num_heldout: int, progress: bool
+    ) -> tuple[list[_Document], list[tuple[tuple[str, str], list[int]]]]:
+        """Documents of a source, and the group and prompt of ``num_heldout`` others, if there are as many."""
+        from tqdm import tqdm
+
+        limit = source.limit or self.settings.limit
+        found: list[_Document] = []
+        heldout: list[tuple[tuple[str, str], list[int]]] = []
+        bar = tqdm(
+            _labelled(source, limit, self.skipped),
+            total=limit * len(source.files) if limit else None,
+            desc="tokenising",
+            unit="conv",
+            disable=not progress,
+            dynamic_ncols=True,
+        )
+        for label, conversation in bar:
+            try:
+                chat = tokenize_chat(self.tokenizer, conversation, self.settings.max_length)
+                _check_length(source, len(chat.ids))
+            except Unusable as reason:
+                self.skipped.add(conversation.where, str(reason))
                 continue
-        found.append((conversation.where, turns, chat))
-    for where, turns, _ in found:
-        if turns in held_turns:
-            skipped.add(where, "it begins like a held-out conversation")
-    chats = [chat for _, turns, chat in found if turns not in held_turns]
-    _check_mask(chats, ", ".join(_sources(settings)), skipped)
+            turns, group = _first_turns(conversation), (label, conversation.category)
+            may_hold = len(heldout) < num_heldout and conversation.from_start
+            if may_hold and turns not in self.held_turns:
+                prompt = _first_prompt(self.tokenizer, turns, self.settings.max_length)
+                if prompt:
+                    heldout.append((group, prompt))
+                    self.held_turns.add(turns)
+                    continue
+            found.append(_Document(conversation.where, turns, group, chat))
+        return found, heldout
+
+
+def _labelled(
+    source: SourceConfig, limit: int | None, skipped: SkipLog
+) -> Iterator[tuple[str, Conversation]]:
+    """Conversations of a source's files in turn, at most ``limit`` of each, with the name of what they are
+    counted as."""
+    for file in source.files:
+        label = source.name or name_of(file)
+        for conversation in read_conversations(file, limit=limit, skipped=skipped):
+            yield label, conversation
+
+
+def name_of(source: str) -> str:
+    """Short name of a source: of a package or data set its own, of a file that without its ending."""
+    kind, _, rest = source.partition(":")
+    return rest if kind in ("package", "datasets") and rest else Path(source).stem
+
+
+def _check_length(source: SourceConfig, length: int) -> None:
+    if source.min_tokens is not None and length < source.min_tokens:
+        raise Unusable(f"fewer tokens than the source's min_tokens, {source.min_tokens}")
+    if source.max_tokens is not None and length > source.max_tokens:
+        raise Unusable(f"more tokens than the source's max_tokens, {source.max_tokens}")
+
+
+def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
+    reader, sources = _Reader(settings, tokenizer, SkipLog()), settings.sources
+    skipped = reader.skipped
+    shares = [
+        settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
+        for i in range(len(sources))
+    ]
+    read = [reader.read(source, share, progress) for source, share in zip(sources, shares, strict=True)]
+    kept: list[list[_Document]] = []
+    for found, _ in read:
+        for document in found:
+            if document.turns in reader.held_turns:
+                skipped.add(document.where, "it begins like a held-out conversation")
+        kept.append([document for document in found if document.turns not in reader.held_turns])
+    names = [", ".join(source.files) for source in sources]
+    for name, documents in zip(names, kept, strict=True):
+        _check_mask([document.chat for document in documents], name, skipped)
+    heldout = [one for turn in zip_longest(*(held for _, held in read)) for one in turn if one is not None]
+    documents = [document for part in kept for document in part]
+    groups = _groups([*(document.group for document in documents), *(group for group, _ in heldout)])
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(groups.values()))}
+    chats = [document.chat for document in documents]
     ids = np.concatenate([chat.ids for chat in chats])
     reply = np.concatenate([chat.reply for chat in chats])
     counts = np.bincount(ids[reply >= 0], minlength=len(tokenizer)).astype(np.int64)
+    of_documents = [numbers[groups[document.group]] for document in documents]
     np.save(folder / "ids.npy", ids)
     np.save(folder / "reply.npy", reply)
     np.save(folder / "ends.npy", np.cumsum([len(chat.ids) for chat in chats]))
     np.save(folder / "counts.npy", counts)
-    rows = pack([len(chat.ids) for chat in chats], settings.max_length)
+    np.save(folder / "groups.npy", np.array(of_documents, dtype=np.int16))
+    rows: list[list[int]] = []
+    parts: list[PartRows] = []
+    for source, mine in zip(sources, kept, strict=True):
+        lengths = [len(document.chat.ids) for document in mine]
+        first = sum(part.num_documents for part in parts)
+        packed = [[first + number for number in row] for row in pack(lengths, settings.max_length)]
+        name = source.name or ", ".join(dict.fromkeys(map(name_of, source.files)))
+        parts.append(PartRows(name, len(rows), len(packed), sum(lengths), len(mine)))
+        rows += packed
     (folder / "rows.json").write_text(json.dumps(rows))
     skipped.write(folder / "skipped.txt")
     summary = {
-        "heldout_prompts": heldout,
+        "heldout_prompts": [prompt for _, prompt in heldout],
+        "heldout_groups": [numbers[groups[group]] for group, _ in heldout],
+        "groups": list(numbers),
+        "parts": [asdict(part) for part in parts],
         "num_conversations": len(chats),
         "num_skipped": len(skipped.rows),
         "num_tokens": len(ids),
@@ -245,14 +353,21 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def _sources(settings: DataConfig) -> list[str]:
-    return [settings.source] if isinstance(settings.source, str) else list(settings.source or ())
+def _groups(found: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Name of the group of every (source, category): both, or the source alone where its records have no
+    category or too many."""
+    counts = Counter(label for label, _ in dict.fromkeys(found))
+    return {
+        (label, category): f"{label}: {category}" if category and counts[label] <= MOST_CATEGORIES else label
+        for label, category in dict.fromkeys(found)
+    }
 
 
 def conversations_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Conversation]:
-    """Conversations of every source in turn, at most ``settings.limit`` of each."""
-    for source in _sources(settings):
-        yield from read_conversations(source, limit=settings.limit, skipped=skipped)
+    """Conversations of every source in turn, at most ``limit`` of each."""
+    for source in settings.sources:
+        for _, conversation in _labelled(source, source.limit or settings.limit, skipped):
+            yield conversation
 
 
 def _first_turns(conversation: Conversation) -> tuple[ConversationMessage, ...]:
@@ -285,12 +400,12 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
 def _fingerprint(settings: DataConfig, tokenizer: Any) -> str:
     """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
     by size."""
-    sources = _sources(settings)
-    parts: list[Any] = [FORMAT, sources, settings.limit, settings.max_length, settings.eval_conversations]
-    for source in sources:
-        if source.startswith("package:"):
-            parts.append(package_file_size(source.removeprefix("package:")))
-        path = Path(source).expanduser()
+    parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
+    parts += [source.rows_depend_on | {"name": source.name} for source in settings.sources]
+    for file in (file for source in settings.sources for file in source.files):
+        if file.startswith("package:"):
+            parts.append(package_file_size(file.removeprefix("package:")))
+        path = Path(file).expanduser()
         if path.is_file():
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

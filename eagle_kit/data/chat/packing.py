@@ -3,7 +3,7 @@
 Legend: T tokens of a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,14 @@ OPEN_ROWS = 16
 
 @dataclass
 class PackedRow:
-    """``ids``, ``reply`` and ``doc_start`` int32 ``[T]``: tokens; the reply each must be produced in, unique
-    within the row, or -1; and where in the row its document starts, so that position = index - ``doc_start``.
-    """
+    """``ids``, ``reply``, ``doc_start`` and ``group`` int32 ``[T]``: tokens; the reply each must be produced
+    in, unique within the row, or -1; where in the row its document starts, so that position = index -
+    ``doc_start``; and the group of its document."""
 
     ids: np.ndarray
     reply: np.ndarray
     doc_start: np.ndarray
+    group: np.ndarray
 
 
 def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
@@ -51,8 +52,8 @@ def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def join(chats: list[TokenizedChat]) -> PackedRow:
-    """Lay documents side by side."""
+def join(chats: list[TokenizedChat], groups: Sequence[int]) -> PackedRow:
+    """Lay documents side by side; ``groups`` has a number for each."""
     replies, starts, offset, numbered = [], [], 0, 0
     for chat in chats:
         replies.append(np.where(chat.reply >= 0, chat.reply + numbered, -1))
@@ -64,4 +65,5 @@ def join(chats: list[TokenizedChat]) -> PackedRow:
         ids.astype(np.int32),
         np.concatenate(replies).astype(np.int32),
         np.concatenate(starts).astype(np.int32),
+        np.repeat(np.asarray(groups, dtype=np.int32), [len(chat.ids) for chat in chats]),
     )

@@ -50,13 +50,14 @@ class Conversation:
     """Turns in order, a user turn before any reply. ``where`` names file and record for people; ``complete``
     is False when the last reply was cut off by a length limit, so that its end must not be learned;
     ``from_start`` is False when the record began with replies to something it does not hold, which were left
-    out."""
+    out; ``category`` is the record's own, or empty."""
 
     id: str
     messages: tuple[ConversationMessage, ...]
     where: str
     complete: bool = True
     from_start: bool = True
+    category: str = ""
 
 
 @dataclass
@@ -142,13 +143,14 @@ def to_conversation(record: Any, where: str) -> Conversation:
     if not any(message.role == "user" for message in messages):
         raise Unusable("no user turn")
     kept = _from_first_user(messages)
-    reasons = record.get("finish_reasons") or ["stop"]
+    reasons, category = record.get("finish_reasons") or ["stop"], record.get("category")
     return Conversation(
         str(record.get("id", where)),
         kept,
         where,
         complete=reasons[-1] != "length",
         from_start=len(kept) == len(messages),
+        category=category if isinstance(category, str) else "",
     )
 
 

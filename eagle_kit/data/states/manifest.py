@@ -24,6 +24,7 @@ DATA_FILES = (
     "reply.npy",
     "ends.npy",
     "counts.npy",
+    "groups.npy",
     "rows.json",
     "summary.json",
     "skipped.txt",

@@ -24,6 +24,8 @@ class MicroBatch:
         lengths: their tokens.
         ids, doc_start: int64 ``[T]``.
         plan: which rows carry loss.
+        group: int64 ``[T]``, what each token's document is counted as, below ``num_groups``.
+        group_counts: rows with loss at step 0 in each group.
     """
 
     numbers: list[int]
@@ -31,6 +33,13 @@ class MicroBatch:
     ids: torch.Tensor
     doc_start: torch.Tensor
     plan: RowPlan
+    group: torch.Tensor
+    group_counts: list[int]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups in the data."""
+        return len(self.group_counts)
 
     @property
     def num_documents(self) -> int:
@@ -49,7 +58,7 @@ def make_micro_batch(
     """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart."""
     lengths: list[int] = []
     reply: list[np.ndarray] = []
-    ids, doc_start = [], []
+    ids, doc_start, group = [], [], []
     for number in numbers:
         row = data.row(number)
         first, first_reply = sum(lengths), 1 + max((int(part.max()) for part in reply), default=-1)
@@ -57,10 +66,13 @@ def make_micro_batch(
         mine = np.asarray(row.reply, dtype=np.int64)
         reply.append(np.where(mine >= 0, mine + first_reply, -1))
         doc_start.append(np.asarray(row.doc_start, dtype=np.int64) + first)
+        group.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
-    packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start)]
-    moved, plan = plan_row(packed[1], packed[2], ttt_length, loss_rows).to(device, packed[0])
-    return MicroBatch(numbers, lengths, moved, plan.doc_start, plan)
+    packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
+    counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
+    moved, groups, plan = plan.to(device, packed[0], packed[3])
+    return MicroBatch(numbers, lengths, moved, plan.doc_start, plan, groups, counts)
 
 
 def row_weights(

@@ -41,6 +41,7 @@ class TTTBatch:
         embed_weight: the target's embedding ``[V, H]``.
         target_head: the target's output rows of the draft vocabulary ``[Vd, H_target]``.
         inputs: states that the head reads in place of ``features`` (noise); None reads ``features``.
+        group: int64 ``[T]``, what each row is counted as, below ``num_groups``; None counts all as one.
     """
 
     ids: torch.Tensor
@@ -50,6 +51,8 @@ class TTTBatch:
     embed_weight: torch.Tensor
     target_head: torch.Tensor
     inputs: TargetFeatures | None = None
+    group: torch.Tensor | None = None
+    num_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,28 @@ class TTTOutput(NamedTuple):
     Attributes:
         loss: to differentiate, fp32; without a graph when no row learns.
         sums: fp64 ``[4, K]``, where the loss is, sums over the rows of each step, by name below.
+        leading_of: fp64 ``[G]``, the sum of ``leading`` over the steps in each group.
     """
 
     loss: torch.Tensor
     sums: torch.Tensor
+    leading_of: torch.Tensor
 
     @classmethod
-    def nothing(cls, loss: torch.Tensor, steps: int) -> "TTTOutput":
+    def nothing(cls, loss: torch.Tensor, steps: int, num_groups: int = 1) -> "TTTOutput":
         """Output of a row without loss."""
-        return cls(loss, torch.zeros(4, steps, dtype=torch.float64, device=loss.device))
+        zeros = torch.zeros(4 * steps + num_groups, dtype=torch.float64, device=loss.device)
+        return cls.unpack(loss, zeros, steps)
+
+    @classmethod
+    def unpack(cls, loss: torch.Tensor, figures: torch.Tensor, steps: int) -> "TTTOutput":
+        """Output of :attr:`figures`."""
+        return cls(loss, figures[: 4 * steps].view(4, steps), figures[4 * steps :])
+
+    @property
+    def figures(self) -> torch.Tensor:
+        """All sums, fp64 ``[4 K + G]``."""
+        return torch.cat((self.sums.flatten(), self.leading_of))
 
     @property
     def losses(self) -> torch.Tensor:
@@ -137,8 +153,9 @@ def ttt_loss(
     """
     plan, argmax = batch.plan, batch.features.argmax
     normed = [head.norm_for_head(out) for out in outputs]
-    result = TTTOutput.nothing(outputs[0].new_zeros((), dtype=torch.float32), len(plan.rows))
-    total, sums = result
+    zero = outputs[0].new_zeros((), dtype=torch.float32)
+    total, sums, leading_of = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
+    group = torch.zeros_like(batch.ids) if batch.group is None else batch.group
     weight, weight_grad = head.output.weight, None
     if weight.requires_grad and torch.is_grad_enabled():
         weight_grad = torch.zeros_like(weight)
@@ -172,10 +189,11 @@ def ttt_loss(
         if not on_gpu:
             is_match = torch.zeros_like(sayable).index_copy_(0, learned, is_match)
             row_losses = row_losses.new_zeros(sayable.shape).index_copy_(0, learned, row_losses)
-        _count(sums, block, plan.rows, (is_match, row_losses, sayable), len(plan.needed))
+        still = _count(sums, block, plan.rows, (is_match, row_losses, sayable), len(plan.needed))
+        leading_of.index_add_(0, group, still)
     if weight_grad is not None and total.requires_grad:
         total = total + carried(weight, weight_grad)
-    return TTTOutput(total, sums)
+    return TTTOutput(total, sums, leading_of)
 
 
 def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
@@ -208,12 +226,14 @@ def _count(
     rows: list[torch.Tensor],
     figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     num_tokens: int,
-) -> None:
+) -> torch.Tensor:
     """Add the figures of a block to ``sums [4, K]``: whether a row matches, its loss and whether it
-    learns, all ``[M]``; ``rows`` are those of all steps."""
+    learns, all ``[M]``; ``rows`` are those of all steps. Returns the number of leading steps that match at
+    every position, fp64 ``[T]``."""
     is_match, row_losses, learns = figures
     sizes = [b - a for a, b in block.pieces]
     alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
+    leading = torch.zeros(num_tokens, dtype=torch.float64, device=is_match.device)
     losses = row_losses.double().masked_fill(~learns, 0.0)
     pieces = zip(is_match.split(sizes), losses.split(sizes), learns.split(sizes), strict=True)
     for step, (hits, mine, learned) in enumerate(pieces):
@@ -221,4 +241,6 @@ def _count(
         still = torch.zeros_like(alive)
         still[rows[step][a:b]] = hits & alive[rows[step][a:b]]
         alive = still
+        leading += alive
         sums[:, step] += torch.stack((mine.sum(), hits.sum(), alive.sum(), learned.sum()))
+    return leading

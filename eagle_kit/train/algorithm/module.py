@@ -73,6 +73,8 @@ class TTTModule(nn.Module):
             embed_weight=embed_weight,
             target_head=target_head,
             inputs=TargetFeatures(aux, hidden, argmax),
+            group=micro_batch.group,
+            num_groups=micro_batch.num_groups,
         )
         recompute = self.training_config.gradient_checkpointing == "steps"
         with autocast(self.training_config, micro_batch.ids.device):

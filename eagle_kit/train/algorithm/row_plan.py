@@ -107,26 +107,29 @@ class RowPlan:
         threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
         return [LossBlock(pieces, *three) for (pieces, *_), three in zip(made, threes, strict=True)]
 
-    def to(self, device: torch.device, ids: torch.Tensor) -> tuple[torch.Tensor, "RowPlan"]:
-        """``ids`` and the plan, both of the host, on ``device``, in one copy."""
+    def to(
+        self, device: torch.device, ids: torch.Tensor, group: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, "RowPlan"]:
+        """``ids``, ``group`` and the plan, all of the host, on ``device``, in one copy."""
         if device.type == "cpu":
-            return ids, self
+            return ids, group, self
         steps, nested = len(self.rows), self.rows is self.computed
         parts = [
             ids,
+            group,
             self.doc_start,
             self.taught,
             *self.rows,
             *self.kept[1:],
             *([] if nested else self.computed),
         ]
-        ids, doc_start, taught, *parts = _moved(parts, device)
+        ids, group, doc_start, taught, *parts = _moved(parts, device)
         rows, kept, computed = parts[:steps], parts[steps : 2 * steps - 1], parts[2 * steps - 1 :]
         computed = rows if nested else computed
         attention = [plan_rows(mine, doc_start) for mine in computed]
         plan = RowPlan(rows, computed, [computed[0], *kept], attention, self.needed, doc_start, self)
         vars(plan)["taught"] = taught  # of the same copy
-        return ids, plan
+        return ids, group, plan
 
 
 def _moved(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -45,7 +45,8 @@ def ttt_forward(
     """
     plan = batch.plan
     if plan.counts[0] == 0:
-        return TTTOutput.nothing(torch.zeros((), device=batch.ids.device), len(plan.rows))
+        zero = torch.zeros((), device=batch.ids.device)
+        return TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
     outputs = run_steps(head, batch, detach_steps=objective.detach_steps, recompute=recompute)
     return ttt_loss(head, outputs, batch, objective)
 

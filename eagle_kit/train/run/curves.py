@@ -161,7 +161,8 @@ def _accept_length(run: RunCurves) -> list[Curves]:
 
 
 def _learning(run: RunCurves) -> list[Curves]:
-    """Loss, match per step of training-time test, learning rate, gradient norm; over optimiser steps."""
+    """Loss, match per step of training-time test, learning rate, gradient norm, accept length by source where
+    there are several; over optimiser steps."""
     steps, rows, across = run.x("step", run.metrics), run.metrics, AXES["step"]
     loss = _running_mean(rows, "loss")
     depth, matches = len(rows[-1]["match_per_step"]), []
@@ -171,7 +172,13 @@ def _learning(run: RunCurves) -> list[Curves]:
         colour = shade(HUES[0], 0.7 * k / max(1, depth - 1))
         matches.append(Curve(run.x("step", trained), shares, f"step {k}", colour))
     losses, norms = ([row[key] for row in rows] for key in ("loss", "grad_norm"))
-    return [
+    names = dict.fromkeys(name for row in rows for name in row.get("simulated_accept_length_of", ()))
+    lengths = []
+    for i, name in enumerate(names):
+        seen = [row for row in rows if name in row.get("simulated_accept_length_of", ())]
+        smoothed = smooth([row["simulated_accept_length_of"][name] for row in seen])
+        lengths.append(Curve(run.x("step", seen), smoothed, name, hue(i)))
+    panels = [
         Curves(
             across,
             "loss",
@@ -188,6 +195,7 @@ def _learning(run: RunCurves) -> list[Curves]:
             [Curve(steps, _drawn(norms), colour=GREY, faint=True), Curve(steps, smooth(norms), colour=GREY)],
         ),
     ]
+    return [*panels, Curves(across, "accept length in training, by source", lengths)] if lengths else panels
 
 
 def _speed(run: RunCurves) -> list[Curves]:

@@ -137,7 +137,7 @@ def metadata(
         "target": config.target,
         "command": command,
         "data": {
-            "source": config.data.source or config.data.store,
+            "source": config.data.origin or config.data.store,
             "conversations": data.num_conversations,
             "tokens": data.num_tokens,
             "supervised_tokens": data.num_supervised_tokens,
@@ -165,6 +165,8 @@ def judgement_line(row: dict[str, Any], num_worse: int = 0, patience: int | None
     reached: list[float] = next(iter(row["acceptance_per_position"].values()), [])
     if reached:
         text += f", {' '.join(f'{100 * share:.0f}' for share in reached)} % by position"
+    if by_category := row.get("accept_length_of"):
+        text += f" ({', '.join(f'{name} {length:.2f}' for name, length in by_category.items())})"
     if row["vocab_coverage"] is not None:
         text += f", vocabulary covers {row['vocab_coverage']:.1%}"
     if row["best"]:
@@ -187,6 +189,8 @@ def judgement_scalars(row: dict[str, Any]) -> dict[str, float]:
             for shape, shares in reached.items()
             for i, share in enumerate(shares, 1)
         }
+    for name, length in row.get("accept_length_of", {}).items():
+        scalars[f"decoded/of/{name}"] = length
     if row["vocab_coverage"] is not None:
         scalars["decoded/vocab_coverage"] = row["vocab_coverage"]
     return scalars

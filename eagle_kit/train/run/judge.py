@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Judgement:
         num_different: replies that differ from plain decoding; 0 in fp32.
         num_tokens: of the target's own greedy replies.
         num_sayable: those of them that are in the draft vocabulary.
+        by_category: counts of the engine for the first shape, by category of the prompts.
     """
 
     decoded: dict[str, SpecStats]
@@ -38,6 +39,7 @@ class Judgement:
     num_different: int
     num_tokens: int = 0
     num_sayable: int = 0
+    by_category: dict[str, SpecStats] = field(default_factory=dict)
 
     @staticmethod
     def total(parts: Sequence["Judgement"]) -> "Judgement":
@@ -56,11 +58,14 @@ class Judgement:
             sum(part.num_different for part in parts),
             sum(part.num_tokens for part in parts),
             sum(part.num_sayable for part in parts),
+            add(part.by_category for part in parts),
         )
 
     def row(self) -> dict[str, Any]:
-        """Figures of ``judge.jsonl``: shares of verifies, of tokens for the coverage."""
+        """Figures of ``judge.jsonl``: shares of verifies, of tokens for the coverage; accept lengths of the
+        first shape by category where there are several."""
         figures: dict[str, Any] = {}
+        lengths = {name: stats.accept_length for name, stats in sorted(self.by_category.items())}
         for prefix, found in (("", self.decoded), ("simulated_", self.simulated)):
             figures |= {
                 f"{prefix}accept_length": {shape: stats.accept_length for shape, stats in found.items()},
@@ -70,6 +75,7 @@ class Judgement:
             }
         return {
             **figures,
+            **({"accept_length_of": lengths} if len(lengths) > 1 else {}),
             "num_verifies": {shape: stats.num_verifies for shape, stats in self.decoded.items()},
             "vocab_coverage": self.num_sayable / self.num_tokens if self.num_tokens else None,
             "num_different_replies": self.num_different,
@@ -83,13 +89,21 @@ class Judge:
         target: the target; the engine packs weights, so it gets a view that training does not notice.
         prompts: token ids of the prompts, this process's share; see :func:`choose_prompts`.
         config: lengths and shapes.
+        categories: of the prompts; None counts them as one.
 
     Attributes:
         replies: token ids of the target's plain greedy replies; None before the first judgement.
     """
 
-    def __init__(self, target: Target, prompts: Sequence[list[int]], config: JudgeConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[list[int]],
+        config: JudgeConfig,
+        categories: Sequence[str] | None = None,
+    ) -> None:
         self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
+        self.categories = ["all"] * len(prompts) if categories is None else list(categories)
         self.replies: list[list[int]] | None = None
         longest = max((len(prompt) for prompt in self.prompts), default=1)
         context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
@@ -100,6 +114,7 @@ class Judge:
         shapes = {shape: SpecShape.parse(shape) for shape in self.config.shapes}
         decoded = {name: SpecStats() for name in shapes}
         simulated = {name: SpecStats() for name, shape in shapes.items() if shape.topk == 1}
+        by_category = {name: SpecStats() for name in self.categories}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
         llm = LLM(self.target, head, self._engine_config)
@@ -114,6 +129,8 @@ class Judge:
             )
             for i, output in enumerate(outputs):
                 decoded[name].add(output.stats)
+                if name == self.config.shapes[0]:
+                    by_category[self.categories[i]].add(output.stats)
                 if output.token_ids != replies[i]:
                     different.add(i)
         if simulated:
@@ -125,9 +142,8 @@ class Judge:
                 for name, stats in simulated.items():
                     stats.add(walk(table[:, : shapes[name].steps]))
         said = torch.tensor([token for reply in replies for token in reply], device=head.t2d.device)
-        return Judgement(
-            decoded, simulated, len(different), len(said), int(head.t2d[said].sum()) if len(said) else 0
-        )
+        sayable = int(head.t2d[said].sum()) if len(said) else 0
+        return Judgement(decoded, simulated, len(different), len(said), sayable, by_category)
 
     def _decode_plainly(self, llm: LLM) -> list[list[int]]:
         """Plain greedy replies."""
@@ -135,9 +151,9 @@ class Judge:
         return [output.token_ids for output in outputs]
 
 
-def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[list[int]]:
-    """The prompts that are decoded: the first ``config.prompts`` of ``heldout``, less those that have no room
-    for ``config.max_tokens`` more in ``max_context`` tokens; none when nothing is judged.
+def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[int]:
+    """Places of the prompts that are decoded: the first ``config.prompts`` of ``heldout``, less those that
+    have no room for ``config.max_tokens`` more in ``max_context`` tokens; none when nothing is judged.
 
     Raises:
         UserError: judging is asked for and no prompt is left.
@@ -150,7 +166,7 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
             "Raise data.eval_conversations, or set judge.every=0.",
         )
     longest = max_context - config.max_tokens
-    fitting = [prompt for prompt in heldout[: config.prompts] if len(prompt) <= longest]
+    fitting = [i for i, prompt in enumerate(heldout[: config.prompts]) if len(prompt) <= longest]
     if not fitting:
         raise UserError(
             f"No held-out prompt has room for {config.max_tokens} more tokens in a context of {max_context}.",

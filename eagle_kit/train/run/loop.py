@@ -246,9 +246,7 @@ class Trainer:
         self.folder.metrics.append(row)
         if not result.is_finite:
             line.say(f"note    step {step} is skipped: its loss or its gradient is not finite")
-        line.update(
-            step, result.loss, result.match_per_step, result.simulated_accept_length, result.tokens_per_s
-        )
+        line.update(step, result)
         if step % self.config.training.log_every == 0:
             self.accelerator.log(_scalars(row), step=step)
 
@@ -348,7 +346,10 @@ class Trainer:
         if not settings.every:
             return None
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
-        return Judge(self.components.target, self.prompts[rank::count], settings)
+        data, mine = self.components.data, self.prompts[rank::count]
+        prompts = [data.heldout_prompts[i] for i in mine]
+        categories = [data.groups[data.heldout_groups[i]] for i in mine]
+        return Judge(self.components.target, prompts, settings, categories)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
         about = metadata(

@@ -3,14 +3,19 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
 from types import TracebackType
 
 from tqdm import tqdm
 
+from eagle_kit.train.run.step import StepResult
+
+SHOWN_GROUPS = 4
+"""Groups of documents whose accept lengths the line has room for; the report has all."""
+
 
 class ProgressLine:
-    """A progress bar over optimiser steps with loss, match, simulated accept length, tokens/s and time left.
+    """A progress bar over optimiser steps with loss, match, simulated accept length (of all rows, and of the
+    first groups of documents), tokens/s and time left.
 
     On a terminal the line is redrawn; in a log file it is written at most every half minute.
 
@@ -27,6 +32,7 @@ class ProgressLine:
         self._total, self._first, self._stop_after_s = total, done, stop_after_s
         self._started = time.perf_counter()
         self._loss: float | None = None
+        self._lengths: dict[str, float] = {}
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -45,17 +51,20 @@ class ProgressLine:
     ) -> None:
         self._bar.close()
 
-    def update(
-        self, step: int, loss: float, match: Sequence[float], accept_length: float, tokens_per_s: float
-    ) -> None:
-        """Show the figures of a finished step; the loss is smoothed over about twenty steps."""
-        if math.isfinite(loss):
-            self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-        shares = " ".join(f"{100 * share:.0f}" for share in match)
+    def update(self, step: int, result: StepResult) -> None:
+        """Show the figures of a finished step; the loss, and accept lengths of groups, which a step may have
+        few rows of, are smoothed over about twenty steps."""
+        if math.isfinite(result.loss):
+            self._loss = _smoothed(self._loss, result.loss)
+        for name, length in result.simulated_of.items():
+            self._lengths[name] = _smoothed(self._lengths.get(name), length)
+        shown = list(self._lengths.items())[:SHOWN_GROUPS]
+        of = f" ({', '.join(f'{name} {length:.2f}' for name, length in shown)})" if shown else ""
+        shares = " ".join(f"{100 * share:.0f}" for share in result.match_per_step)
         left, mean = format_seconds(self._seconds_left(step)), self._loss or math.nan
         self._bar.set_postfix_str(
-            f"loss {mean:.3f} match {shares} % accept {accept_length:.2f} {tokens_per_s:.0f} tok/s "
-            f"left {left}",
+            f"loss {mean:.3f} match {shares} % accept {result.simulated_accept_length:.2f}{of} "
+            f"{result.tokens_per_s:.0f} tok/s left {left}",
             refresh=False,
         )
         self._bar.update(step - self._bar.n)
@@ -69,6 +78,10 @@ class ProgressLine:
         spent = time.perf_counter() - self._started
         left = spent / max(1, step - self._first) * max(0, self._total - step)
         return left if self._stop_after_s is None else min(left, max(0.0, self._stop_after_s - spent))
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else 0.95 * before + 0.05 * now
 
 
 def format_seconds(seconds: float) -> str:

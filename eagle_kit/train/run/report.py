@@ -44,7 +44,9 @@ def write_report(run: str | Path, folder: str | Path | None = None) -> Path:
     curves = RunCurves.read(run)
     target = curves.path if folder is None else Path(folder)
     pictures = [Picture(f"curves/{name}.png", png) for name, png in draw_run(curves).items()]
-    return write_page(target, curves.name, [_facts(curves), _judgements(curves), *pictures])
+    return write_page(
+        target, curves.name, [_facts(curves), *_by_group(curves), _judgements(curves), *pictures]
+    )
 
 
 def compare_runs(
@@ -125,6 +127,34 @@ def _facts(run: RunCurves) -> Table:
     if run.judged and run.judged[-1]["vocab_coverage"] is not None:
         facts["target's own tokens the draft can say"] = f"{run.judged[-1]['vocab_coverage']:.2%}"
     return Table(["", ""], [list(fact) for fact in facts.items()])
+
+
+def _by_group(run: RunCurves) -> list[Table]:
+    """Accept length by source and category, where there are several: in training, and decoded."""
+    trained: dict[str, list[float]] = {}
+    for row in run.metrics:
+        for name, length in row.get("simulated_accept_length_of", {}).items():
+            trained.setdefault(name, []).append(length)
+    decoded: dict[str, list[str]] = {}
+    rows = [row for row in run.judged if "accept_length_of" in row]
+    if rows:
+        best = next((row for row in reversed(rows) if row["best"]), rows[-1])
+        for name in best["accept_length_of"]:
+            decoded[name] = [f"{row['accept_length_of'][name]:.3f}" for row in (best, rows[-1])]
+    if not trained and not decoded:
+        return []
+    lines = []
+    for name in dict.fromkeys((*trained, *decoded)):
+        seen = trained.get(name, [])
+        first, last = (f"{statistics.fmean(part):.3f}" if part else "" for part in _tenths(seen))
+        lines.append([name, str(len(seen)), first, last, *decoded.get(name, ["", ""])])
+    head = ["documents", "steps with them", "in training, first tenth", "last tenth"]
+    return [Table([*head, "decoded, best judgement", "last judgement"], lines)]
+
+
+def _tenths(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    size = -(-len(values) // 10)
+    return values[:size], values[len(values) - size :]
 
 
 def _judgements(run: RunCurves) -> Table | str:

@@ -133,7 +133,7 @@ def states_manifest(
         "hidden_size": components.target.config.hidden_size,
         "data": {
             "fingerprint": data.fingerprint,
-            "source": settings.source,
+            "source": settings.origin,
             "limit": settings.limit,
             "max_length": settings.max_length,
             "eval_conversations": settings.eval_conversations,

@@ -3,7 +3,6 @@
 Legend: T packed tokens of a micro_batch, K steps of training-time test.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from eagle_kit.train.parallel.processes import gather_objects, sum_numbers
 from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.clock import StepClock
 from eagle_kit.train.run.feature_source import FeatureSource
-from eagle_kit.train.run.order import DataOrder
+from eagle_kit.train.run.order import DataOrder, parts_of
 from eagle_kit.train.run.setup import TrainingComponents
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ class StepResult:
         learned_per_step: share of the supervised rows that carry loss, K numbers.
         match_per_step: share of all supervised rows whose best draft token is the target's, K numbers.
         simulated_accept_length: 1 + the mean number of leading steps that match, over all rows.
+        simulated_of: the same by group of documents, for the groups of this step's rows; empty where there
+            is one group only.
         learning_rate: of this step.
         grad_norm: before clipping.
         tokens: tokens of the packed rows.
@@ -67,6 +68,7 @@ class StepResult:
     learned_per_step: list[float]
     match_per_step: list[float]
     simulated_accept_length: float
+    simulated_of: dict[str, float]
     learning_rate: float
     grad_norm: float
     tokens: int
@@ -95,6 +97,7 @@ class StepResult:
             "learned_per_step": self.learned_per_step,
             "match_per_step": self.match_per_step,
             "simulated_accept_length": self.simulated_accept_length,
+            **({"simulated_accept_length_of": self.simulated_of} if self.simulated_of else {}),
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "tokens_per_s": round(self.tokens_per_s, 1),
@@ -136,7 +139,8 @@ class Stepper:
         shares = training.target_placement == "fsdp"  # its layers are gathered by all processes or by none
         everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
         self.features = FeatureSource(self.target, head.capture, store, everyone)
-        self.order = DataOrder(len(self.data), training.sequences_per_step, config.seed)
+        self._parts = parts_of(config.data, self.data)
+        self.order = self._make_order()
         share = training.sequences_per_step // accelerator.num_processes
         self.micro_batches_per_step = training.gradient_accumulation or share
         self.rows_per_micro_batch = share // self.micro_batches_per_step
@@ -177,11 +181,13 @@ class Stepper:
                 *(sum(micro_batch.plan.counts[k] for micro_batch in micro_batches) for k in range(steps)),
                 sum(micro_batch.num_documents for micro_batch in micro_batches),
                 sum(len(micro_batch.ids) for micro_batch in micro_batches),
+                *(sum(counts) for counts in zip(*(one.group_counts for one in micro_batches), strict=True)),
             ],
         )
         clock.lap("communication")
         counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
-        loss, sums = self._backward(micro_batches, counts, num_documents, state.step, clock)
+        group_counts = totals[steps + 2 :]
+        loss, figures = self._backward(micro_batches, counts, num_documents, state.step, clock)
         rate = self.schedule.learning_rate(state.step)
         grad_norm = self.strategy.update(rate, self.training.clip_norm)
         if self.ema is not None and math.isfinite(grad_norm):
@@ -189,19 +195,18 @@ class Stepper:
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         clock.lap("optimizer")
-        loss, *flat = sum_numbers(self.accelerator, [loss, *sums.flatten().tolist()])
+        loss, *flat = sum_numbers(self.accelerator, [loss, *figures.tolist()])
         clock.lap("communication")
         self._count_skipped(state, math.isfinite(loss) and math.isfinite(grad_norm))
         seconds = time.perf_counter() - started
         state.step += 1
         self._expected_step = state.step
-        if int(self.order.epoch_of(state.step)) > int(self.order.epoch_of(state.step - 1)):
-            self.features.flush()  # the next epoch may give these rows to another process
+        if self.order.ends_pass(state.step - 1):
+            self.features.flush()  # the next pass may give these rows to another process
         state.tokens += tokens
         state.supervised_tokens += int(counts[0])
         state.seconds += seconds
-        sums = torch.tensor(flat, dtype=torch.float64).view(4, steps)
-        total = TTTOutput(torch.tensor(loss), sums)
+        total = TTTOutput.unpack(torch.tensor(loss), torch.tensor(flat, dtype=torch.float64), steps)
         supervised = torch.tensor(counts, dtype=torch.float64).clamp_min(1.0)
         return StepResult(
             loss=loss,
@@ -209,6 +214,7 @@ class Stepper:
             learned_per_step=(total.learned / supervised).tolist(),
             match_per_step=(total.matches / supervised).tolist(),
             simulated_accept_length=1.0 + sum(total.leading.tolist()) / max(1.0, counts[0]),
+            simulated_of=self._by_group(total.leading_of.tolist(), group_counts),
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=tokens,
@@ -216,6 +222,15 @@ class Stepper:
             seconds=seconds,
             clock=clock,
         )
+
+    def _by_group(self, leading: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """Simulated accept length by group; empty where there is one group only."""
+        found = zip(self.data.groups, leading, counts, strict=True)
+        return {name: 1.0 + hits / n for name, hits, n in found if n} if len(self.data.groups) > 1 else {}
+
+    def _make_order(self) -> DataOrder:
+        size, steps = self.training.sequences_per_step, self.schedule.total_steps
+        return DataOrder(self._parts, size, self.seed, steps)
 
     def _count_skipped(self, state: TrainState, is_finite: bool) -> None:
         """Count a step that was not finite, and end the run after several in a row."""
@@ -254,8 +269,8 @@ class Stepper:
 
     def _rows_from(self, first: int) -> Iterator[list[int]]:
         """:meth:`_rows_of` of all steps from ``first``, for another thread, so with an order of its own."""
-        order = DataOrder(len(self.data), self.training.sequences_per_step, self.seed)
-        for step in itertools.count(first):
+        order = self._make_order()
+        for step in range(first, self.schedule.total_steps):
             yield from self._rows_of(step, order)
 
     def _ttt_length(self, step: int) -> int:
@@ -270,8 +285,9 @@ class Stepper:
         step: int,
         clock: StepClock,
     ) -> tuple[float, torch.Tensor]:
-        """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.sums`."""
-        total, sums, figures = 0.0, torch.zeros(4 * len(counts), dtype=torch.float64), []
+        """Add every forward's gradient; returns this process's loss and :attr:`TTTOutput.figures`."""
+        total, figures = 0.0, []
+        sums = torch.zeros(4 * len(counts) + len(self.data.groups), dtype=torch.float64)
         for number, micro_batch in enumerate(micro_batches, 1):
             last = number == len(micro_batches)
             step_weights = self.training.weights[: len(counts)]
@@ -287,7 +303,7 @@ class Stepper:
             loss_of_all = out.loss * torch.where(out.loss.detach().isfinite(), 1.0, math.nan)
             self.strategy.backward(loss_of_all, last=last)  # outside of autocast, which would round fp32 sums
             clock.lap("backward")
-            figures.append(torch.cat((out.loss.detach().double()[None], out.sums.flatten())))
+            figures.append(torch.cat((out.loss.detach().double()[None], out.figures)))
         self._bad_rows = []
         for micro_batch, mine in zip(micro_batches, torch.stack(figures).cpu(), strict=True):
             loss = float(mine[0])  # the first and only place of a step where the host waits for its forwards
@@ -295,7 +311,7 @@ class Stepper:
                 self._bad_rows += micro_batch.numbers
             total += loss
             sums += mine[1:]
-        return total, sums.view(4, -1)
+        return total, sums
 
     def _with_noise(self, features: TargetFeatures, micro_batch: MicroBatch, step: int) -> TargetFeatures:
         """Features that the head reads, with noise; the teacher's states stay as they are."""

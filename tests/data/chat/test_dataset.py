@@ -5,7 +5,6 @@ import os
 import sys
 import types
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,19 @@ import numpy as np
 import pytest
 from tiny_run import make_conversations, make_target
 
+from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat import dataset
 from eagle_kit.data.chat.dataset import PreparedData, prepare_dataset
 from eagle_kit.models.loading.source import load_tokenizer
 
 
-@dataclass(frozen=True)
-class Settings:
-    source: str | tuple[str, ...]
-    limit: int | None = None
-    max_length: int = 160
-    eval_conversations: int = 0
-    cache_dir: str | None = None
+def Settings(source: str | tuple[str, ...] | None = None, **more: Any) -> DataConfig:
+    return DataConfig(**{"source": source, "max_length": 160, "eval_conversations": 0, **more})
+
+
+def replace(settings: DataConfig, **changed: Any) -> DataConfig:
+    return settings.model_copy(update=changed)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def chats(tmp_path: Path) -> Path:
     return make_conversations(tmp_path / "chats.jsonl")
 
 
-def prepare(tmp_path: Path, tokenizer: Any, settings: Settings, draft_vocab_size: int = 20) -> PreparedData:
+def prepare(tmp_path: Path, tokenizer: Any, settings: DataConfig, draft_vocab_size: int = 20) -> PreparedData:
     settings = replace(settings, cache_dir=str(tmp_path))
     return prepare_dataset(settings, tokenizer, draft_vocab_size, progress=False)
 
@@ -296,3 +295,51 @@ def test_a_saved_vocabulary_is_used_for_other_data_of_the_same_tokenizer(
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(UserError, match="another tokenizer"):
         prepare_dataset(two, tokenizer, 3, path, progress=False)
+
+
+def test_sources_of_a_mixture_are_packed_and_held_out_apart(tmp_path: Path, tokenizer: Any) -> None:
+    raw = write(tmp_path / "raw.jsonl", [talk(f"Raw {i:02d}?") for i in range(20)])
+    own = write(tmp_path / "own.jsonl", [talk(f"Own {i:02d}?", category=("a", "b")[i % 2]) for i in range(9)])
+    mix = (
+        {"source": raw, "weight": 3.0, "limit": 15},
+        {"source": (own,), "name": "replies", "phase": (0.5, 1.0)},
+    )
+    data = prepare(tmp_path, tokenizer, Settings(mix=mix, eval_conversations=4))
+    assert [(part.name, part.num_documents) for part in data.parts] == [("raw", 13), ("replies", 7)]
+    assert data.parts[1].first == data.parts[0].num_rows
+    assert sum(part.num_tokens for part in data.parts) == data.num_tokens
+    for part, word, other in zip(data.parts, ("Raw", "Own"), ("Own", "Raw"), strict=True):
+        text = "".join(texts(data, tokenizer)[part.first : part.first + part.num_rows])
+        assert text.count(word) == part.num_documents and other not in text
+    assert data.groups == ["raw", "replies: a", "replies: b"]
+    assert data.heldout_groups == [0, 1, 0, 2], "the sources take turns"
+    assert ["Raw" in tokenizer.decode(prompt) for prompt in data.heldout_prompts] == [True, False] * 2
+    row = data.row(data.parts[1].first)
+    starts = np.unique(row.doc_start)
+    asked = [tokenizer.decode(row.ids[start : start + 30].tolist()) for start in starts]
+    odd = [int(text.partition("Own ")[2][:2]) % 2 for text in asked]
+    assert row.group[starts].tolist() == [1 + number for number in odd]
+
+
+def test_conversations_of_other_lengths_are_left_out_with_their_reason(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    source = write(tmp_path / "a.jsonl", [talk("Q?", "x" * n) for n in (5, 40, 90)])
+    mix = ({"source": source, "min_tokens": 50, "max_tokens": 100},)
+    data = prepare(tmp_path, tokenizer, Settings(mix=mix))
+    assert data.num_conversations == 1
+    assert data.skip_file.read_text().splitlines() == [
+        "a.jsonl:1\tfewer tokens than the source's min_tokens, 50",
+        "a.jsonl:3\tmore tokens than the source's max_tokens, 100",
+    ]
+    again = prepare(tmp_path, tokenizer, Settings(mix=({**mix[0], "min_tokens": 1},)))
+    assert again.num_conversations == 2 and again.fingerprint != data.fingerprint
+    assert prepare(tmp_path, tokenizer, Settings(mix=({**mix[0], "weight": 9.0},))).fingerprint == (
+        data.fingerprint
+    )
+
+
+def test_records_of_many_categories_are_counted_by_their_source(tmp_path: Path, tokenizer: Any) -> None:
+    found = [talk(f"Question {i}?", category=f"c{i}") for i in range(dataset.MOST_CATEGORIES + 1)]
+    data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "many.jsonl", found)))
+    assert data.groups == ["many"]

@@ -53,15 +53,17 @@ def test_replies_are_unique_and_borders_are_known() -> None:
             chat([-1, -1], 20),
             chat([-1, 0], 30),
             chat([-1, 0, -1, 1, 1, -1, 2], 40),
-        ]
+        ],
+        [3, 0, 3, 1],
     )
+    assert row.group.tolist() == [3] * 5 + [0] * 2 + [3] * 2 + [1] * 7
     assert row.ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 30, 31, *range(40, 47)]
     assert row.reply.tolist() == [-1, 0, 0, -1, 1, -1, -1, -1, 2, -1, 3, -1, 4, 4, -1, 5]
     assert row.doc_start.tolist() == [0] * 5 + [5] * 2 + [7] * 2 + [9] * 7
-    assert row.ids.dtype == row.reply.dtype == row.doc_start.dtype == np.int32
+    assert row.ids.dtype == row.reply.dtype == row.doc_start.dtype == row.group.dtype == np.int32
 
 
 def test_joining_leaves_the_documents_as_they_were() -> None:
     one, other = chat([-1, 0], 1), chat([-1, 0], 5)
-    join([one, other])
+    join([one, other], [0, 0])
     assert other.reply.tolist() == [-1, 0]

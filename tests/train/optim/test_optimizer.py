@@ -158,7 +158,9 @@ def forward(numbers, lengths, doc_start=None):
     """Packed rows of ``lengths`` tokens, without tokens or plan."""
     if doc_start is None:
         doc_start = torch.zeros(sum(lengths), dtype=torch.int64)
-    return MicroBatch(numbers, lengths, ids=None, doc_start=doc_start, plan=None)
+    return MicroBatch(
+        numbers, lengths, ids=None, doc_start=doc_start, plan=None, group=None, group_counts=[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,19 @@ BUDGET = 3
 
 
 class Data:
-    """One packed row of three documents with a reply each."""
+    """One packed row of three documents with a reply each, of two groups."""
+
+    groups = ("one", "other")
 
     def row(self, number: int) -> Any:
         generator = np.random.default_rng(number)
         doc_start, reply = np.zeros(LENGTH, np.int64), np.full(LENGTH, -1)
+        group = (np.arange(LENGTH) >= 13).astype(np.int32)
         for which, (start, stop) in enumerate(((0, 13), (13, 30), (30, LENGTH))):
             doc_start[start:stop], reply[start + 4 : stop] = start, which
-        return SimpleNamespace(ids=generator.integers(0, 131, LENGTH), reply=reply, doc_start=doc_start)
+        return SimpleNamespace(
+            ids=generator.integers(0, 131, LENGTH), reply=reply, doc_start=doc_start, group=group
+        )
 
 
 class Step:
@@ -67,7 +72,7 @@ class Step:
         )
         out = self.strategy.forward(batch, features, features.hidden, share, last=True)
         self.strategy.backward(out.loss, last=True)
-        figures = torch.cat((out.loss.detach().double()[None], out.sums.flatten())).cpu()
+        figures = torch.cat((out.loss.detach().double()[None], out.figures)).cpu()
         return figures, [p.grad for p in self.strategy.parameters]
 
 
@@ -92,7 +97,7 @@ def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.T
     given = TTTBatch(batch.ids, batch.plan, weights, features, target.embed_tokens.weight, rows)
     out = ttt_loss(head, outputs, given, Objective.of(loss, 3.0, head, target.head_weight))
     out.loss.backward()
-    figures = torch.cat((out.loss.detach().double()[None], out.sums.flatten())).cpu()
+    figures = torch.cat((out.loss.detach().double()[None], out.figures)).cpu()
     learned = [*outputs, head.lm_head.weight, head.norm.weight]
     return figures, [x.grad.values if gpu else x.grad for x in learned]
 

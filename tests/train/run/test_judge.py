@@ -19,7 +19,7 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.checkpoint import TrainState
-from eagle_kit.train.run.judge import Judge
+from eagle_kit.train.run.judge import Judge, Judgement
 from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.simulate import match_table, walk
 from eagle_kit.train.run.step import Stepper
@@ -32,6 +32,7 @@ class Rows:
     """Packed rows in memory, one document each."""
 
     rows: list[SimpleNamespace]
+    groups: tuple[str, ...] = ("all",)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,7 +60,9 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
     for prompt, output in zip(asked, outputs, strict=True):
         ids = np.array(prompt + output.token_ids, dtype=np.int32)
         reply = np.where(np.arange(len(ids)) >= len(prompt), 0, -1).astype(np.int32)
-        rows.append(SimpleNamespace(ids=ids, reply=reply, doc_start=np.zeros_like(ids)))
+        rows.append(
+            SimpleNamespace(ids=ids, reply=reply, doc_start=np.zeros_like(ids), group=np.zeros_like(ids))
+        )
     config = TrainConfig(
         target="tiny",
         output_dir="unused",
@@ -146,3 +149,16 @@ def test_walk_counts_as_the_decoder_does() -> None:
 def test_reply_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagle3Head) -> None:
     stats = walk(match_table(target, trained_head, torch.tensor([5, 6, 7]), 2, 3))
     assert stats.num_verifies == 0 and stats.accept_length == 0.0
+
+
+def test_prompts_are_counted_by_category_too(target: LlamaModel, trained_head: Eagle3Head) -> None:
+    config, found = JudgeConfig(max_tokens=16, shapes=("3,1,4", "1,1,2")), prompts(6, seed=1)
+    names = ["a", "b", "b", "a", "b", "a"]
+    both = Judge(target, found, config, names).judge(trained_head)
+    assert set(both.by_category) == {"a", "b"}
+    for name, counts in both.by_category.items():
+        mine = [prompt for prompt, of in zip(found, names, strict=True) if of == name]
+        assert counts == Judge(target, mine, config).judge(trained_head).decoded["3,1,4"]
+    total = Judgement.total([both, both])
+    assert total.row()["accept_length_of"] == {n: c.accept_length for n, c in both.by_category.items()}
+    assert "accept_length_of" not in Judge(target, found, config).judge(trained_head).row()
