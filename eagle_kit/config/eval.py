@@ -15,7 +15,8 @@ class EvalConfig(Options):
     """Comparison of drafts with plain decoding. Decoding is greedy.
 
     Attributes:
-        tasks: names of tasks, or JSONL files.
+        tasks: human_eval, ours, bfcl, or files of prompts: published sets as they are, .jsonl, .jsonl.gz or
+            .json; the name of a known set says where to get it.
         shapes: speculation shapes steps,topk,tokens, tried with every draft; auto chooses from cycle to
             cycle.
         max_tokens: most tokens per reply.

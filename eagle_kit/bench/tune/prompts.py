@@ -5,7 +5,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_kit.eval.tasks import KNOWN_TASKS, load_tasks
+from eagle_kit.eval.tasks import load_tasks
 from eagle_kit.serve.llm import LLM
 
 NOISE, LANGUAGES, MIXED = "noise", "languages", "mixed"
@@ -36,10 +36,10 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
     elif task == LANGUAGES:
         texts = list(SENTENCES)
     elif task == MIXED:
-        parts = [make_prompts(llm, each, seed) for each in (*KNOWN_TASKS, NOISE)]
+        parts = [make_prompts(llm, each, seed) for each in ("human_eval", "ours", NOISE)]
         return [prompt for group in zip(*parts, strict=False) for prompt in group][:NUM_PROMPTS]
     else:
-        texts = [prompt.messages([]) for prompt in load_tasks([task])[0].prompts]
+        texts = [prompt.given(llm.tokenizer) for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
     ids = [llm.tokenize(text) for text in texts]
     kept = [each for each in ids if len(each) <= MAX_CONTEXT // 2]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_kit.bench.tune.prompts import OWN_TASKS
-from eagle_kit.eval.tasks import KNOWN_TASKS
 
 PLAIN, AUTO = "none", "auto"
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
@@ -28,7 +27,7 @@ class Sizes:
         vllm: python of an environment with vLLM, to decode with it as well.
     """
 
-    tasks: Sequence[str] = (*KNOWN_TASKS, *OWN_TASKS)
+    tasks: Sequence[str] = ("human_eval", "ours", *OWN_TASKS)
     batches: Sequence[int] = (1, 4, 8, 32)
     shapes: Sequence[str] = SHAPES
     rounds: int = 7

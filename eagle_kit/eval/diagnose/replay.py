@@ -106,6 +106,11 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Repl
             f"The task {task.name} has {len(task.prompts)} prompts, too few to tell a cause from chance.",
             f"Give at least {FEWEST_PROMPTS} with --task.",
         )
+    if any(prompt.tools for prompt in task.prompts):
+        raise UserError(
+            f"The task {task.name} has prompts with tools, which a diagnosis does not render.",
+            "Give another with --task.",
+        )
     messages = [prompt.messages([]) for prompt in task.prompts]
     replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, progress))
     if replies.is_finite and replies.num_tokens - len(messages) < FEWEST_TOKENS:
