@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from eagle_kit.cli import study as study_command
 from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.study import StudyConfig
+from eagle_kit.config.train import LOSSES, FeatureNoise
 
 
 @pytest.fixture
@@ -208,3 +211,54 @@ def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, c
     said = capsys.readouterr().err
     assert str(replies) in said and "nowhere.jsonl" in said
     assert not (tmp_path / "out" / "runs").exists()
+
+
+STUDIES = Path(__file__).parents[2] / "configs" / "studies"
+
+
+def test_every_loss_noise_average_and_curriculum_is_an_arm_of_a_shipped_study(monkeypatch, tmp_path):
+    """So that none of them is a default, or left out of it, by opinion."""
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
+    found = []
+    for name in ("smollm2-135m.yaml", "smollm2-135m-losses.yaml", "smollm2-135m-curricula.yaml"):
+        study = load_config(StudyConfig, STUDIES / name)
+        assert len(study.seeds) >= 2
+        runs = study_command.plan(study, STUDIES)
+        found += [run.resolved for run in runs]
+    training = [config.training for config in found]
+    single = {next(iter(one.losses)) for one in training if len(one.losses) == 1}
+    assert single == set(LOSSES) - {"kl"}, "kl has the gradient of ce"
+    assert any(len(one.losses) > 1 for one in training)
+    kinds = {one.feature_noise.kind for one in training if one.feature_noise}
+    assert kinds == set(get_args(FeatureNoise.model_fields["kind"].annotation))
+    for name in ("dpace_alpha", "ema_decay", "ttt_curriculum"):
+        assert {getattr(one, name) is None for one in training} == {True, False}, name
+    assert {one.optimizer for one in training} == {"adamw", "muon"}
+    phases = {tuple(source.phase for source in config.data.mix) for config in found}
+    assert {(), ((0.0, 1.0), (0.0, 1.0)), ((0.0, 0.6), (0.6, 1.0))} <= phases
+
+
+@pytest.mark.slow
+def test_losses_averages_and_curricula_are_compared_over_two_seeds(study, tmp_path, capsys):
+    raw = yaml.safe_load(study.read_text())
+    chats = str(tmp_path / "chats.jsonl")
+    mix = [{"source": chats, "phase": [0, 0.7]}, {"source": chats, "name": "own", "phase": [0.6, 1]}]
+    raw["arms"] = {
+        "ce": {},
+        "mix": {"set": {"training.loss": {"ce": 0.1, "tv": 0.9}, "training.ema_decay": 0.9}},
+        "dpace": {"set": {"training.dpace_alpha": 0.5, "training.ttt_curriculum": {"share": 0.5}}},
+        "order": {"set": {"data.source": None, "data.mix": mix}, "about": "one source after the other"},
+    }
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--jobs", "2"]) == 0
+    result = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert {arm["arm"] for arm in result["arms"]} == set(raw["arms"])
+    for arm in result["arms"]:
+        assert len(arm["tokens_seen"]) == 2 and all(arm["tokens_seen"])
+        assert all(len(row["accept_lengths"]) == 2 and row["mean"] >= 1 for row in arm["figures"])
+    losses = {}
+    for name in raw["arms"]:
+        path = tmp_path / "out" / "runs" / f"{name}-s0" / "metrics.jsonl"
+        losses[name] = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert len({tuple(values) for values in losses.values()}) == 4
+    assert "| order: one source after the other |" in capsys.readouterr().out
