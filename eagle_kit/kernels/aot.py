@@ -82,6 +82,10 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     described = {*variant.types, *variant.constants}
     if wrong := described.symmetric_difference(names):
         return _failed(variant, arch, f"its arguments are described wrongly: {', '.join(sorted(wrong))}")
+    loose = {each.name for each in variant.kernel.params if each.do_not_specialize}
+    if wrong := loose.intersection(variant.aligned):
+        fault = f"launches do not specialise on the alignment of {', '.join(sorted(wrong))}"
+        return _failed(variant, arch, fault)
     divisible: list[list[Any]] = [["tt.divisibility", 16]]
     attrs = {
         (i,): divisible
@@ -126,14 +130,15 @@ def compile_variant(variant: Variant, arch: int) -> Report:
 def _lower_with_ones(
     variant: Variant, signature: Mapping[str, str], attrs: Any, arch: int, options: dict[str, int]
 ) -> None:
-    """Translate the kernel as it is for integers that are 1, which Triton takes for constants at a launch:
-    they are no tensors then. Raises what the translation raises."""
+    """Translate the kernel as it is for integers that are 1, which Triton takes for constants at a launch
+    unless the kernel forbids it: they are no tensors then. Raises what the translation raises."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    ones = [name for name, kind in signature.items() if kind in ("i32", "i64")]
+    loose = {each.name for each in variant.kernel.params if each.do_not_specialize}
+    ones = [name for name, kind in signature.items() if kind in ("i32", "i64") and name not in loose]
     source = ASTSource(
         fn=variant.kernel,
         signature={**signature, **dict.fromkeys(ones, "constexpr")},

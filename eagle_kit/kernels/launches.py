@@ -7,7 +7,7 @@ each; a sort or a split matmul of cuBLAS is more on a GPU.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,10 +68,14 @@ class LaunchCounter(TorchDispatchMode):
     def _run_body(self, name: str, body: Any, args: Any, kwargs: Any) -> None:
         before, self._operator = self._operator, name.removeprefix("eagle_kit::")
         try:
-            with _launches(self._count), self:
+            with _launches(self.launched), self:
                 body(*args, **kwargs)
         finally:
             self._operator = before
+
+    def launched(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Count a launch of a Triton kernel."""
+        self._count(kernel.fn.__name__.lstrip("_"))
 
     def _count(self, name: str) -> None:
         counts = self.phases.setdefault(self._phase, Counter())
@@ -79,14 +83,14 @@ class LaunchCounter(TorchDispatchMode):
 
 
 @contextmanager
-def _launches(count: Any) -> Iterator[None]:
-    """Tell ``count`` the names of Triton's kernels that are launched within, and launch none."""
+def _launches(launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Tell ``launched`` of Triton's kernels that are launched within and their arguments, and launch none."""
     from triton.runtime.jit import KernelInterface
 
     plain = KernelInterface.__getitem__
 
     def launch(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **options: count(kernel.fn.__name__.lstrip("_"))
+        return lambda *args, **options: launched(kernel, args, options)
 
     KernelInterface.__getitem__ = launch  # type: ignore[method-assign]
     try:

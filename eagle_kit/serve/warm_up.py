@@ -31,8 +31,6 @@ PARAMS = (
     ),
 )
 """Of first tokens, one for each level of sampling; with a seed, so that none of the engine's is drawn."""
-MULTIPLE = 16
-"""Triton compiles a kernel anew for integers that are multiples of it, and for 1."""
 
 
 class Work(NamedTuple):
@@ -136,8 +134,9 @@ def can_have_grammars(engine: Engine) -> bool:
 
 
 def _prompts(engine: Engine) -> Iterator[list[Request]]:
-    """Iterate over lists of requests that are computed together: lengths that kernels are compiled for anew,
-    a full step and more, a cached prefix, few and many prompts, and all kinds of first tokens."""
+    """Iterate over lists of requests that are computed together: lengths and numbers of prompts for every
+    size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
+    tokens."""
     config, rng = engine.config, random.Random(0)
     most = min(config.max_context - 2, (config.num_pages - 2) * config.page_size - config.room(63))
     if most < 1:  # no room for a prompt
@@ -157,17 +156,20 @@ def _prompts(engine: Engine) -> Iterator[list[Request]]:
             made.append(Request(number, prompt, params, group=number))
         return made
 
-    lengths = {1, MULTIPLE - 1, MULTIPLE, 4 * MULTIPLE, step - 1, step, min(step + 1, most), most}
-    for length in sorted(each for each in lengths if 0 < each <= most):
+    for length in sorted({*_powers(step), step, min(step + 1, most), most}):
         yield together([tokens(length)])
     known = tokens(step)
     yield together([known])
-    for rest in (1, MULTIPLE, MULTIPLE + 1):  # behind it, as far as it fits
-        yield together([[*known[: max(0, most - rest)], *tokens(rest)]])
-    counts = {1, 2, min(MULTIPLE, config.max_batch_size), config.max_batch_size}
-    for params in PARAMS:
-        for count in sorted(count for count in counts if count <= config.max_batch_size):
-            yield together([tokens(min(3, most)) for _ in range(count)], params)
+    yield together([[*known[: max(0, most - 1)], *tokens(1)]])  # behind it, as far as it fits
+    for count in sorted({*_powers(config.max_batch_size), config.max_batch_size}):
+        yield together([tokens(min(3, most)) for _ in range(count)])
+    for params in PARAMS[1:]:
+        yield together([tokens(min(3, most))], params)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to ``most``."""
+    return [1 << i for i in range(most.bit_length())]
 
 
 def _name(kind: BatchKind) -> str:

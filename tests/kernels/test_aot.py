@@ -43,6 +43,10 @@ def sums(x, out, stride, rows, BLOCK: tl.constexpr):
         total += tl.load(x + row * stride + i)
     tl.store(out + i, total)
 
+@triton.jit(do_not_specialize=["stride"])
+def loose_sums(x, out, stride, rows, BLOCK: tl.constexpr):
+    sums(x, out, stride, rows, BLOCK)
+
 @triton.jit
 def product(x, out, size, BLOCK: tl.constexpr):
     i, k = tl.arange(0, 64), tl.arange(0, BLOCK)
@@ -74,6 +78,7 @@ for variant in (
     Variant("spills", large, two, {"BLOCK": 16384}, num_warps=1),
     Variant("wide", sums, summed, {"BLOCK": 1024}, ("stride",)),
     Variant("narrow", sums, summed, {"BLOCK": 1024}),
+    Variant("loose", loose_sums, summed, {"BLOCK": 1024}, ("stride",)),
     Variant("few", sums, summed, {"BLOCK": 4096}, ("stride",), 16, programs=8),
     Variant("pipelined", product, half, {"BLOCK": 64}, ("size",), programs=4),
     Variant("direct", unpipelined, half, {"BLOCK": 64}, ("size",)),
@@ -103,6 +108,7 @@ def test_faults_are_found(tmp_path):
     assert any("stack" in fault or "shared" in fault for fault in reports["spills"]["faults"])
     assert reports["wide"]["faults"] == [] == reports["pipelined"]["faults"]
     assert reports["narrow"]["faults"] == ["loads of less than 16 bytes in 1 of 1 loops"]
+    assert reports["loose"]["faults"] == ["launches do not specialise on the alignment of stride"]
     assert reports["few"]["faults"] == ["4 programs fit on a multiprocessor, not 8"]
     assert reports["direct"]["faults"] == ["neither cp.async nor TMA in 1 of 1 loops"]
     assert "bytes of shared memory, 101376 are there" in reports["large"]["faults"][0]

@@ -65,7 +65,7 @@ def _window(tokens, parents, b, nodes, NPAD: tl.constexpr):
     return j, up, tl.load(tokens + b * nodes + j, is_drafted, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "steps"])
 def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, path, emitted, num_accepted,
             nodes, vocab, chunks, steps, GREEDY: tl.constexpr, DENSE: tl.constexpr, CHUNK: tl.constexpr,
             CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
@@ -146,7 +146,7 @@ def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refu
     return tl.sum(total, 0), tl.sum(rest, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "q_nodes", "uniform_stride", "steps"])
 def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_uniforms, refused, scales,
           parts, path, emitted, num_accepted, nodes, q_nodes, uniform_stride, vocab, chunks, steps,
           SINGLE: tl.constexpr, ACC: tl.constexpr, RELAXED: tl.constexpr, DENSE: tl.constexpr,
@@ -263,7 +263,7 @@ def _prefix_weights(rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab,
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _excess(rows, stats, last, sums, q, q_sums, tokens, excess, steps, vocab, chunks, DENSE: tl.constexpr,
             CHUNK: tl.constexpr, CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -281,7 +281,7 @@ def _excess(rows, stats, last, sums, q, q_sums, tokens, excess, steps, vocab, ch
     tl.store(excess + r * chunks + c, tl.sum(tl.maximum(weight * p - below, 0.0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _block(rows, stats, last, sums, q, q_sums, tokens, uniforms, bonus_uniforms, excess, path, emitted,
            num_accepted, steps, vocab, chunks, DENSE: tl.constexpr, CHUNK: tl.constexpr, CPAD: tl.constexpr,
            SPAD: tl.constexpr):  # fmt: skip
@@ -320,7 +320,7 @@ def _block(rows, stats, last, sums, q, q_sums, tokens, uniforms, bonus_uniforms,
     tl.store(num_accepted + b, count.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "length"])
 def _outcome_of(best, path, tokens, num_accepted, active, seq_lens, num_emitted, finite, roots, new_lens,
                 nodes, length, BLOCK: tl.constexpr):  # fmt: skip
     """``best [B, N]``: the largest logit of every node, NaN where a row has one; ``length``: S + 1."""

@@ -20,7 +20,7 @@ H200."""
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["node_stride_b", "node_stride_n", "num_nodes"])
 def _commit_path(
     k,
     v,

@@ -53,7 +53,7 @@ def _id(key):
     return ((key & _SIGN) ^ _SIGN).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles", "topk"])
+@triton.jit(do_not_specialize=["num_rows", "tiles", "topk"])
 def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED: tl.constexpr,
            EVEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)

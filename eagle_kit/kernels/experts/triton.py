@@ -22,7 +22,7 @@ from eagle_kit.kernels.aot import Variant
 ALIGN_BLOCK, COMBINE_BLOCK, COMBINE_WARPS = 1024, 512, 2  # 8 values a thread: loads of 16 bytes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _sort_by_expert(ids, order, starts, count, BLOCK: tl.constexpr):
     """Program e writes where the pairs of expert e begin, and the numbers of these pairs, ascending."""
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)

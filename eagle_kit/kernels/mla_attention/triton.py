@@ -71,7 +71,7 @@ def _load_keys(
     return rope, latents
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
 def _attend(
     q, rows, page_table, prefix_lens, kv_lens, ancestors, out, lse, scale, out_scale,
     num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
@@ -173,7 +173,7 @@ def _attend(
         tl.store(to + piece * PIECE, value, tl.expand_dims(inside, AXIS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
 def _merge(
     partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,

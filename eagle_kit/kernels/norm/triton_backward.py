@@ -25,7 +25,7 @@ from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.norm.triton import add_rms_norm, rms_norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     dy, dtotal, x, weight, dx, parts, eps, size, rows, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -40,7 +40,7 @@ from eagle_kit.kernels.window_attention.triton import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["store_rows", "table_stride"])
 def _prefill(
     q, k_rows, v_rows, page_tables, cu_rows, starts, sinks, out, factor, cap, v_scale, store_rows,
     table_stride,

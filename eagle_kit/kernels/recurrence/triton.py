@@ -74,7 +74,7 @@ def _outputs(
     return tl.dot(between * scores, written, factor[:, None] * read, input_precision="tf32x3"), written
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"])
 def _window(
     q, k, v, g, beta, states, slots, ancestors, out, written, decays, num_nodes,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
@@ -105,7 +105,7 @@ def _window(
         tl.store(decays + own, decay, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes", "length"])
 def _commit(
     states, slots, k, written, decays, path, num_committed, num_nodes, length,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
@@ -150,11 +150,11 @@ def _copy(
         tl.store(target + at, part, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["saves"])
 def _texts(
-    q, k, v, g, beta, states, passing, out, sources, firsts, starts, counts, numbers,
+    q, k, v, g, beta, states, passing, out, sources, firsts, starts, counts, numbers, saves,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    DELTA: tl.constexpr, SAVES: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    DELTA: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A text, chunk by chunk: ``counts`` tokens from ``starts`` on, then its state, which is in ``passing``,
     goes to ``numbers``. Barriers let the threads of a program see each other's parts of it."""
@@ -197,8 +197,8 @@ def _texts(
             after = tl.dot(keys * weight[None, :], u, before, input_precision="tf32x3")
             tl.store(state + place, after, part)
         tl.debug_barrier()
-        for i in range(SAVES):
-            number = tl.load(numbers + chunk * SAVES + i).to(tl.int64)
+        for i in range(saves):
+            number = tl.load(numbers + chunk * saves + i).to(tl.int64)
             if number >= 0:
                 target = states + (number * HEADS + head) * KEY * VALUE
                 _copy(state, target, d, in_value, KEY, VALUE, BLOCK, False)
@@ -325,8 +325,8 @@ def _run_texts(
     out, sizes = torch.empty_like(v), _sizes(heads, key_heads, key, value)
     passing = states.new_empty(len(sources), heads, key, value)
     _texts[(len(sources), heads, triton.cdiv(value, sizes["TILE"]))](
-        q, k, v, g, beta, states, passing, out, *chunks,
-        DELTA=delta, SAVES=numbers.shape[1], NODES=CHUNK, **sizes, num_warps=8,
+        q, k, v, g, beta, states, passing, out, *chunks, numbers.shape[1],
+        DELTA=delta, NODES=CHUNK, **sizes, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -401,8 +401,9 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                     "passing": "*fp32",
                     **out,
                     **dict.fromkeys(("sources", "firsts", "starts", "counts", "numbers"), "*i64"),
+                    "saves": "i32",
                 },
-                {"DELTA": delta, "SAVES": 2, "NODES": CHUNK, **sizes},
+                {"DELTA": delta, "NODES": CHUNK, **sizes},
                 num_warps=8,
                 narrow=BLOCKS,
             )

@@ -143,7 +143,7 @@ def _turn(
             tl.store(stored + i, _scaled(rest, scale, stored_kind).to(stored_kind), in_rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "row_stride", "num_nodes"])
 def _rope_store(
     qkv,
     positions,

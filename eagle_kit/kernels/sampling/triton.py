@@ -91,7 +91,7 @@ def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_
     return low + (chosen << shift), base, need, chosen
 
 
-@triton.jit(do_not_specialize=["round", "shift"])
+@triton.jit(do_not_specialize=["nodes", "rows", "round", "shift"])
 def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, bases, needs, nodes, vocab,
             chunks, rows, round, shift, COUNT: tl.constexpr, TOP_P: tl.constexpr, HAS_LIMIT: tl.constexpr,
             CHUNK: tl.constexpr, LANES: tl.constexpr, CPAD: tl.constexpr):  # fmt: skip
@@ -134,7 +134,7 @@ def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, b
     tl.store(partial + at * 16 + digit, tl.sum(sums, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "rows"])
 def _settle(logits, values, temperature, bounds, lasts, partial, lows, bases, needs, new_bounds, new_lasts,
             nodes, vocab, chunks, rows, TOP_P: tl.constexpr, HAS_LIMIT: tl.constexpr, CHUNK: tl.constexpr,
             CPAD: tl.constexpr):  # fmt: skip
@@ -184,7 +184,7 @@ def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
     return tl.where((d < bound) | ((d == bound) & (i <= end)), tl.exp(-d), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _sums(rows, values, ids, temperature, bounds, lasts, floors, stats, last, sums, nodes, vocab, chunks,
           DENSE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FLOOR: tl.constexpr, CHUNK: tl.constexpr,
           CPAD: tl.constexpr):  # fmt: skip
@@ -288,7 +288,7 @@ def _probs(rows, stats, last, sums, out, vocab, chunks, CHUNK: tl.constexpr, CPA
     tl.store(out + m * vocab + i, row_probs(rows, i, m, vocab, stats, last, scale, False), i < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _draw_distinct(rows, uniforms, sums, out, vocab, chunks, count, CHUNK: tl.constexpr, CPAD: tl.constexpr,
                    KPAD: tl.constexpr):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
@@ -319,7 +319,7 @@ def _mix(x):
     return x ^ (x >> 33)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size", "row_stride", "column_stride"])
 def _uniforms(seeds, positions, out, count, size, row_stride, column_stride, STREAM: tl.constexpr,
            OF_CYCLE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

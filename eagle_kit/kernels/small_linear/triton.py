@@ -45,7 +45,7 @@ def _activated(gate, up, kind: tl.constexpr):
     return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def _multiply(
     x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
@@ -101,7 +101,7 @@ def _sum_of_runs(
     return _finish(total, scales, bias, n, inside, SCALED, BIASED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
     SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,

@@ -39,7 +39,7 @@ def _ordered(score):
     return bits ^ ((bits >> 31) & _HIGHEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _start_beam(tokens, scores, all_tokens, all_scores, all_parents, ids, rows, ancestors, n,
                 TOPK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def _child_scores(scores, next_scores, b, i, TOPK: tl.constexpr):
     return parent + tl.load(next_scores + b * TOPK * TOPK + i, inside, 0.0)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "n"])
 def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_scores, all_parents,
                new_tokens, new_scores, new_ids, new_rows, new_ancestors, step, n, TOPK: tl.constexpr,
                BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
@@ -95,7 +95,7 @@ def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tok
     tl.store(new_ancestors + at, tl.load(ancestors + parent, inside, 0) | bit, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "nodes"])
 def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, window_depths,
                 window_ancestors, n, nodes, TOPK: tl.constexpr, ROUNDS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
@@ -138,7 +138,7 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
     tl.store(window_ancestors + b * nodes, zero + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _chain_build(roots, tokens, window_tokens, window_parents, window_depths, window_ancestors, steps,
                  BLOCK: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)

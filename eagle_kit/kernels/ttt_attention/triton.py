@@ -89,7 +89,7 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_own"])
 def _forward(
     q, k, v, own_k, own_v, starts, stops, sinks, out, lse, scale, cap, rows, num_own,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr,
@@ -166,7 +166,7 @@ def _forward(
     tl.store(lse + head * rows + i, (top + tl.log2(total)) / scale, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_own"])
 def _backward_own(
     q, own_k, own_v, out, dout, lse, delta, dq, down_k, down_v, scale, rows, num_own,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
@@ -206,7 +206,7 @@ def _backward_own(
         tl.store(dq + mine, dqueries.to(dq.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_q(
     q, k, v, starts, stops, dout, lse, delta, dq, scale, rows,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
@@ -249,7 +249,7 @@ def _backward_q(
     tl.store(dq + mine, acc.to(dq.dtype.element_ty), live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _backward_kv(
     q, k, v, starts, stops, bounds, dout, lse, delta, dk, dv, scale, rows, tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BRANCH: tl.constexpr,

@@ -194,7 +194,16 @@ def merge_rows(
     return acc, tl.where(total > 0.0, total, 1.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "bits_stride_b",
+        "bits_stride_n",
+        "scratch_start",
+        "scratch_stride",
+        "num_keys",
+    ]
+)
 def _window(
     q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, partial, lse, arrivals,
     factor, cap, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
@@ -302,7 +311,7 @@ def _window(
         tl.store(out + first + mine, result, live[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
 def _merge(
     partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
