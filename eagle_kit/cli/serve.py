@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig, NgramConfig
@@ -173,8 +173,9 @@ def introduce(
     say(f"seed       {config.seed}, of requests that bring none")
     say(f"target     {model.target}, {dtype}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
-    if llm.memory_plan is not None:
-        say(str(llm.memory_plan))
+    if (plan := llm.memory_plan) is not None:
+        say(str(plan))
+        extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
     if llm.default_shape.steps and not args.no_self_test:
         say_self_test(model, llm, dtype)
     engine = llm.engine()

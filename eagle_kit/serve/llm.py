@@ -199,7 +199,8 @@ class LLM:
         """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
         ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
         if self._engine is None:
-            self.memory_plan = plan_memory(self.target, self.draft, self.config)
+            chooses = self._options.shape is None and self.draft is not None
+            self.memory_plan = plan_memory(self.target, self.draft, self.config, chooses_shapes=chooses)
             steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
             self.config = _fit_context(self.config.replace(**self.memory_plan.sizes), steps)
             grammars = None

@@ -4,12 +4,14 @@ buffers."""
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from eagle_kit.config.engine import ResolvedConfig
+from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.linear import packed_parts
@@ -19,6 +21,7 @@ from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.grammar.masks import num_bytes
+from eagle_kit.serve.graph_memory import Graphs, graphs_of
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.tuning.policy import MOST_MISSED
 
@@ -26,10 +29,14 @@ FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
 SNAPSHOT_SHARE = 0.25
 """Share of what is left for the pool that snapshots of states may take when their number is not given."""
+GRAPH_SHARE = 0.25
+"""Share of what is left for graphs and the pool that graphs may take where the pool could use all of it."""
 BYTES_OF_TABLES = 4 + 4 + 1
 """Of a slot for each token of the vocabulary: counts, biases, and whether it is in the prompt."""
 LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
+
+NO_GRAPHS = Graphs(0, 0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class MemoryPlan:
         ngram_log: bytes of host memory of a full log of n-grams.
         states: bytes of the states of recurrent layers, snapshots included.
         state_snapshots: number of these; None without recurrent layers.
+        graphs: CUDA graphs, by estimate, of what ``extent`` prepares.
+        extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
+        graphs_of_all: those that would be prepared for everything.
     """
 
     kv_tokens: int
@@ -59,6 +69,9 @@ class MemoryPlan:
     ngram_log: int = 0
     states: int = 0
     state_snapshots: int | None = None
+    graphs: Graphs = NO_GRAPHS
+    extent: WarmUpExtent = "all"
+    graphs_of_all: Graphs = NO_GRAPHS
 
     @property
     def pool(self) -> int:
@@ -79,19 +92,33 @@ class MemoryPlan:
         if self.state_snapshots is not None:
             parts[f"states with {self.state_snapshots} snapshots"] = self.states
         parts |= {"logits": self.logits, "activations": self.activations}
+        if self.graphs_of_all.number:
+            parts[f"{self.graphs.number} graphs by estimate"] = self.graphs.bytes
         total = sum(parts.values())
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         draft = f" (the draft's {self.draft_bytes_per_token / 1e3:.1f})" if self.draft_bytes_per_token else ""
         log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
+        left_out = ""
+        if self.extent != "all":
+            left_out = (
+                f"; the {self.graphs_of_all.number} graphs of everything would take "
+                f"{self.graphs_of_all.bytes / 1e9:.2f} GB from the pool, so they are prepared as with "
+                f"--warm-up {self.extent}, and others captured when they are first needed"
+            )
         return (
             f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
-            f"{self.bytes_per_token / 1e3:.1f} kB{draft}; {self.free / 1e9:.1f} GB were free{log}"
+            f"{self.bytes_per_token / 1e3:.1f} kB{draft}; {self.free / 1e9:.1f} GB were free{log}{left_out}"
         )
 
 
-def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig) -> MemoryPlan:
+def plan_memory(
+    target: Target, draft: DraftModel | None, config: ResolvedConfig, *, chooses_shapes: bool = False
+) -> MemoryPlan:
     """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
     as much as fits.
+
+    Args:
+        chooses_shapes: whether the engine will choose among several shapes.
 
     Raises:
         UserError: the given size does not fit into the free memory, or no token does.
@@ -120,6 +147,11 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
         states = (batch + 1) * spec.num_bytes(weight.element_size())
         scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
         activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
+    graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
+    if weight.device.type != "cpu" and config.graph_mode == "cycle":
+        activations += config.most_rows * _values_per_row(model) * weight.element_size()  # of cycles, apart
+        for extent in graphs:
+            graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
     needed = scratch + logits + activations + states
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     free = free_memory(weight.device)
@@ -130,6 +162,10 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
+    wanted = batch * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+    shared = room if kv_tokens is None else free - needed
+    extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
+    room, needed = room - graphs[extent].bytes, needed + graphs[extent].bytes
     if spec is not None:
         one, snapshots = spec.num_bytes(weight.element_size()), config.num_snapshots
         if config.state_snapshots is None:
@@ -145,7 +181,6 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
             + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
-        wanted = batch * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
         kv_tokens = max(1, min(wanted, room // per_token))
     elif kv_tokens * per_token > free - needed:
         raise UserError(
@@ -165,7 +200,18 @@ def plan_memory(target: Target, draft: DraftModel | None, config: ResolvedConfig
         ngram_log,
         states,
         snapshots,
+        graphs[extent],
+        extent,
+        graphs["all"],
     )
+
+
+def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_given: bool) -> WarmUpExtent:
+    """Choose the most that graphs are prepared for: all that fits beside the ``pool`` into the bytes
+    ``shared`` with it, or, unless its size ``is_given``, all that is at most ``GRAPH_SHARE`` of these."""
+    share = 0.0 if is_given else GRAPH_SHARE * max(0, shared)
+    fits = (extent for extent, (_, size) in graphs.items() if size + pool <= shared or size <= share)
+    return next(fits, "none")
 
 
 def _values_per_row(config: TargetConfig) -> int:

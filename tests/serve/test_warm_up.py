@@ -15,6 +15,7 @@ from eagle_kit.kernels import linear as linear_room
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.warm_up import warm_up
 
@@ -95,6 +96,9 @@ def test_nothing_is_captured_or_timed_in_traffic(tmp_path, options, shape, monke
     )
     graphs, before, num_timed = engine.runner.graphs, engine.runner.graphs.num_warm_ups, len(timed)
     assert prepared.num_graphs == graphs.num_graphs == before > 0
+    if shape is None:
+        planned = graphs_of(llm.target.config, llm.draft, llm.config, "all", chooses_shapes=False)
+        assert planned.number == graphs.num_graphs
     eager = []
     run = graphs.run
     graphs.run = lambda call: eager.append(call.name) or run(call)
