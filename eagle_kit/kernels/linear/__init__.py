@@ -1,4 +1,5 @@
-"""Linear layers: oneDNN for fp32 on a CPU, Triton for few rows on a GPU where a table says so, or torch."""
+"""Linear layers: on a CPU oneDNN for fp32 and padded rows for half types, on a GPU Triton for few rows where
+a table says so, or torch."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.linear import onednn, reference
+from eagle_kit.kernels.linear import onednn, padded, reference
 from eagle_kit.kernels.linear.forms import Size, form_of
 from eagle_kit.kernels.small_linear import fits_triton, small_linear, small_linear_swiglu
 from eagle_kit.kernels.swiglu import swiglu
@@ -18,14 +19,17 @@ def linear(
     """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
 
     Args:
-        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, the form of the current table
+        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, :mod:`~eagle_kit.kernels.linear.padded` rows for
+            half types there, the form of the current table
             (:func:`~eagle_kit.kernels.linear.forms.use_forms`) for few rows of half types on a GPU, and torch
-            otherwise; ``"torch"``, ``"onednn"`` and ``"triton"`` force one.
+            otherwise; ``"torch"``, ``"onednn"``, ``"padded"`` and ``"triton"`` force one.
     """
     if backend == "auto":
         backend = _choose(x, weight, bias)
     if backend == "onednn":
         return onednn.linear(x, weight, bias)
+    if backend == "padded":
+        return padded.linear(x, weight, bias)
     if backend == "triton":
         return small_linear(x, weight, bias, backend="triton")
     return reference.linear(x, weight, bias)
@@ -34,6 +38,8 @@ def linear(
 def _choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
     if _fits_onednn(x, weight):
         return "onednn"
+    if padded.fits(x):
+        return "padded"
     if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
         return form_of(Size.of(x, weight))
     return "torch"

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.linear.padded import matmul_dtype
 from eagle_kit.kernels.soft_cross_entropy.reference import (
     CHUNK_ROWS,
     GROUP_ROWS,
@@ -15,7 +16,6 @@ from eagle_kit.kernels.soft_cross_entropy.reference import (
     cross_entropy_rows,
     fuse,
     fused_rows,
-    matmul_dtype,
 )
 
 __all__ = ["SoftCrossEntropy", "Teacher", "carried", "linear_soft_cross_entropy"]

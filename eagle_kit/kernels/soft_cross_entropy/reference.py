@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from eagle_kit.kernels.backend import is_differentiated
 from eagle_kit.kernels.linear import linear
+from eagle_kit.kernels.linear.padded import ROWS, matmul_dtype, padded_rows
 
 CHUNK_ROWS = 128
 """Rows per chunk of logits, which must fit into the cache."""
 GROUP_ROWS = 640
 """Rows that share one weight-gradient matmul."""
+GRADIENT_WORDS = 2048
+"""Rows of the weight whose gradient is added at a time on a CPU, so that the product stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def cross_entropy_rows(
     total = z.sum(-1)
     losses = top + total.log() - dot
     z = z.mul_((c / total)[:, None])
-    return losses, torch.addcmul(z, p, c[:, None], value=-1.0)
+    return losses, z.addcmul_(p, c[:, None], value=-1.0)
 
 
 Rows = Callable[
@@ -123,7 +127,7 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0] * grads[0], None
+        return ctx.saved_tensors[0].mul_(grads[0]), None  # its only reader
 
 
 def carried(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -165,13 +169,13 @@ def _fused_rows(
     (chunk_rows, group_rows), m, vd = block, h.shape[0], weight.shape[0]
     row_weights, tokens, confidence = teacher.row_weights, None, None
     if teacher.factors is not None:
-        group_rows = max(m, 1)
+        group_rows = m + ROWS  # all rows, with those of padding
         tokens, confidence = teacher.probs.argmax(-1), torch.empty(m, dtype=torch.float32, device=h.device)
     dh = torch.empty_like(h)
-    h, weight = h.to(dtype), weight.to(dtype)  # the weight is cast once, not once a chunk
+    h, weight = padded_rows(h.to(dtype)), weight.to(dtype)  # the weight is cast once, not once a chunk
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
     best = torch.empty(m, dtype=torch.int64, device=h.device)
-    group = torch.empty(min(group_rows, m), vd, dtype=dtype, device=h.device)
+    group = torch.empty(min(group_rows, h.shape[0]), vd, dtype=dtype, device=h.device)
     for base in range(0, m, group_rows):
         end = min(base + group_rows, m)
         for start in range(base, end, chunk_rows):
@@ -188,16 +192,16 @@ def _fused_rows(
             dh[rows] = linear(dz, weight.t())
         if teacher.factors is not None and confidence is not None:  # the gradient is linear in the weights
             factors = teacher.factors(confidence)
-            row_weights, dh, h = row_weights * factors, dh * factors[:, None], h * factors[:, None].to(dtype)
+            row_weights, dh = row_weights * factors, dh * factors[:, None]
+            h = h * pad(factors, (0, h.shape[0] - m))[:, None].to(dtype)
         if dw is not None:
-            dw += linear(group[: end - base].t(), h[base:end].t())
+            last = min(base + group_rows, h.shape[0])
+            group[end - base : last - base] = 0.0
+            mine, states = group[: last - base].t(), h[base:last].t()
+            for words in range(0, vd, vd if h.is_cuda else GRADIENT_WORDS):
+                part = slice(words, words + (vd if h.is_cuda else GRADIENT_WORDS))
+                dw[part] += linear(mine[part], states)
     return row_losses, best, row_weights, dh
-
-
-def matmul_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which autocast would run a matmul of ``x``."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def fuse(

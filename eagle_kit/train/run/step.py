@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MOST_SKIPPED = 3
 """Optimiser steps in a row whose loss or gradient is not finite, after which a run ends."""
-TRIM_EVERY = 8
+TRIM_EVERY = 32
 """Steps between two returns of freed memory: the gaps that rows of many sizes leave add up to gigabytes."""
 
 

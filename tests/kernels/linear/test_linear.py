@@ -1,11 +1,12 @@
-"""Linear layers: oneDNN against torch, its gradients, and its independence of the number of rows."""
+"""Linear layers: oneDNN and padded rows against torch, their gradients, and oneDNN's independence of the
+number of rows."""
 
 import time
 
 import pytest
 import torch
 
-from eagle_kit.kernels.linear import Linear, linear, onednn, pack_merged, pack_weights, packed_parts
+from eagle_kit.kernels.linear import Linear, linear, onednn, pack_merged, pack_weights, packed_parts, padded
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
 
@@ -23,6 +24,38 @@ def test_onednn_equals_torch_forward_and_backward(rows):
     torch.testing.assert_close(y, x @ w.t() + b, atol=1e-4, rtol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(y, (x, w, b), dy), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [65, 100, 128, 191])
+def test_padded_rows_change_no_value_and_no_gradient(rows, with_bias):
+    """In fp32, where the only difference is the order of sums; the weight's gradient sums over rows."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 37, generator=generator, requires_grad=True)
+    w = torch.randn(71, 37, generator=generator, requires_grad=True)
+    b = torch.randn(71, generator=generator, requires_grad=True) if with_bias else None
+    inputs = (x, w) if b is None else (x, w, b)
+    dy = torch.randn(rows, 71, generator=generator)
+    expected = linear(x, w, b, backend="torch")
+    y = padded.linear(x, w, b)
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    pairs = zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_rows_are_padded_where_a_matmul_is_in_half_precision_on_a_cpu():
+    x, w = torch.randn(100, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    assert not padded.fits(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert padded.fits(x) and not padded.fits(x[:64]) and not padded.fits(x[:36])
+        y = linear(x, w)
+    assert y.dtype == torch.bfloat16
+    dx, dw = torch.autograd.grad(y.float().square().sum(), (x, w))
+    rx, rw = torch.autograd.grad((x.double() @ w.double().t()).square().sum(), (x, w))
+    for ours, exact in ((dx, rx), (dw, rw)):
+        assert ours.dtype == torch.float32
+        assert (ours - exact).norm() < 1e-2 * exact.norm()
 
 
 @needs_onednn
