@@ -27,6 +27,7 @@ COMMANDS = {
     "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
     "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
+    "make-draft": Command("from prompts to a measured draft within a time", "eagle_kit.cli.make_draft"),
     "report": Command("draw the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
     "export": Command("make a servable draft with a model card from a run", "eagle_kit.cli.export"),
     "import": Command("bring a draft of another project into our layout", "eagle_kit.cli.import_"),

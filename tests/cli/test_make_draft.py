@@ -1,0 +1,71 @@
+"""`make-draft` end to end on a tiny target: interrupted, gone on with, and what it leaves."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_run import make_conversations, make_target
+
+from eagle_kit.cli import make_draft
+from eagle_kit.cli.app import main
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """The command, for a target whose stages take seconds."""
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(make_draft, "LEAST_BUDGET_S", 1.0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"The {noun}"}) for noun in ("cat", "dog")))
+    source = make_conversations(tmp_path / "chats.jsonl", count=120)
+    target = make_target(tmp_path / "target")
+    out = ["--out", str(tmp_path / "out"), "--tasks", str(prompts)]
+    return ["make-draft", str(target), "--budget", "90s", "--source", str(source), *out]
+
+
+def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / make_draft.STATE).write_text(json.dumps({"asked": {"target": "another"}, "done": {}}))
+    assert main(words) == 2
+    assert "was begun with other settings" in capsys.readouterr().err
+    monkeypatch.setattr(make_draft, "LEAST_BUDGET_S", 300.0)
+    assert main(words) == 2
+    assert "--budget is 90s" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_draft_is_made_in_pieces_and_measured(words, tmp_path, capfd):
+    out = tmp_path / "out"
+    line = "from eagle_kit.cli import make_draft as m; m.LEAST_BUDGET_S = 1.0\n"
+    script = f"import sys\n{line}from eagle_kit.cli.app import main\nsys.exit(main({words!r}))"
+    process = subprocess.Popen([sys.executable, "-c", script])
+    while process.poll() is None and not (out / make_draft.STATE).is_file():
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    done = json.loads((out / make_draft.STATE).read_text())["done"]
+    assert "own" not in done
+
+    assert main(words) == 0
+    state = json.loads((out / make_draft.STATE).read_text())
+    for name, made in done.items():
+        assert state["done"][name] == made, "a stage that was done is done again"
+    commands = [shlex.split(command) for command in (out / make_draft.COMMANDS).read_text().splitlines()]
+    assert [command[1] for command in commands] == [
+        "data", "train", "train", "data", "train", "export", "eval", "export", "tune",
+    ]  # fmt: skip
+    for name in ("config.json", "README.md", "tuning.json", "model.safetensors"):
+        assert (out / "draft" / name).is_file(), name
+    assert "began with the weights of" in (out / "draft" / "README.md").read_text()
+    summary = json.loads((out / "eval" / "summary.json").read_text())
+    assert summary["greedy_identical"]
+    assert "tokens seen" in (out / make_draft.REPORT).read_text()
+    printed = capfd.readouterr().out
+    assert "plan " in printed and "expect " in printed
+    assert main(words) == 0, "everything is done, and said again"
