@@ -241,10 +241,9 @@ class Making:
         return Stage("export", ("export", str(self.out / "own"), "--out", str(self.draft), *self._target()))
 
     def _eval(self) -> Stage:
-        words = ("eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
-        return Stage(
-            "eval", (*words, "--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
-        )
+        what = ("eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
+        how = ("--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
+        return Stage("eval", (*what, *how))
 
     def _card(self) -> Stage:
         words = ("export", str(self.out / "own"), "--out", str(self.draft), "--eval", str(self.out / "eval"))
