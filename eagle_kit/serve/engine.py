@@ -237,12 +237,12 @@ class Engine:
             self._finish(request, "abort")
 
     def stop(self, request: Request) -> None:
-        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text; others
-        go on."""
+        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
+        cannot be made; others go on."""
         if request.has_stops and request.finish_reason is None:
             self._note_read(request)
             assert request.stream is not None
-            if request.stream.stopped:
+            if request.stream.stopped or request.stream.failure:
                 self._finish(request, "stop")
 
     def drain(self) -> None:
@@ -499,6 +499,8 @@ class Engine:
         if (kept := stream.num_kept) is not None:
             del request.token_ids[kept:], request.logprobs[kept:]
             reason, request.num_shown = "stop", kept
+        elif stream.failure:
+            reason = "error"
         for made in request.uncounted:
             if (rest := min(made.kept, len(request.token_ids) - made.start)) > 0:
                 self._count(request, rest, *made[2:])

@@ -270,8 +270,8 @@ class LLM:
             on_finish: called with (index, reply) as replies finish.
 
         Returns:
-            Replies in the order of the prompts. One that met logits that are not finite has the finish reason
-            ``"error"`` and the tokens before them; the log says so.
+            Replies in the order of the prompts. One that met logits that are not finite, or whose text could
+            not be made, has the finish reason ``"error"`` and what was before; the log says so.
 
         Raises:
             UserError: an empty or too long prompt, before any work.

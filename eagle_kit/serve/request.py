@@ -161,12 +161,14 @@ class Request:
         return self.stream.text
 
     def output(self) -> RequestOutput:
-        """Make the output for the user."""
+        """Make the output for the user; the reason of a text that could not be made is ``"error"``."""
+        text = self.read()
+        has_failed = self.stream is not None and self.stream.failure is not None
         return RequestOutput(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids,
-            text=self.read(),
-            finish_reason=self.finish_reason or "",
+            text=text,
+            finish_reason="error" if has_failed else self.finish_reason or "",
             stats=self.stats,
             shapes=self.shapes,
             logprobs=self.logprobs,

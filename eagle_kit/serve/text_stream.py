@@ -8,8 +8,10 @@ it raises when a run of byte tokens turns out to be ill-formed, and it decodes a
 text ends in ill-formed bytes, which sampling at a high temperature does produce.
 """
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -98,6 +100,7 @@ class TextStream:
         stopped: whether a stop text was completed.
         num_read: tokens of the reply that :meth:`read` has taken.
         num_kept: tokens up to the one that completed a stop text; None where none did.
+        failure: what the tokenizer raised in :meth:`read` or :meth:`finish`, after which the text ends.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
@@ -106,6 +109,7 @@ class TextStream:
         self.stopped = False
         self.num_read = 0
         self.num_kept: int | None = None
+        self.failure: BaseException | None = None
         self._reading = threading.Lock()
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
@@ -120,8 +124,8 @@ class TextStream:
     def read(self, token_ids: Sequence[int], count: int) -> None:
         """Take those of the first ``count`` tokens of a reply that were not taken yet. Any thread may call
         it: what one has read, another does not read again."""
-        with self._reading:
-            new = () if self.stopped else token_ids[self.num_read : count]
+        with self._reading, self._failures():
+            new = () if self.stopped or self.failure else token_ids[self.num_read : count]
             if not new:
                 return
             kept = self.push(new)
@@ -147,10 +151,21 @@ class TextStream:
 
     def finish(self) -> None:
         """Release the text held back, after the last token. May be called again."""
-        with self._reading:
-            if not self.stopped and not self._take(self._detokenizer.flush()):
+        with self._reading, self._failures():
+            if not (self.stopped or self.failure) and not self._take(self._detokenizer.flush()):
                 self.text += self._held
                 self._held = ""
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Keep what the tokenizer raises, a panic of its Rust included: it concerns this reply alone."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            logging.getLogger(__name__).error("The text of a reply could not be made.", exc_info=error)
+            self.failure = error
 
     def _take(self, new: str) -> bool:
         """Add decoded text -> True when it completes a stop text."""

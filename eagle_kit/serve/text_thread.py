@@ -5,7 +5,6 @@ A reply with a stop text is handed on as far as it is certain: what completes th
 of the reply, which the engine, some cycles late, puts at the right token.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -88,15 +87,16 @@ class TextThread:
         progress = news.progress
         if progress.has_failed:
             return None
-        try:
-            delta = self._delta(news)
-        except BaseException as error:  # a tokenizer that cannot decode, or panics, ends this reply alone
-            logging.getLogger(__name__).error("The text of a reply could not be made.", exc_info=error)
+        delta, request = self._delta(news), progress.reply.request
+        failure = None if request.stream is None else request.stream.failure
+        if failure is not None:
             progress.has_failed = True
-            self._abort(progress.reply)
-            return EngineFailed(f"The text of the reply could not be made ({type(error).__name__}).")
-        if news.finish_reason is not None and self._observer is not None:
-            self._observer.finished(progress.reply.request)
+            if news.finish_reason is None:
+                self._abort(progress.reply)
+        if (failure is not None or news.finish_reason is not None) and self._observer is not None:
+            self._observer.finished(request)
+        if failure is not None:
+            return EngineFailed(f"The text of the reply could not be made ({type(failure).__name__}).")
         return NotFinite(NOT_FINITE) if news.finish_reason == "error" else delta
 
     def _delta(self, news: News) -> Delta | None:

@@ -9,6 +9,7 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.request import Request
+from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 WIDE = SpecShape(6, 8, 64)
@@ -64,3 +65,25 @@ def test_replies_without_a_cycle_record_nothing(models):
     target, head = models
     with pytest.raises(UserError, match="too short"):
         record_drafts(target, HeadDraftModel(head, target), resolved(1, 64), requests_of(max_tokens=1))
+
+
+def test_stop_texts_end_replies_whatever_the_lag(models):
+    """What is recorded is decoded without a lag, so a stop text is found in its step."""
+
+    class Letters:
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(chr(97 + token % 26) for token in ids)
+
+    def letters(stop):
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        return Request(0, [1, 2, 3], params, stream=TextStream(Letters(), stop=stop))
+
+    target, head = models
+    draft = HeadDraftModel(head, target)
+    whole = letters(())
+    record_drafts(target, draft, resolved(1, 64, lag=1), [whole], shape=WIDE)
+    stop = whole.read()[12:15]
+    cut = letters((stop,))
+    record_drafts(target, draft, resolved(1, 64, lag=1), [cut], shape=WIDE)
+    end = whole.read().index(stop) + 3
+    assert cut.token_ids == whole.token_ids[:end] and cut.finish_reason == "stop" and end < 30

@@ -102,7 +102,7 @@ class _EngineCollector:
             ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
             (
                 "requests_failed",
-                "Requests ended by logits that are not finite.",
+                "Requests ended by logits that are not finite, or a text that could not be made.",
                 totals.num_finished.get("error", 0),
             ),
             ("engine_steps", "Scheduling steps.", totals.num_steps),

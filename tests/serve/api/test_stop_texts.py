@@ -126,27 +126,81 @@ def test_an_abort_finds_a_stop_text_that_nobody_had_read(models, expected):
     engine.drain()
 
 
-def test_a_text_that_cannot_be_made_ends_its_reply_alone(models):
-    llm = make(models, 1)
-    engine, params = llm.engine(), SamplingParams(max_tokens=40, ignore_eos=True)
+class Panic(BaseException):
+    """As Rust's panics arrive in Python."""
 
-    class Broken:
-        def decode(self, ids, skip_special_tokens=True):
-            raise ZeroDivisionError("a defect of a tokenizer")
+
+class Broken:
+    """A tokenizer that fails on a reply of some length."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        if len(ids) > 1:
+            raise Panic("a defect of a tokenizer")
+        return "a"
+
+
+def broken_and_good(llm, **kind):
+    """A request whose text cannot be made, and another."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **kind)
+    good, bad = llm.make_request([5, 6], params), llm.make_request([7, 8], params)
+    bad.stream._detokenizer._tokenizer = Broken()
+    return good, bad
+
+
+KINDS = [{}, {"stop": ("never to be found",)}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["no stop text", "stop text"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_text_that_cannot_be_made_ends_its_reply_alone(models, lag, kind):
+    llm = make(models, lag)
+    engine, finished = llm.engine(), []
+
+    class Observer:
+        def emitted(self, request, num_tokens, seconds, first):
+            pass
+
+        def finished(self, request):
+            finished.append(request)
 
     async def main():
-        served = AsyncEngine(engine, capacity=10)
+        served = AsyncEngine(engine, capacity=10, observer=Observer())
         served.start()
-        good, bad = llm.make_request([5, 6], params), llm.make_request([7, 8], params)
-        bad.stream._detokenizer._tokenizer = Broken()
+        good, bad = broken_and_good(llm, **kind)
         replies = await served.add([good]) + await served.add([bad])
         async with asyncio.timeout(60):
-            with pytest.raises(EngineFailed, match="ZeroDivisionError"):
+            with pytest.raises(EngineFailed, match="could not be made .Panic"):
                 await replies[1].collect()
             assert len((await replies[0].collect()).token_ids) == 40
             assert served.health == "ok"
             await served.shutdown()
-        assert served.num_live == 0 and bad.finish_reason in ("abort", "length")
+        assert served.num_live == 0 and bad.finish_reason in ("abort", "error", "length")
+        assert Counter(finished) == Counter([good, bad]), "latencies are observed once"
 
     asyncio.run(main())
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("kind", KINDS, ids=["no stop text", "stop text"])
+def test_a_call_gets_the_other_replies(models, lag, kind, monkeypatch):
+    llm = make(models, lag)
+    good, bad = broken_and_good(llm, **kind)
+    made = iter([good, bad])
+    monkeypatch.setattr(llm, "make_request", lambda *given: next(made))
+    first, second = llm.generate(["", ""], SamplingParams())
+    assert first.finish_reason == "length" and len(first.token_ids) == 40
+    assert second.finish_reason == "error" and llm.engine().kv_usage == 0.0
+    llm.engine().check()
+
+
+def test_an_abort_of_a_text_that_cannot_be_made_ends_the_request(models):
+    llm = make(models, 1)
+    engine, (_, bad) = llm.engine(), broken_and_good(llm, stop=("never to be found",))
+    engine.add_request(bad)
+    while len(bad.token_ids) < 3:
+        engine.step()
+    assert bad.stream.num_read == 0, "nobody reads"
+    engine.abort(bad)
+    assert bad.finish_reason == "error" and engine.num_running == 0 and len(bad.token_ids) >= 3
+    engine.drain()
