@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ class Variant:
     Attributes:
         name: of the kernel and what is special, such as ``"window_attention decode bf16 D128 G4"``.
         kernel: the ``triton.jit`` function.
-        types: its arguments that are not constants, in their order, by Triton type: ``"*bf16"``, ``"i32"``.
+        types: its arguments that are not constants, in their order, by Triton type: ``"*bf16"``, ``"i32"``,
+            or tuples of these.
         constants: its ``tl.constexpr`` arguments.
         aligned: integer arguments that are multiples of 16 whenever this configuration runs; pointers are.
         num_warps, num_stages: launch options.
@@ -43,7 +44,7 @@ class Variant:
 
     name: str
     kernel: Any
-    types: Mapping[str, str]
+    types: Mapping[str, str | tuple[str, ...]]
     constants: Mapping[str, Any]
     aligned: Sequence[str] = ()
     num_warps: int = 4
@@ -88,9 +89,9 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         return _failed(variant, arch, fault)
     divisible: list[list[Any]] = [["tt.divisibility", 16]]
     attrs = {
-        (i,): divisible
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in variant.aligned
+        path: divisible
+        for path, name, kind in _arguments(signature)
+        if kind.startswith("*") or name in variant.aligned
     }
     source = ASTSource(
         fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attrs
@@ -128,7 +129,11 @@ def compile_variant(variant: Variant, arch: int) -> Report:
 
 
 def _lower_with_ones(
-    variant: Variant, signature: Mapping[str, str], attrs: Any, arch: int, options: dict[str, int]
+    variant: Variant,
+    signature: Mapping[str, str | tuple[str, ...]],
+    attrs: Any,
+    arch: int,
+    options: dict[str, int],
 ) -> None:
     """Translate the kernel as it is for integers that are 1, which Triton takes for constants at a launch
     unless the kernel forbids it: they are no tensors then. Raises what the translation raises."""
@@ -138,12 +143,27 @@ def _lower_with_ones(
     from triton.compiler.compiler import make_backend
 
     loose = {each.name for each in variant.kernel.params if each.do_not_specialize}
-    ones = [name for name, kind in signature.items() if kind in ("i32", "i64") and name not in loose]
+    ones: dict[tuple[int, ...], Any] = {
+        path: 1 for path, name, kind in _arguments(signature) if kind in ("i32", "i64") and name not in loose
+    }
+
+    def constant(kind: str) -> str:
+        return "constexpr" if kind in ("i32", "i64") else kind
+
+    kinds: dict[str, Any] = {
+        name: kind
+        if name in loose
+        else constant(kind)
+        if isinstance(kind, str)
+        else tuple(map(constant, kind))
+        for name, kind in signature.items()
+    }
+    constants: dict[Any, Any] = {**variant.constants, **ones}
     source = ASTSource(
         fn=variant.kernel,
-        signature={**signature, **dict.fromkeys(ones, "constexpr")},
-        constexprs={**variant.constants, **dict.fromkeys(ones, 1)},
-        attrs={at: what for at, what in attrs.items() if variant.kernel.arg_names[at[0]] not in ones},
+        signature=kinds,
+        constexprs=constants,
+        attrs={path: what for path, what in attrs.items() if path not in ones},
     )
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
@@ -154,6 +174,17 @@ def _lower_with_ones(
     source.make_ir(
         target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
     )
+
+
+def _arguments(
+    signature: Mapping[str, str | tuple[str, ...]],
+) -> Iterator[tuple[tuple[int, ...], str, str]]:
+    """Path, name and type of every argument, those in tuples included."""
+    for i, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            yield from (((i, j), name, each) for j, each in enumerate(kind))
+        else:
+            yield (i,), name, kind
 
 
 def _failed(variant: Variant, arch: int, fault: str) -> Report:

@@ -9,14 +9,12 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, uses_triton
 
-MAX_TABLES = 8
-
 
 def gather_rows(
     tables: Sequence[torch.Tensor], rows: torch.Tensor, *, backend: Backend | None = None
 ) -> list[torch.Tensor]:
-    """Copy ``rows`` int64 ``[B]`` of each of up to ``MAX_TABLES`` contiguous tables ``[M, ...]`` -> ``[B,
-    ...]`` each."""
+    """Copy ``rows`` int64 ``[B]`` of each of the contiguous tables ``[M, ...]`` -> ``[B, ...]``
+    each."""
     if uses_triton(rows, backend):
         from eagle_kit.kernels.rows import triton
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.rows import MAX_TABLES
 
 BLOCK = 512
 """Words of a table that a program copies."""
@@ -20,36 +19,18 @@ WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit
-def _copy(source, target, source_row, target_row, words, BLOCK: tl.constexpr):
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < words
-    piece = tl.load(source + source_row * words + i, inside)
-    tl.store(target + target_row * words + i, piece, inside)
-
-
-@triton.jit
-def _copy_rows(rows, s0, s1, s2, s3, s4, s5, s6, s7, t0, t1, t2, t3, t4, t5, t6, t7, n0, n1, n2, n3, n4, n5,
-               n6, n7, COUNT: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _copy_rows(rows, sources, targets, words, WRITES: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a piece of one row of every table, tuples of pointers, whose rows have ``words``."""
     own = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + own)
-    a, b = row, own
+    source_row, target_row = row, own
     if WRITES:
-        a, b = own, row
-    _copy(s0, t0, a, b, n0, BLOCK)
-    if COUNT > 1:
-        _copy(s1, t1, a, b, n1, BLOCK)
-    if COUNT > 2:
-        _copy(s2, t2, a, b, n2, BLOCK)
-    if COUNT > 3:
-        _copy(s3, t3, a, b, n3, BLOCK)
-    if COUNT > 4:
-        _copy(s4, t4, a, b, n4, BLOCK)
-    if COUNT > 5:
-        _copy(s5, t5, a, b, n5, BLOCK)
-    if COUNT > 6:
-        _copy(s6, t6, a, b, n6, BLOCK)
-    if COUNT > 7:
-        _copy(s7, t7, a, b, n7, BLOCK)
+        source_row, target_row = own, row
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for table in tl.static_range(len(sources)):
+        size = words[table]
+        piece = tl.load(sources[table] + source_row * size + i, i < size)
+        tl.store(targets[table] + target_row * size + i, piece, i < size)
 
 
 def _words(table: torch.Tensor) -> torch.Tensor:
@@ -66,13 +47,10 @@ def _launch(
     if not used or not len(rows):
         return
     pairs = [tuple(_words(table) for table in pair) for pair in used]
-    sizes = [source.shape[1] for source, _ in pairs]
-    padded = [*pairs, *[pairs[0]] * (MAX_TABLES - len(pairs))]
+    sizes = tuple(source.shape[1] for source, _ in pairs)
     _copy_rows[(len(rows), triton.cdiv(max(sizes), BLOCK))](
-        rows, *(source for source, _ in padded), *(target for _, target in padded),
-        *sizes, *[0] * (MAX_TABLES - len(sizes)), COUNT=len(pairs), WRITES=writes, BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+        rows, *zip(*pairs, strict=True), sizes, WRITES=writes, BLOCK=BLOCK, num_warps=NUM_WARPS
+    )
 
 
 def _gathered(tables: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
@@ -112,11 +90,9 @@ def variants() -> list[Variant]:
         ("gather", ("i64", "i64", "i64", "i8", "i64", "i64", "i64"), False),
         ("write", ("i64", "i64", "i64", "i64", "i64"), True),
     ):
-        padded = [*kinds, *[kinds[0]] * (MAX_TABLES - len(kinds))]
-        types = {"rows": "*i64"}
-        for letter in "st":
-            types |= {f"{letter}{i}": f"*{kind}" for i, kind in enumerate(padded)}
-        types |= {f"n{i}": "i32" for i in range(MAX_TABLES)}
-        constants = {"COUNT": len(kinds), "WRITES": writes, "BLOCK": BLOCK}
+        tables = tuple(f"*{kind}" for kind in kinds)
+        types: dict[str, str | tuple[str, ...]] = {"rows": "*i64"}
+        types |= {"sources": tables, "targets": tables, "words": ("i32",) * len(kinds)}
+        constants = {"WRITES": writes, "BLOCK": BLOCK}
         found.append(Variant(f"rows {name}", _copy_rows, types, constants, num_warps=NUM_WARPS))
     return found
