@@ -246,9 +246,8 @@ class Making:
         return Stage("eval", (*what, *how))
 
     def _card(self) -> Stage:
-        words = ("export", str(self.out / "own"), "--out", str(self.draft), "--eval", str(self.out / "eval"))
-        words = (*words, *self._target())
-        return Stage("card", words)
+        words = self._export().words
+        return Stage("card", (*words, "--eval", str(self.out / "eval")))
 
     def _tune(self) -> Stage:
         """The tuning table beside the weights; last, because exporting replaces the folder."""
