@@ -16,7 +16,12 @@ from eagle_kit.core.sampling_params import SamplingParams
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
-LOADING = {"max_context": "--max-context", "dtype": "--dtype", "device": "--device"}
+LOADING = {
+    "max_context": "--max-context",
+    "dtype": "--dtype",
+    "quantization": "--quantization",
+    "device": "--device",
+}
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 SchemaT = TypeVar("SchemaT", bound=Options)
 

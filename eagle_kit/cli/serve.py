@@ -138,6 +138,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     config = options_of(args, EngineConfig, flags, **more)
     if config.is_relaxed:
         say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target.")
+    if config.quantization == "fp8":
+        say("warning: the quantization fp8 is LOSSY: text is that of a target near the unquantised one.")
     return config
 
 
@@ -171,7 +173,8 @@ def introduce(
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
     drafts = "shapes by measurements" if llm.chooses_shapes else drafts
     say(f"seed       {config.seed}, of requests that bring none")
-    say(f"target     {model.target}, {dtype}, context {config.max_context}, batch {config.max_batch_size}")
+    weights = llm.target.weight_format
+    say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))

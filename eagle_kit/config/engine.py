@@ -118,6 +118,10 @@ class EngineConfig(Options):
         batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, on a GPU powers of
             two up to 16 and multiples of 8 above.
         dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
+        quantization: of the target's linear layers: auto keeps those in fp8 that the checkpoint has so, none
+            widens them, fp8 also casts the others when they are loaded, with a scale for each output. LOSSY:
+            the target is another one then, near the unquantised. Embedding, output layer, norms, routers and
+            routed experts stay in dtype; slow on a CPU, which widens the weights in every step.
         device: auto, cpu or cuda.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
             fixed tree, whose shape is 5,4,26.
@@ -151,6 +155,7 @@ class EngineConfig(Options):
     lag: int | None = Field(default=None, ge=0, le=1)
     batch_sizes: tuple[int, ...] | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["auto", "fp8", "none"] = "auto"
     device: str = "auto"
     tree: Literal["dynamic", "static"] = "dynamic"
     sampled_drafts: bool = False

@@ -68,9 +68,8 @@ def make_engines(
 
 
 def place(engine: EvalEngine) -> tuple[str, str]:
-    """(device, dtype) of the target, such as ``("cpu", "float32")``."""
-    weight = engine.target.embed_tokens.weight
-    return str(weight.device), str(weight.dtype).removeprefix("torch.")
+    """(device, format of the weights) of the target, such as ``("cpu", "float32")``."""
+    return str(engine.target.embed_tokens.weight.device), engine.target.weight_format
 
 
 def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:

@@ -67,6 +67,11 @@ class DeviceFacts(NamedTuple):
         return 90 <= self.capability < 120
 
     @property
+    def converts_fp8(self) -> bool:
+        """True if it has instructions that convert e4m3, so that Triton compiles the type."""
+        return self.capability >= 89
+
+    @property
     def is_small(self) -> bool:
         """True where a program has 99 KB of shared memory: half the tile is then as deep a pipeline."""
         return self.shared_bytes < 128 << 10

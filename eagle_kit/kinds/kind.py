@@ -25,13 +25,13 @@ from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.kinds.support.findings import Finding, TargetFolder
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_tensors, fill, in_dtype, stays_exact
 from eagle_kit.models.loading.published import (
     Part,
     dequantised,
     expected_shapes,
     published_parts,
-    read_fp8_block,
 )
 from eagle_kit.models.targets.target import Target
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
@@ -181,7 +181,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         with torch.device("meta"):
             head = self.head_class(found.config)
         parts = (part for group in self.parts(head, found.tensors).values() for part in group)
-        expected = expected_shapes(parts, found.tensors, read_fp8_block(files.config, files.where))
+        expected = expected_shapes(parts, found.tensors, read_fp8_layout(files.config, files.where))
         tensors = dict(found.tensors)
         if found.borrows_output:
             del expected[OUTPUT]
@@ -229,8 +229,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             tensors[OUTPUT] = _borrowed_output(config, target, files.where)
         with torch.device("meta"):
             head = self.head_class(found.config)
-        block = read_fp8_block(files.config, files.where)
-        fill(head, self.parts(head, tensors), tensors, block, dtype, device)
+        layout = read_fp8_layout(files.config, files.where)
+        fill(head, self.parts(head, tensors), tensors, layout, dtype, device)
         head.make_buffers()
         for name, buffer in found.buffers.items():
             head.get_buffer(name).copy_(buffer)
@@ -273,8 +273,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     def _check_weights(self, files: DraftFiles, config: Config) -> Finding:
         try:
             found = self.weights(files, config)
-            block = read_fp8_block(files.config, files.where)
-            findings.check_values(dequantised(found.tensors, block))
+            layout = read_fp8_layout(files.config, files.where)
+            findings.check_values(dequantised(found.tensors, layout))
         except UserError as error:
             return Finding("error", "weights", error.cause, error.remedy)
         brought = f" It brings {' and '.join(found.copies)}; the target's are used." if found.copies else ""

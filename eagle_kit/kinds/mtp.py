@@ -34,8 +34,8 @@ from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig, mtp_count, text_config
 from eagle_kit.models.config_parts import read_flag, read_size
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule
+from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_activation, check_tensors
-from eagle_kit.models.loading.published import read_fp8_block
 from eagle_kit.models.loading.qwen_hybrid import arrange
 from eagle_kit.models.targets.target import Target
 
@@ -256,7 +256,7 @@ def _as_deepseeks(files: DraftFiles) -> DraftFiles:
         part, _, leaf = name.removeprefix("mtp.").partition(".")
         ours = leaf.partition(".")[2] if part == "layers" else f"{QWEN.get(part, part)}.{leaf}"
         tensors[first + ours] = files.tensors[name]
-    arranged = arrange(tensors, config, raw, read_fp8_block(files.config, files.where))
+    arranged = arrange(tensors, config, raw, read_fp8_layout(files.config, files.where))
     return DraftFiles(files.config | raw, arranged, files.metadata, files.where)
 
 

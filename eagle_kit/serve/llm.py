@@ -79,6 +79,11 @@ class LLM:
         self._target_name: str | Path | None = None
         if isinstance(target, Target):
             self.target = target
+            if self._options.quantization == "fp8" and not target.fp8_layers:
+                raise UserError(
+                    "The quantization fp8 was asked for, and the target is a loaded model without it.",
+                    "Give the target as a folder or name, or load it with load_target(quantization='fp8').",
+                )
         else:
             from eagle_kit.models.loading.loader import load_target
             from eagle_kit.models.loading.source import load_tokenizer, resolve_target
@@ -88,7 +93,12 @@ class LLM:
             self._target_name = folder
             if place.startswith("cuda:"):
                 torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
-            self.target = load_target(folder, dtype=_dtype(self._options.dtype, place), device=place)
+            self.target = load_target(
+                folder,
+                dtype=_dtype(self._options.dtype, place),
+                device=place,
+                quantization=self._options.quantization,
+            )
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         if self.target.embed_tokens.weight.device.type == "cpu":

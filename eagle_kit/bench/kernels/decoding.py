@@ -22,6 +22,7 @@ from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.experts import experts
+from eagle_kit.kernels.fp8 import quantize_fp8
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.recurrence import (
     Inputs,
@@ -35,7 +36,7 @@ from eagle_kit.kernels.recurrence import (
 from eagle_kit.kernels.rope import Rotation, rope_store
 from eagle_kit.kernels.rows import gather_rows
 from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
-from eagle_kit.kernels.small_linear import quantize_fp8, small_linear, small_linear_fp8
+from eagle_kit.kernels.small_linear import small_linear
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
 from eagle_kit.kernels.window_attention import ancestor_bits
@@ -435,10 +436,9 @@ def _make_linear(n: int, k: int, m: int, fp8: bool, rng: RandomInputs) -> Prepar
     x, weight = rng.normal(m, k), rng.normal(n, k, scale=k**-0.5)
     flops = 2 * m * n * k
     if fp8:
-        packed, scales = quantize_fp8(weight)
-        return PreparedCase(
-            lambda backend: small_linear_fp8(x, packed, scales, backend=backend), flops, (x, packed, scales)
-        )
+        held = quantize_fp8(weight)
+        read = (x, held.values, held.scales)
+        return PreparedCase(lambda backend: small_linear(x, held, backend=backend), flops, read)
     return PreparedCase(lambda backend: small_linear(x, weight, backend=backend), flops, (x, weight))
 
 

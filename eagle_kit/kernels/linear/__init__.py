@@ -1,5 +1,5 @@
 """Linear layers: on a CPU oneDNN for fp32 and padded rows for half types, on a GPU Triton for few rows where
-a table says so, or torch."""
+a table says so, or torch; and layers whose weight is fp8."""
 
 from typing import Any, NamedTuple
 
@@ -7,54 +7,23 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.linear import onednn, padded, reference
-from eagle_kit.kernels.linear.forms import Size, form_of
-from eagle_kit.kernels.small_linear import fits_triton, small_linear, small_linear_swiglu
+from eagle_kit.kernels.linear import onednn
+from eagle_kit.kernels.linear.fp8 import FP8Linear
+from eagle_kit.kernels.linear.plain import choose, linear
+from eagle_kit.kernels.small_linear import small_linear_swiglu
 from eagle_kit.kernels.swiglu import swiglu
 
-
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
-) -> torch.Tensor:
-    """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]``; differentiable.
-
-    Args:
-        backend: ``"auto"`` takes oneDNN for fp32 on a CPU, :mod:`~eagle_kit.kernels.linear.padded` rows for
-            half types there, the form of the current table
-            (:func:`~eagle_kit.kernels.linear.forms.use_forms`) for few rows of half types on a GPU, and torch
-            otherwise; ``"torch"``, ``"onednn"``, ``"padded"`` and ``"triton"`` force one.
-    """
-    if backend == "auto":
-        backend = _choose(x, weight, bias)
-    if backend == "onednn":
-        return onednn.linear(x, weight, bias)
-    if backend == "padded":
-        return padded.linear(x, weight, bias)
-    if backend == "triton":
-        return small_linear(x, weight, bias, backend="triton")
-    return reference.linear(x, weight, bias)
-
-
-def _choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
-    if _fits_onednn(x, weight):
-        return "onednn"
-    if padded.fits(x):
-        return "padded"
-    if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
-        return form_of(Size.of(x, weight))
-    return "torch"
-
-
-def _fits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and x.ndim == 2
-        and x.shape[0] > 0
-        and not isinstance(x, torch._subclasses.FakeTensor)
-        and not torch.is_autocast_enabled("cpu")
-        and onednn.available()
-    )
+__all__ = [
+    "FP8Linear",
+    "Linear",
+    "MergedLinear",
+    "can_pack",
+    "linear",
+    "pack_merged",
+    "pack_weights",
+    "packed_parts",
+    "takes_packed",
+]
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -95,7 +64,7 @@ class Linear(nn.Linear):
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(gate) up`` of a layer whose outputs are gate and up: ``[T, in_features]`` -> ``[T,
         out_features / 2]``, within the matmul where that is Triton's."""
-        if uses_triton(x) and _choose(x, self.weight, self.bias) == "triton":
+        if uses_triton(x) and choose(x, self.weight, self.bias) == "triton":
             return small_linear_swiglu(x, self.weight, self.bias, backend="triton")
         return swiglu(self(x))
 

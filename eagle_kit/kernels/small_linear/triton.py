@@ -2,8 +2,11 @@
 
 ``y^T = W x^T``: 64 rows of the weight are the M side of the dot and the few rows of x its N side, so that
 matrix instructions multiply little padding. A program sums one run of K for one block of outputs; with S > 1
-runs it stores fp32 partial sums, and a second launch adds them in their order. fp8 weights are widened in
-registers on their way into the dot, and ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum.
+runs it stores fp32 partial sums, and a second launch adds them in their order. e4m3 weights are widened in
+registers on their way into the dot, where the GPU has no instruction for it by their bits. With a scale for
+each output (SCALED) ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum; with scales of blocks
+(GROUPED; DeepSeek-V3, arXiv 2412.19437, section 3.3) the product of each tile, whose columns share them, is
+scaled in fp32 before it is added. No scaled weight is rounded.
 
 GATED layers are gate and up of SwiGLU, one below the other: rows of both take turns in a block, so that a
 program, or the second launch, has both of an output and writes ``silu(gate) up`` only, rounded where the
@@ -15,6 +18,7 @@ and K only, so that K is summed in the same runs for any M.
 Legend: M rows, N outputs, K inputs, S runs.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,7 +27,8 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
+from eagle_kit.kernels.capability import DeviceFacts, device_facts
+from eagle_kit.kernels.fp8 import E4M3
 from eagle_kit.kernels.small_linear.reference import MAX_ROWS
 
 PROGRAMS = 2
@@ -40,6 +45,14 @@ def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.con
 
 
 @triton.jit
+def _widened(bits):
+    """e4m3 by its bits, int8, in fp16: sign, exponent and mantissa moved to their places, and the difference
+    of the biases, 15 - 7, multiplied in, which is exact for subnormals too. NaN reads as 480."""
+    moved = (bits.to(tl.int16) << 7) & -0x4080
+    return moved.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
 def _activated(gate, up, kind: tl.constexpr):
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
@@ -47,8 +60,8 @@ def _activated(gate, up, kind: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def _multiply(
-    x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits, group_rows, group_size,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK."""
@@ -59,7 +72,10 @@ def _multiply(
     m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
     begin = tl.program_id(1) * run
-    w_at = weight + tl.minimum(n, num_outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
+    held = tl.minimum(n, num_outputs - 1)
+    w_at = weight + held.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    if GROUPED:
+        scale_at = scales + held // group_rows * tl.cdiv(size, group_size)
     x_at = x + m[:, None] * size + k[None, :]
     present = (m < num_rows)[:, None]
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -71,7 +87,13 @@ def _multiply(
             inside = (start + k < size)[None, :]
             w = tl.load(w_at + start, inside, 0.0)
             rows = tl.load(x_at + start, present & inside, 0.0)
-        acc = tl.dot(w.to(rows.dtype), tl.trans(rows), acc)
+        if weight.dtype.element_ty == tl.int8:
+            w = _widened(w)
+        if GROUPED:
+            scale = tl.load(scale_at + start // group_size)
+            acc += tl.dot(w.to(rows.dtype), tl.trans(rows)) * scale[:, None]
+        else:
+            acc = tl.dot(w.to(rows.dtype), tl.trans(rows), acc)
     row_at = m.to(tl.int64)
     if SPLIT:
         row_at += tl.program_id(1) * num_rows
@@ -162,19 +184,27 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
 
 @torch.library.custom_op("eagle_kit::small_linear", mutates_args=())
 def small_linear(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    block: Sequence[int],
 ) -> torch.Tensor:
-    """``x [M, K]`` contiguous, ``weight [N, K]`` with contiguous rows, in the dtype of ``x`` or in fp8 with
-    ``scales [N]``; ``bias [N]`` -> ``[M, N]``."""
-    return _launch(x, weight, scales, bias, x.new_empty(x.shape[0], weight.shape[0]), False)
+    """``x [M, K]`` contiguous, ``weight [N, K]`` with contiguous rows, in the dtype of ``x`` or in e4m3 with
+    ``scales`` of rows ``[N, 1]`` or of a ``block`` of rows and columns; ``bias [N]`` -> ``[M, N]``."""
+    return _launch(x, weight, scales, bias, block, x.new_empty(x.shape[0], weight.shape[0]), False)
 
 
 @torch.library.custom_op("eagle_kit::small_linear_swiglu", mutates_args=())
 def small_linear_swiglu(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    block: Sequence[int],
 ) -> torch.Tensor:
     """:func:`small_linear` of gate above up, ``weight [2 I, K]`` -> ``silu(gate) up [M, I]``."""
-    return _launch(x, weight, scales, bias, x.new_empty(x.shape[0], weight.shape[0] // 2), True)
+    return _launch(x, weight, scales, bias, block, x.new_empty(x.shape[0], weight.shape[0] // 2), True)
 
 
 def _launch(
@@ -182,12 +212,17 @@ def _launch(
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
+    block: Sequence[int],
     out: torch.Tensor,
     gated: bool,
 ) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0]
     assert m <= MAX_ROWS and x.element_size() == 2 and weight.stride(1) == 1
     assert (weight.dtype == x.dtype) == (scales is None)
+    group_rows, group_size = block or (1, k)
+    if scales is not None:
+        assert weight.dtype == E4M3 and scales.dtype == torch.float32 and scales.is_contiguous()
+        assert scales.shape == (triton.cdiv(n, group_rows), triton.cdiv(k, group_size))
     if m == 0:
         return out
     rows = row_bucket(m)
@@ -196,11 +231,12 @@ def _launch(
     programs, tiles = triton.cdiv(n, blocks.outputs), triton.cdiv(k, blocks.block)
     splits = choose_splits(programs, tiles, PROGRAMS * facts.multiprocessors)
     to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
+    assert not block or group_size % blocks.block == 0
     operands = (x if scales is None else scales, x if bias is None else bias)
-    finish = {"SCALED": scales is not None, "BIASED": bias is not None, "GATED": gated}
+    finish = {"SCALED": scales is not None and not block, "BIASED": bias is not None, "GATED": gated}
     _multiply[(programs, splits)](
         x,
-        weight,
+        weight if scales is None or facts.converts_fp8 else weight.view(torch.int8),
         *operands,
         to,
         m,
@@ -208,10 +244,13 @@ def _launch(
         k,
         weight.stride(0),
         splits,
+        group_rows,
+        group_size,
         ROWS=rows,
         OUTPUTS=blocks.outputs,
         BLOCK=blocks.block,
         EVEN=k % blocks.block == 0,
+        GROUPED=bool(block),
         SPLIT=splits > 1,
         **finish,
         num_warps=blocks.num_warps,
@@ -225,12 +264,12 @@ def _launch(
 
 
 @small_linear.register_fake
-def _(x, weight, scales, bias):
+def _(x, weight, scales, bias, block):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @small_linear_swiglu.register_fake
-def _(x, weight, scales, bias):
+def _(x, weight, scales, bias, block):
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
@@ -239,42 +278,47 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     K."""
     made = []
     pointers = ("x", "weight", "scales", "bias", "out")
-    integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits")
-    for kind, stored, rows, split, even, *gated in (
+    integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits", "group_rows", "group_size")
+    fp8 = "fp8e4nv" if facts.converts_fp8 else "i8"
+    for kind, stored, rows, split, even, *special in (
         ("bf16", "bf16", 16, True, True),
         ("bf16", "bf16", 32, True, True),
         ("bf16", "bf16", 64, True, True),
         ("bf16", "bf16", 16, False, False),
         ("fp16", "fp16", 64, False, True),
-        ("bf16", "fp8e4nv", 16, True, True),
-        ("bf16", "fp8e4nv", 64, False, True),
-        ("fp16", "fp8e4nv", 32, True, True),
+        ("bf16", fp8, 16, True, True),
+        ("bf16", fp8, 64, False, True),
+        ("fp16", fp8, 32, True, True),
         ("bf16", "bf16", 16, False, True, "gated"),
         ("bf16", "bf16", 64, True, True, "gated"),
-        ("bf16", "fp8e4nv", 64, False, True, "gated"),
+        ("bf16", fp8, 64, False, True, "gated"),
+        ("bf16", fp8, 16, True, True, "grouped"),
+        ("bf16", fp8, 32, False, False, "grouped"),
+        ("fp16", fp8, 64, True, True, "grouped"),
+        ("bf16", fp8, 16, False, True, "grouped", "gated"),
+        ("bf16", fp8, 64, False, True, "grouped", "gated"),
     ):
-        scaled = stored != kind
-        blocks = choose_blocks(rows, 1 if scaled else 2, facts)
-        finish = {"SCALED": scaled, "BIASED": not scaled, "GATED": bool(gated)}
+        is_fp8, grouped, gated = stored != kind, "grouped" in special, "gated" in special
+        blocks = choose_blocks(rows, 1 if is_fp8 else 2, facts)
+        finish = {"SCALED": is_fp8 and not grouped, "BIASED": not is_fp8, "GATED": gated}
         types = (
             dict.fromkeys(pointers, f"*{kind}") | dict.fromkeys(integers, "i32") | {"weight": f"*{stored}"}
         )
-        types |= ({"out": "*fp32"} if split else {}) | ({"scales": "*fp32"} if scaled else {})
+        types |= ({"out": "*fp32"} if split else {}) | ({"scales": "*fp32"} if is_fp8 else {})
         constants = {"ROWS": rows, "OUTPUTS": blocks.outputs, "BLOCK": blocks.block, "EVEN": even}
-        special = (" split" if split else "") + ("" if even else " odd") + (" gated" if gated else "")
+        words = ("split" if split else "", "" if even else "odd", *special)
         made.append(
             Variant(
-                f"small_linear {kind} weight {stored} M{rows}{special}",
+                " ".join(("small_linear", kind, "weight", stored, f"M{rows}", *filter(None, words))),
                 _multiply,
                 {name: types[name] for name in _multiply.arg_names if name in types},
-                {**constants, **finish, "SPLIT": split},
-                aligned=("size", "weight_stride", "num_outputs"),
+                {**constants, **finish, "GROUPED": grouped, "SPLIT": split},
+                aligned=("size", "weight_stride", "num_outputs", "group_size"),
                 num_warps=blocks.num_warps,
                 num_stages=blocks.num_stages,
                 wgmma=True,
                 programs=PROGRAMS,
-                narrow="the compiler swizzles fp8 for 16 rows by 8 bytes" if scaled and rows == 16 else "",
-                archs=WITH_FP8 if scaled else SHIPPED,
+                narrow="the compiler swizzles fp8 by 8 bytes" if is_fp8 and (rows == 16 or not even) else "",
             )
         )
     for scaled, paired in ((False, False), (True, False), (False, True)):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.published import take
 
 NAMES = {
@@ -24,14 +25,14 @@ def arrange(
     published: dict[str, torch.Tensor],
     config: TargetConfig,
     raw: dict[str, Any],
-    block: tuple[int, int] | None,
+    layout: FP8Layout | None,
 ) -> dict[str, torch.Tensor]:
     """Tensors by our published names.
 
     Args:
         published: by their names without ``model.``; it is emptied.
         raw: the ``config.json``, which is not needed.
-        block: see :func:`~eagle_kit.models.loading.published.take`.
+        layout: see :func:`~eagle_kit.models.loading.published.take`.
     """
     found = {}
     for name in list(published):
@@ -44,7 +45,7 @@ def arrange(
         if factor is None:
             found[ours] = published.pop(name)
         else:
-            tensor = take(published, name, torch.float32, block)
+            tensor = take(published, name, torch.float32, layout)
             found[ours] = tensor * factor.view(-1, *[1] * (tensor.ndim - 1))
     return found
 

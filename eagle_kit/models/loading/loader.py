@@ -19,14 +19,15 @@ from eagle_kit.models.bridge.load import load_bridged, load_ends
 from eagle_kit.models.config import FAMILIES, QWEN_HYBRIDS, TargetConfig, text_config
 from eagle_kit.models.config_parts import read_architecture, read_table
 from eagle_kit.models.loading import falcon_h1, qwen_hybrid
+from eagle_kit.models.loading.fp8_layout import UNUSED, FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.published import (
     Part,
     expected_shapes,
     is_mtp,
     published_parts,
-    read_fp8_block,
     take,
 )
+from eagle_kit.models.loading.quantize import Quantization, fill_fp8
 from eagle_kit.models.loading.qwen_hybrid import is_exact
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
@@ -34,7 +35,7 @@ from eagle_kit.models.targets.target import Target
 
 SAMPLE = 4096
 """Bytes hashed of each tensor in a fingerprint."""
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *UNUSED)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
 ARRANGED = {**dict.fromkeys(QWEN_HYBRIDS, qwen_hybrid.arrange), "falcon_h1": falcon_h1.arrange}
@@ -50,15 +51,25 @@ def read_target_config(folder: Path) -> TargetConfig:
         UserError: an unsupported architecture, activation or quantisation, or a value that is missing or
             impossible.
     """
-    config = read_object(folder / "config.json")
+    config = _read_config(folder)
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = read_object(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
     if read_architecture(config, str(folder)) in FAMILIES:
-        read_fp8_block(config, str(folder))
+        read_fp8_layout(config, str(folder))
         check_activation(text_config(config, str(folder)), str(folder))
     return parse_target(config, str(folder))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, with the quantisation that ModelOpt writes into a file of its own."""
+    config, beside = read_object(folder / "config.json"), folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and beside.is_file():
+        given = read_object(beside).get("quantization")
+        algorithm = given.get("quant_algo") if isinstance(given, dict) else given
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algorithm}
+    return config
 
 
 def parse_target(config: dict[str, Any], where: str = "the model's folder") -> TargetConfig:
@@ -146,15 +157,18 @@ def load_target(
     device: torch.device | str = "cpu",
     *,
     with_layers: bool = True,
+    quantization: Quantization = "none",
 ) -> Target:
     """Load a frozen target in eval mode.
 
     Args:
         name_or_path: see :func:`~eagle_kit.models.loading.source.resolve_target`.
-        dtype: dtype of the weights in memory, also of those stored in blocks of fp8; RoPE frequencies and
-            gate biases stay fp32.
+        dtype: dtype of the weights in memory, also of those stored in fp8 that ``quantization`` does not
+            keep; RoPE frequencies and gate biases stay fp32.
         with_layers: False loads embedding, final norm and output layer only, for training on captured states
             of a target that is too large for this machine; such a model cannot run.
+        quantization: which linear layers are kept in fp8 (:mod:`~eagle_kit.models.loading.quantize`): auto
+            keeps those that are stored so, fp8 casts the others as well, none widens all.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
@@ -163,11 +177,16 @@ def load_target(
     folder = resolve_target(str(name_or_path))
     config = read_target_config(folder)
     if isinstance(config, BridgedConfig):
+        if quantization == "fp8":
+            raise UserError(
+                f"The layers of {config.model_type} are those of transformers, which are not cast to fp8.",
+                "Leave the quantization out.",
+            )
         if with_layers:
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    raw = read_object(folder / "config.json")
-    block = read_fp8_block(raw, str(folder))
+    raw = _read_config(folder)
+    layout = read_fp8_layout(raw, str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)
     wanted = None
@@ -175,15 +194,17 @@ def load_target(
         model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
     tensors = read_published(folder, wanted)
     if config.model_type in ARRANGED:
-        tensors = ARRANGED[config.model_type](tensors, config, raw, block)
+        tensors = ARRANGED[config.model_type](tensors, config, raw, layout)
     published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
     parts = published_parts(model.named_parameters(), config, published)
-    expected = expected_shapes((part for group in parts.values() for part in group), published, block)
+    expected = expected_shapes((part for group in parts.values() for part in group), published, layout)
     check_tensors(published, expected, str(folder))
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
-    fill(model, parts, published, block, dtype, device)
+    if quantization != "none":
+        fill_fp8(model, parts, published, layout, dtype, device, casts=quantization == "fp8")
+    fill(model, parts, published, layout, dtype, device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
@@ -197,15 +218,17 @@ def fill(
     model: torch.nn.Module,
     parts: Mapping[str, list[Part]],
     published: dict[str, torch.Tensor],
-    block: tuple[int, int] | None,
+    layout: FP8Layout | None,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Assign to ``model`` the parameters assembled from ``parts`` of ``published``, which are removed from
-    it; they require gradients like those they replace."""
+    """Assign to ``model`` the parameters that are on the meta device, assembled from ``parts`` of
+    ``published``, which are removed from it; they require gradients like those they replace."""
     for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
         kind = torch.float32 if stays_exact(model, name) else dtype
-        pieces = [take(published, part.name, kind, block).to(device) for part in parts[name]]
+        pieces = [take(published, part.name, kind, layout).to(device) for part in parts[name]]
         value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))

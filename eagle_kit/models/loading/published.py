@@ -1,4 +1,4 @@
-"""Published checkpoint layouts of our parameters: names, shapes, and weights in blocks of fp8.
+"""Published checkpoint layouts of our parameters: names, shapes, and weights in fp8 with their scales.
 
 A parameter is one published tensor or several stacked ones. Experts are published one by one, under the names
 of their family, or stacked as in transformers 5 and here.
@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.kernels.fp8 import FP8Weight
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.fp8_layout import FP8Layout
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -22,7 +23,6 @@ FUSED = {
 """Our fused parameters, and the published parameters that each is stacked from, in order."""
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-SCALE_SUFFIX = "_scale_inv"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -86,66 +86,50 @@ def _one_by_one(name: str, shape: tuple[int, ...], is_mixtral: bool) -> list[Par
 
 
 def expected_shapes(
-    parts: Iterable[Part], published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
+    parts: Iterable[Part], published: Mapping[str, torch.Tensor], layout: FP8Layout | None
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all required tensors: ``parts``, and the scales of those in fp8.
 
     Args:
-        block: rows and columns that share a scale; None where fp8 is not expected.
+        layout: of the scales; None where fp8 is not expected.
     """
     shapes = {}
     for name, shape in parts:
         shapes[name] = shape
-        if block is not None and name in published and published[name].dtype in FP8:
-            rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
-            shapes[name + SCALE_SUFFIX] = (*shape[:-2], rows, columns)
+        if layout is not None and name in published and published[name].dtype in FP8:
+            allowed = layout.scale_shapes(shape)
+            scale = published.get(name + layout.suffix)
+            is_one = scale is not None and tuple(scale.shape) in allowed
+            shapes[name + layout.suffix] = tuple(scale.shape) if is_one else allowed[0]  # type: ignore[union-attr]
     return shapes
 
 
+def take_fp8(published: dict[str, torch.Tensor], name: str, layout: FP8Layout) -> FP8Weight:
+    """Remove a tensor and its scales from ``published`` and return them as they are."""
+    return layout.weight(published.pop(name), published.pop(name + layout.suffix))
+
+
 def take(
-    published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, block: tuple[int, int] | None
+    published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, layout: FP8Layout | None
 ) -> torch.Tensor:
-    """Remove a tensor from ``published`` and return it in ``dtype``, fp8 blocks multiplied by their
-    scales."""
+    """Remove a tensor from ``published`` and return it in ``dtype``, fp8 multiplied by its scales."""
     tensor = published.pop(name)
-    scale = published.pop(name + SCALE_SUFFIX, None)
-    if scale is None or block is None:
+    scale = None if layout is None else published.pop(name + layout.suffix, None)
+    if scale is None or layout is None:
         return tensor.to(dtype)
-    rows, columns = tensor.shape[-2:]
-    grown = scale.float().repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
-    return (tensor.float() * grown.repeat_interleave(min(block[1], columns), -1)[..., :columns]).to(dtype)
+    return layout.weight(tensor, scale).dense(dtype)
 
 
 def dequantised(
-    published: Mapping[str, torch.Tensor], block: tuple[int, int] | None
+    published: Mapping[str, torch.Tensor], layout: FP8Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name, one after another: fp8 blocks multiplied by their scales, the others as they are."""
-    names = set(published)
-    for name in sorted(names):
-        if not name.endswith(SCALE_SUFFIX):
-            parts = {key: published[key] for key in (name, name + SCALE_SUFFIX) if key in names}
-            dtype = parts[name].dtype
-            yield name, take(parts, name, torch.float32 if dtype in FP8 else dtype, block)
-
-
-def read_fp8_block(config: Mapping[str, object], where: str) -> tuple[int, int] | None:
-    """Block size of a config's fp8 weights; None for unquantised weights.
-
-    Raises:
-        UserError: another quantisation.
-    """
-    quantised = config.get("quantization_config")
-    if not quantised:
-        return None
-    if isinstance(quantised, dict) and quantised.get("quant_method") == "fp8":
-        block = quantised.get("weight_block_size")
-        if isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block):
-            return block[0], block[1]
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    raise UserError(
-        f"The weights in {where} are quantised ({shown(method)}), which cannot be run here.",
-        "Use the model's unquantised checkpoint, or one in fp8 with weight_block_size.",
-    )
+    """Tensors by name, one after another: fp8 multiplied by its scales, the others as they are."""
+    suffix = None if layout is None else layout.suffix
+    scales = {name + suffix for name in published if suffix is not None} & published.keys()
+    for name in sorted(published.keys() - scales):
+        parts = {key: published[key] for key in (name, f"{name}{suffix}") if key in published}
+        dtype = parts[name].dtype
+        yield name, take(parts, name, torch.float32 if dtype in FP8 else dtype, layout)
 
 
 def is_mtp(name: str, config: TargetConfig) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.published import take
 
 PREFIX, LEFT_OUT = "language_model.", ("visual.", "mtp.")
@@ -28,14 +29,14 @@ def arrange(
     published: dict[str, torch.Tensor],
     config: TargetConfig,
     raw: dict[str, Any],
-    block: tuple[int, int] | None,
+    layout: FP8Layout | None,
 ) -> dict[str, torch.Tensor]:
     """Tensors by our published names. Those of unexpected shapes stay as they are, to be reported.
 
     Args:
         published: by their names without ``model.``; it is emptied.
         raw: the ``config.json``.
-        block: see :func:`~eagle_kit.models.loading.published.take`.
+        layout: see :func:`~eagle_kit.models.loading.published.take`.
     """
     found: dict[str, torch.Tensor] = {}
     for name in list(published):
@@ -46,7 +47,7 @@ def arrange(
             published.pop(name)
             continue
         if _is_rearranged(inner):
-            tensor = take(published, name, torch.float32, block)
+            tensor = take(published, name, torch.float32, layout)
             found.update(_parts(inner, tensor, config))
         else:
             found[inner.replace(".shared_expert.", ".shared_experts.")] = published.pop(name)

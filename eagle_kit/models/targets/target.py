@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant
@@ -113,6 +113,17 @@ class Target(nn.Module, ABC):
     def head_weight(self) -> torch.Tensor:
         """Output matrix ``[V, H]``, tied to the embedding or not."""
         return self.lm_head.weight
+
+    @property
+    def fp8_layers(self) -> list[FP8Linear]:
+        """Linear layers that hold fp8 weights."""
+        return [module for module in self.modules() if isinstance(module, FP8Linear)]
+
+    @property
+    def weight_format(self) -> str:
+        """Dtype of the weights in words."""
+        dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
+        return f"{dtype} with fp8 layers" if self.fp8_layers else dtype
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
