@@ -4,14 +4,11 @@ import pytest
 import torch
 
 from eagle_kit.kernels.experts import experts
+from eagle_kit.kernels.fp8 import FP8Weight, quantize_fp8
+from eagle_kit.kernels.linear.fp8 import fp8_linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.rope import WindowRows, rope_store
-from eagle_kit.kernels.small_linear import (
-    quantize_fp8,
-    small_linear,
-    small_linear_fp8,
-    small_linear_swiglu,
-)
+from eagle_kit.kernels.small_linear import small_linear, small_linear_swiglu
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.blocks.layers import Rope
 from tests.gpu.near import NORM, assert_near
@@ -234,8 +231,30 @@ def test_small_linears(model, rows, dtype):
             both = small_linear(x, weight, bias, backend="triton")
             fused = small_linear_swiglu(x, weight, bias, backend="triton")
             assert torch.equal(fused, swiglu(both, backend="triton"))
-        packed, scales = quantize_fp8(weight)
-        exact = x.double() @ (packed.float().double() * scales.double()[:, None]).T
-        assert_near("fp8", small_linear_fp8(x, packed, scales, backend="triton"), exact)
+        held = quantize_fp8(weight)
+        exact = x.double() @ held.dense(torch.float64).T
+        assert_near("fp8", small_linear(x, held, backend="triton"), exact)
         off = (exact - right).norm() / right.norm()
         assert off < NORM[FP8], "fp8 weights are what they stand for"
+        scales = randn(-(-n // 128), -(-k // 128), dtype=torch.float32, by=by).exp()
+        blocks = FP8Weight(held.values, scales / 448, (128, 128))
+        exact = x.double() @ blocks.dense(torch.float64).T
+        assert_near("blocks", small_linear(x, blocks, backend="triton"), exact)
+        if n % 2 == 0:
+            both = small_linear(x, blocks, backend="triton")
+            fused = small_linear_swiglu(x, blocks, backend="triton")
+            assert torch.equal(fused, swiglu(both, backend="triton"))
+
+
+@pytest.mark.parametrize("model", LINEARS)
+def test_fp8_layers_of_many_rows(model):
+    """By e4m3 throughout where scales are of rows, and by pieces of the weight where they are of blocks."""
+    by = generator(14)
+    for n, k in LINEARS[model]:
+        x, weight = randn(300, k, dtype=torch.bfloat16, by=by), randn(n, k, dtype=torch.float32, by=by)
+        held = quantize_fp8(weight * k**-0.5)
+        exact = x.double() @ held.dense(torch.float64).T
+        assert (fp8_linear(x, held).double() - exact).norm() < NORM[FP8] * exact.norm()
+        scales = randn(-(-n // 128), -(-k // 128), dtype=torch.float32, by=by).exp()
+        blocks = FP8Weight(held.values, scales / 448, (128, 128))
+        assert_near("blocks", fp8_linear(x, blocks), x.double() @ blocks.dense(torch.float64).T)

@@ -7,9 +7,9 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels import linear as module
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.linear import linear
+from eagle_kit.kernels.linear import plain as module
 from eagle_kit.kernels.linear.forms import Size, use_forms
 from eagle_kit.serve import linear_forms
 from eagle_kit.serve.graph import EagerGraph, GraphRunner

@@ -11,7 +11,7 @@ from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels import linear as linear_room
+from eagle_kit.kernels.linear import plain as linear_room
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.graph import EagerGraph, GraphRunner

@@ -2,8 +2,8 @@
 
 Up to 64 rows of a half dtype on a GPU Triton reads the weight as it is
 (:mod:`eagle_kit.kernels.small_linear`). More rows are rounded to e4m3 as well, with a scale for each, and
-multiplied by ``torch._scaled_mm``, where GPU and scales allow it. Everywhere else a piece of the weight at a time
-is widened and multiplied.
+multiplied by ``torch._scaled_mm``, where GPU and scales allow it. Everywhere else a piece of the weight at a
+time is widened and multiplied.
 
 Legend: T rows, N outputs, K inputs.
 """

@@ -15,6 +15,6 @@ MAX_ROWS = 64
 def small_linear(
     x: torch.Tensor, weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x [M, K]``, ``weight [N, K]``, ``bias [N]`` -> ``[M, N]``; an fp8 weight is multiplied by its scales and
-    rounded to the dtype of ``x``."""
+    """``x [M, K]``, ``weight [N, K]``, ``bias [N]`` -> ``[M, N]``; an fp8 weight is multiplied by its scales
+    and rounded to the dtype of ``x``."""
     return F.linear(x, weight.dense(x.dtype) if isinstance(weight, FP8Weight) else weight, bias)

@@ -6,13 +6,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.kernels.backend import use
+from eagle_kit.kernels.capability import facts_of
+from eagle_kit.kernels.fp8 import E4M3, FP8Weight, quantize_fp8
 from eagle_kit.kernels.linear.forms import use_forms
-from eagle_kit.kernels.small_linear import (
-    quantize_fp8,
-    small_linear,
-    small_linear_fp8,
-    small_linear_swiglu,
-)
+from eagle_kit.kernels.small_linear import fits_triton, small_linear, small_linear_swiglu
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.blocks.layers import MLP
 
@@ -64,28 +61,64 @@ def test_the_product_and_the_bias(triton_device, kernels, m, n, k, dtype):
         check(small_linear(x, weight, b, backend="triton"), x, weight.double(), b, dtype)
 
 
+def in_fp8(weight, block):
+    """Weight ``[N, K]`` in e4m3 with random scales of ``block``, or of each row, and what it is in fp64."""
+    n, k = weight.shape
+    if block is None:
+        held = quantize_fp8(weight * torch.logspace(-3, 2, n, device=weight.device)[:, None])
+        return held, held.values.double() * held.scales.double()
+    generator = torch.Generator().manual_seed(n + k)
+    scales = torch.randn(-(-n // block[0]), -(-k // block[1]), generator=generator).exp().to(weight.device)
+    values = (weight.float() * 100).clamp(-448, 448).to(E4M3)
+    i, j = torch.arange(n)[:, None] // block[0], torch.arange(k)[None] // block[1]
+    return FP8Weight(values, scales, block), values.double() * scales.double()[i, j]
+
+
+ROWS_AND_SIZES = [(1, 1, 1), (1, 64, 128), (5, 65, 129), (16, 127, 500), (33, 130, 390), (64, 70, 640)]
+BLOCKS = [
+    pytest.param(None, id="scales of rows"),
+    pytest.param((128, 128), id="DeepSeek's blocks"),
+    pytest.param((1, 128), id="blocks of a row"),
+    pytest.param((48, 256), id="other blocks"),
+]
+
+
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_fp8_weights(triton_device, kernels, m, n, k, dtype):
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("m", "n", "k"), ROWS_AND_SIZES)
+def test_fp8_weights(triton_device, kernels, m, n, k, block, dtype):
     x, weight, bias = make(m, n, k, dtype, triton_device)
-    quantized, scales = quantize_fp8(weight * torch.logspace(-3, 2, n, device=triton_device)[:, None])
-    exact = quantized.double() * scales.double()[:, None]
-    for b in (None, bias):
-        check(small_linear_fp8(x, quantized, scales, b, backend="triton"), x, exact, b, dtype)
+    held, exact = in_fp8(weight, block)
+    bias = bias if m % 2 else None
+    check(small_linear(x, held, bias, backend="triton"), x, exact, bias, dtype)
+
+
+@pytest.mark.parametrize("block", BLOCKS[:2])
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_a_gpu_without_e4m3_takes_its_bits(triton_device, kernels, monkeypatch, block, dtype):
+    """Every finite number that e4m3 has, subnormal ones and both zeros among them."""
+    monkeypatch.setattr(kernels, "device_facts", lambda device: facts_of(80))
+    x, weight, _ = make(5, 130, 300, dtype, triton_device)
+    held, _ = in_fp8(weight, block)
+    numbers = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
+    values = numbers.repeat(154)[: 130 * 300].view(130, 300).to(triton_device).view(E4M3)
+    held = held._replace(values=values)
+    check(small_linear(x, held, backend="triton"), x, held.dense(torch.float64), None, dtype)
+    with pytest.raises(Exception, match="fp8"):  # so that it is the bits that were taken
+        monkeypatch.setattr(kernels, "_widened", None)
+        small_linear(x, held, backend="triton")
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, monkeypatch, splits, fp8):
+@pytest.mark.parametrize("kind", ["plain", None, (128, 128)])
+def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, monkeypatch, splits, kind):
     """Five tiles: runs of unequal length, and with S = 3 runs of 2, 2 and 1."""
     monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
     x, weight, bias = make(3, 70, 600, torch.bfloat16, triton_device)
-    quantized, scales = quantize_fp8(weight)
-    exact = quantized.double() * scales.double()[:, None] if fp8 else weight.double()
-    form, operands = (small_linear_fp8, (quantized, scales)) if fp8 else (small_linear, (weight,))
-    out = form(x, *operands, bias, backend="triton")
+    held, exact = (weight, weight.double()) if kind == "plain" else in_fp8(weight, kind)
+    out = small_linear(x, held, bias, backend="triton")
     check(out, x, exact, bias, torch.bfloat16)
-    assert torch.equal(out, form(x, *operands, bias, backend="triton"))
+    assert torch.equal(out, small_linear(x, held, bias, backend="triton"))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -104,6 +137,22 @@ def test_swiglu_within_the_matmul_has_the_bits_of_both(
         gate, up = (x.double() @ weight.double().T + (0 if b is None else b.double())).chunk(2, -1)
         exact = gate / (1 + torch.exp(-gate)) * up
         assert ((out.double() - exact).abs() <= 5 * EPSILON[dtype] * (gate.abs() + 1) * (up.abs() + 1)).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("m", "half", "k"), [(1, 32, 128), (33, 200, 300)])
+def test_swiglu_within_the_matmul_of_fp8_weights_has_the_bits_of_both(
+    triton_device, kernels, monkeypatch, m, half, k, block, splits
+):
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    x, weight, bias = make(m, 2 * half, k, torch.bfloat16, triton_device)
+    held, _ = in_fp8(weight, block)
+    held = held._replace(scales=held.scales * (0.01 * k**-0.5))
+    for b in (None, bias):
+        out = small_linear_swiglu(x, held, b, backend="triton")
+        assert torch.equal(out, swiglu(small_linear(x, held, b, backend="triton"), backend="triton"))
+        assert out.isfinite().all() and out.abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -160,8 +209,17 @@ def test_too_many_rows_are_refused_when_asked_for(triton_device, kernels):
     x, weight, _ = make(65, 4, 16, torch.bfloat16, triton_device)
     with pytest.raises(AssertionError):
         small_linear(x, weight, backend="triton")
-    quantized, scales = quantize_fp8(weight)
-    assert small_linear_fp8(x, quantized, scales).shape == (65, 4)
+    assert small_linear(x, quantize_fp8(weight)).shape == (65, 4)
+
+
+def test_fp8_weights_that_do_not_fit(triton_device, kernels):
+    x, weight, _ = make(4, 64, 256, torch.bfloat16, triton_device)
+    assert fits_triton(x, in_fp8(weight, (128, 128))[0]) and fits_triton(x, in_fp8(weight, None)[0])
+    assert not fits_triton(x, in_fp8(weight, (64, 64))[0]), "a tile would have scales of two blocks"
+    assert not fits_triton(x.float(), in_fp8(weight, None)[0])
+    held = in_fp8(weight, (128, 128))[0]
+    with pytest.raises(AssertionError):
+        small_linear(x, held._replace(scales=held.scales[:, :1].contiguous()), backend="triton")
 
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
@@ -169,17 +227,21 @@ def test_equals_the_reference(triton_device, kernels, dtype):
     x, weight, bias = make(7, 48, 320, dtype, triton_device)
     ours, theirs = (small_linear(x, weight, bias, backend=name) for name in ("triton", "reference"))
     torch.testing.assert_close(ours, theirs, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype])
-    operands = (x, *quantize_fp8(weight), bias)
-    ours, theirs = (small_linear_fp8(*operands, backend=name) for name in ("triton", "reference"))
-    torch.testing.assert_close(ours, theirs, rtol=4 * EPSILON[dtype], atol=16 * EPSILON[dtype])
+    for held in (quantize_fp8(weight), in_fp8(weight, (128, 128))[0]):
+        ours, theirs = (small_linear(x, held, bias, backend=name) for name in ("triton", "reference"))
+        atol = theirs.abs().max().item() * 2 * EPSILON[dtype]
+        torch.testing.assert_close(ours, theirs, rtol=4 * EPSILON[dtype], atol=atol)
 
 
 def test_the_operator_is_registered_as_it_behaves(triton_device, kernels):
     x, weight, bias = make(3, 10, 20, torch.bfloat16, triton_device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.small_linear, (x, weight, None, bias), test_utils=checks)
-    arguments = (x, *quantize_fp8(weight), None)  # the check of schemas cannot compare fp8
-    torch.library.opcheck(kernels.small_linear, arguments, test_utils=checks[1:])
+    torch.library.opcheck(kernels.small_linear, (x, weight, None, bias, []), test_utils=checks)
+    for block in (None, (128, 128)):  # the check of schemas cannot compare fp8
+        held, _ = in_fp8(weight, block)
+        arguments = (x, held.values, held.scales, None, list(block or ()))
+        torch.library.opcheck(kernels.small_linear, arguments, test_utils=checks[1:])
+        torch.library.opcheck(kernels.small_linear_swiglu, arguments, test_utils=checks[1:])
 
 
 def test_fake_tensors_pass():
@@ -188,7 +250,7 @@ def test_fake_tensors_pass():
         x, weight = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(8, 32, dtype=torch.bfloat16)
         for backend in ("triton", "reference"):
             assert small_linear(x, weight, backend=backend).shape == (3, 8)
-            out = small_linear_fp8(x, *quantize_fp8(weight), weight[:, 0], backend=backend)
+            out = small_linear(x, quantize_fp8(weight), weight[:, 0], backend=backend)
             assert out.shape == (3, 8) and out.dtype == torch.bfloat16
 
 
