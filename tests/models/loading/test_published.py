@@ -170,7 +170,14 @@ def test_fp8_without_its_scale_or_with_a_wrong_one_is_refused(fp8):
 
 
 @pytest.mark.parametrize(
-    "method", [{"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 4}, {"bits": 4}]
+    "method",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"bits": 4},
+    ],
 )
 def test_other_quantisation_is_refused(folder, method):
     change_config(folder, quantization_config=method)

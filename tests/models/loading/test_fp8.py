@@ -1,0 +1,130 @@
+"""Targets whose linear layers are in fp8: as checkpoints of four projects have them, and cast when loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_head
+from tiny_run import make_target
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.llm import LLM
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONVENTIONS = {
+    "autofp8": ({"quant_method": "fp8"}, "_scale", "tensor"),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, "_scale", "output"),
+    "compressed tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+            },
+        },
+        "_scale",
+        "output",
+    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "_scale", "tensor"),
+    "deepseek": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "_scale_inv", "block"),
+}
+
+
+def scales_of(weight, kind):
+    """Scales as published, and one for every element."""
+    if kind == "tensor":
+        scales = weight.abs().max() / MAX
+        return scales, scales
+    if kind == "output":
+        scales = weight.abs().amax(1, keepdim=True) / MAX
+        return scales, scales
+    rows, columns = weight.shape
+    blocks = weight.view(rows // 16, 16, columns // 16, 16)
+    scales = blocks.abs().amax((1, 3)) / MAX
+    return scales, scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+
+@pytest.fixture(params=CONVENTIONS)
+def pair(request, tmp_path):
+    """A checkpoint in fp8, and the same numbers in fp32."""
+    config, suffix, kind = CONVENTIONS[request.param]
+    small, wide = make_target(tmp_path / "fp8"), make_target(tmp_path / "fp32")
+    tensors, meant = load_file(small / "model.safetensors"), load_file(wide / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith(tuple(f"{each}.weight" for each in PROJECTIONS)):
+            scales, each = scales_of(tensors[name], kind)
+            tensors[name] = (tensors[name] / each).to(E4M3)
+            tensors[name + suffix], meant[name] = scales, tensors[name].float() * each
+            if suffix == "_scale":  # of activations, which calibration leaves
+                tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(())
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, wide / "model.safetensors", metadata={"format": "pt"})
+    path = small / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return small, wide
+
+
+@torch.no_grad()
+def logits(target, rows):
+    """Logits of a text of ``rows`` tokens."""
+    ids = torch.arange(rows) % 250 + 3
+    positions = torch.arange(rows)
+    out = target(ids, positions, target.packed([(0, rows)], torch.zeros(rows, dtype=torch.int32)), ())
+    return out.hidden @ target.head_weight.t()
+
+
+@pytest.mark.parametrize("rows", [5, 90])
+def test_a_checkpoint_in_fp8_is_run_as_it_is_and_means_its_numbers(pair, rows):
+    small, wide = pair
+    kept, want = load_target(small, quantization="auto"), logits(load_target(wide), rows)
+    assert len(kept.fp8_layers) == 4 * 4, "four layers, each with qkv, output, gate-up and down"
+    assert all(layer.weight.dtype == E4M3 for layer in kept.fp8_layers)
+    torch.testing.assert_close(logits(kept, rows), want, atol=2e-4, rtol=1e-4)
+    widened = load_target(small)
+    assert not widened.fp8_layers
+    torch.testing.assert_close(logits(widened, rows), want, atol=2e-4, rtol=1e-4)
+
+
+def test_a_target_is_cast_when_it_is_loaded(tmp_path):
+    folder = make_target(tmp_path / "target")
+    wide, cast = load_target(folder), load_target(folder, quantization="fp8")
+    assert len(cast.fp8_layers) == 16 and not wide.fp8_layers
+    assert torch.equal(cast.embed_tokens.weight, wide.embed_tokens.weight)
+    for ours, theirs in zip(
+        cast.fp8_layers, [m for m in wide.layers.modules() if hasattr(m, "swiglu")], strict=True
+    ):
+        meant = quantize_fp8(theirs.weight)
+        assert torch.equal(ours.weight.view(torch.uint8), meant.values.view(torch.uint8))
+        error = (ours.quantized.dense(torch.float32) - theirs.weight).abs()
+        largest = theirs.weight.abs().amax(1, keepdim=True)
+        assert (error <= torch.maximum(theirs.weight.abs() / 16, largest / MAX / 1024 * 1.01)).all()
+    far = (logits(cast, 40) - logits(wide, 40)).norm() / logits(wide, 40).norm()
+    assert 1e-4 < far < 0.5, "a random target of this size amplifies errors"
+
+
+def test_speculation_says_what_the_cast_target_says_alone(tmp_path):
+    folder = make_target(tmp_path / "target")
+    plain = LLM(folder, max_context=96, quantization="fp8")
+    head = tiny_head(plain.target)
+    prompts = [[3, 70, 91], [5, 99, 120, 33, 41]]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    want = [reply.token_ids for reply in plain.generate(prompts, params)]
+    for shape in ("3,1,4", "3,2,6"):
+        llm = LLM(plain.target, head, max_context=96, quantization="fp8", shape=shape)
+        assert [reply.token_ids for reply in llm.generate(prompts, params)] == want
+
+
+def test_what_cannot_be_is_refused(pair, tmp_path):
+    small, _ = pair
+    tensors = load_file(small / "model.safetensors")
+    name = next(name for name in tensors if tensors[name].dtype == E4M3)
+    tensors[name].view(torch.uint8)[0, 0] = 0x7F
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name.removeprefix('model.')} has NaN"):
+        load_target(small, quantization="auto")
+    with pytest.raises(UserError, match="is a loaded model without it"):
+        LLM(load_target(make_target(tmp_path / "plain")), quantization="fp8")
