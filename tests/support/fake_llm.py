@@ -40,7 +40,9 @@ class FakeLLM:
         self.calls = [] if calls is None else calls
         self.max_context = max_context
         self.tokenizer = FakeTokenizer()
-        self.target = SimpleNamespace(embed_tokens=SimpleNamespace(weight=torch.zeros(1)))
+        self.target = SimpleNamespace(
+            embed_tokens=SimpleNamespace(weight=torch.zeros(1)), weight_format="float32"
+        )
 
     def tokenize(self, prompt: list[dict[str, str]]) -> list[int]:
         text = "|".join(f"{message['role']}:{message['content']}" for message in prompt)

@@ -12,15 +12,18 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-ROWS = 64
-"""Rows are padded to a multiple of this; at most that many rows are left alone."""
+from eagle_kit.kernels.backend import uses_triton
+
+ROWS = 32
+"""Rows are padded to a multiple of this; no more rows than this are left alone."""
 
 
 def fits(x: torch.Tensor) -> bool:
     """Return whether rows ``x [T, K]`` are padded: on a CPU, where the matmul is in half precision."""
     if x.device.type != "cpu" or x.ndim != 2 or x.shape[0] <= ROWS or x.shape[0] % ROWS == 0:
         return False
-    return matmul_dtype(x) != torch.float32 and not isinstance(x, torch._subclasses.FakeTensor)
+    is_half = matmul_dtype(x) != torch.float32 and not uses_triton(x)
+    return is_half and not isinstance(x, torch._subclasses.FakeTensor)
 
 
 def matmul_dtype(x: torch.Tensor) -> torch.dtype:
@@ -51,10 +54,9 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        padded = _pad(x)
-        ctx.save_for_backward(padded, weight)
+        ctx.save_for_backward(x, weight)
         with torch.autocast("cpu", enabled=False):
-            return F.linear(padded, weight, bias)[: x.shape[0]]
+            return F.linear(_pad(x), weight, bias)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
@@ -62,4 +64,4 @@ class _Padded(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy, needs = _pad(grads[0]), ctx.needs_input_grad
         dx = (dy @ weight)[: grads[0].shape[0]] if needs[0] else None
-        return dx, dy.t() @ x if needs[1] else None, grads[0].sum(0) if needs[2] else None
+        return dx, dy.t() @ _pad(x) if needs[1] else None, grads[0].sum(0) if needs[2] else None

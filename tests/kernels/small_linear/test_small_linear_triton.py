@@ -68,7 +68,8 @@ def in_fp8(weight, block):
         held = quantize_fp8(weight * torch.logspace(-3, 2, n, device=weight.device)[:, None])
         return held, held.values.double() * held.scales.double()
     generator = torch.Generator().manual_seed(n + k)
-    scales = torch.randn(-(-n // block[0]), -(-k // block[1]), generator=generator).exp().to(weight.device)
+    scales = torch.randn(-(-n // block[0]), -(-k // block[1]), generator=generator).exp()
+    scales = (scales / 16).to(weight.device)  # products stay within fp16
     values = (weight.float() * 100).clamp(-448, 448).to(E4M3)
     i, j = torch.arange(n)[:, None] // block[0], torch.arange(k)[None] // block[1]
     return FP8Weight(values, scales, block), values.double() * scales.double()[i, j]
@@ -104,7 +105,7 @@ def test_a_gpu_without_e4m3_takes_its_bits(triton_device, kernels, monkeypatch, 
     values = numbers.repeat(154)[: 130 * 300].view(130, 300).to(triton_device).view(E4M3)
     held = held._replace(values=values)
     check(small_linear(x, held, backend="triton"), x, held.dense(torch.float64), None, dtype)
-    with pytest.raises(Exception, match="fp8"):  # so that it is the bits that were taken
+    with pytest.raises(Exception, match="NoneType"):  # so that it is the bits that were taken
         monkeypatch.setattr(kernels, "_widened", None)
         small_linear(x, held, backend="triton")
 
