@@ -6,6 +6,7 @@ columns.
 
 import torch
 
+from eagle_kit.kernels.summation import pad_rows, weighted_sum
 from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
 
@@ -41,7 +42,8 @@ def attend_to(
     keys = rows.index_select(0, columns.reshape(-1)).float().view(b, -1, d)  # [B, C, D]
     if kv_scale != 1.0:
         keys = keys * kv_scale
-    queries = (q.float() * scale).reshape(b, n * h, d)
-    scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, n, h, -1) + mask[:, :, None]
-    out = torch.bmm(scores.softmax(-1).view(b, n * h, -1), keys[:, :, :latent_dim])
+    queries = pad_rows((q.float() * scale).reshape(b, n * h, d))
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    weights = (scores[:, : n * h].view(b, n, h, -1) + mask[:, :, None]).softmax(-1)
+    out = weighted_sum(pad_rows(weights.view(b, n * h, -1)), keys[:, :, :latent_dim])[:, : n * h]
     return out.view(b, n, h, latent_dim).to(q.dtype)

@@ -184,7 +184,7 @@ def attend(
     hkv = update.rows.num_heads
     g = hq // hkv
     k, v = update.rows.layer(k_rows, v_rows, update)
-    if (missing := least_nodes(g) - n) > 0:
+    if (missing := least_nodes(g, d, hkv * b) - n) > 0:
         q = F.pad(q, (0, 0, 0, 0, 0, missing))
     m = q.shape[1]
     sinks = None if variant.sinks is None else variant.sinks.view(1, hkv, 1, g)

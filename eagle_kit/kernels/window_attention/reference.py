@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from eagle_kit.kernels.summation import least_nodes
+from eagle_kit.kernels.summation import least_nodes, weighted_sum
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention.plan import Columns, attend_in_groups
 
@@ -61,7 +61,7 @@ def attend_dense(
     b, n, hq, d = q.shape
     hkv, c = len(k) // b, k.shape[1]
     g = hq // hkv
-    if (missing := least_nodes(g) - n) > 0:
+    if (missing := least_nodes(g, d, hkv * b) - n) > 0:
         q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
     queries = (
@@ -90,7 +90,7 @@ def attend_matrices(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask
     weights = scores.view(*queries.shape[:2], k.shape[1]).softmax(-1)
-    out = torch.bmm(weights.to(v.dtype), v)
+    out = weighted_sum(weights.to(v.dtype), v)
     if sinks is None:
         return out
     # exp(logsumexp) is that of the best score over its weight; torch's log and sigmoid have other bits in

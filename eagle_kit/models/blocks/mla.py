@@ -16,7 +16,7 @@ from torch import nn
 
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.kernels.rope import Rotation, rope_store
-from eagle_kit.kernels.summation import LEAST_ROWS
+from eagle_kit.kernels.summation import pad_rows
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import MLAConfig
@@ -170,7 +170,6 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     On a CPU, inputs of few rows are padded (:mod:`eagle_kit.kernels.summation`): a token's logits must not
     depend on the number of tokens in its window.
     """
-    t = len(x)
-    if t < LEAST_ROWS and x.device.type == "cpu":
-        x = torch.cat([x] * LEAST_ROWS)
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:t]
+    rows = x.transpose(0, 1)
+    padded = pad_rows(rows) if x.device.type == "cpu" else rows
+    return torch.bmm(padded, weight).transpose(0, 1)[: len(x)]
