@@ -15,6 +15,7 @@ Legend: B requests, N query nodes, C columns, Hq / Hkv heads, D head size, R row
 import itertools
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,13 +32,16 @@ MAX_BYTES = 1 << 30
 GROWTH = 256
 """Columns are allocated in multiples of this."""
 
+RUN_BYTES = 3 << 18
+"""Keys and values whose reading takes as long as the operations of one run, as measured on a CPU."""
+
 _stores: "weakref.WeakValueDictionary[int, GatheredRows]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
 class Run(NamedTuple):
-    """Requests ``first`` to ``stop`` with the same number of columns, those from ``column`` on, and their
-    ``mask [b, 1, N, 1, C]``."""
+    """Requests ``first`` to ``stop``, of which the columns from ``column`` on are read as far as the longest
+    needs them, and their ``mask [b, 1, N, 1, C]``."""
 
     first: int
     stop: int
@@ -123,10 +127,10 @@ class GatheredRows:
         stops = [max(pair) for pair in zip(ends, self._filled[:count], strict=True)]
         self._filled[:count] = ends
         rows, mask = replace(plan, num_columns=max(*sizes, *stops)).layout
-        bounds = [0, *(b for b in range(1, count) if sizes[b] != sizes[b - 1]), count]
+        per_column = 2 * self.num_heads * self._head_dim * self._dtype.itemsize
         runs = [
-            Run(first, stop, mask[first:stop, None, :, None, : sizes[first]])
-            for first, stop in itertools.pairwise(bounds)
+            Run(first, stop, mask[first:stop, None, :, None, : max(sizes[first:stop])])
+            for first, stop in itertools.pairwise(run_bounds(sizes, RUN_BYTES / per_column))
         ]
         reads = list(enumerate(zip(begins, stops, strict=True)))
         source = torch.cat([rows[b, begin:stop] for b, (begin, stop) in reads])
@@ -174,6 +178,29 @@ class GatheredRows:
             space.index_copy_(0, update.target, new.view(-1, self._head_dim))
         keys, values = spaces.flatten(1, 2)
         return keys, values
+
+
+def run_bounds(sizes: Sequence[int], run_cost: float) -> list[int]:
+    """Cut requests into runs of least cost -> first request of each run, and the end.
+
+    Args:
+        sizes: columns that each request needs; all requests of a run read as many as its longest.
+        run_cost: what a run costs beside, in columns of a request.
+    """
+    costs, begins = [0.0], [0]
+    for stop in range(1, len(sizes) + 1):
+        best, begin, longest = math.inf, 0, 0
+        for first in reversed(range(stop)):
+            longest = max(longest, sizes[first])
+            cost = costs[first] + run_cost + longest * (stop - first)
+            if cost < best:
+                best, begin = cost, first
+        costs.append(best)
+        begins.append(begin)
+    bounds = [len(sizes)]
+    while bounds[-1]:
+        bounds.append(begins[bounds[-1]])
+    return bounds[::-1]
 
 
 def attend(

@@ -1,6 +1,7 @@
 """Rows that stay together from cycle to cycle have the bits of rows that are copied together each time, while
 requests come, grow, change places and leave their pages to others."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -95,9 +96,10 @@ class Life:
         return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "run_bytes"), [(0, 0), (1, 0), (2, 20_000), (3, gathered.RUN_BYTES)])
 @torch.no_grad()
-def test_gathered_rows_have_the_bits_of_pages(seed):
+def test_gathered_rows_have_the_bits_of_pages(monkeypatch, seed, run_bytes):
+    monkeypatch.setattr(gathered, "RUN_BYTES", run_bytes)  # runs of equal columns, of similar ones, of all
     life, num_compared = Life(seed), 0
     for _ in range(200):
         chance, long = life.rng.random(), [request for request in life.running if request[1] > 110]
@@ -110,6 +112,27 @@ def test_gathered_rows_have_the_bits_of_pages(seed):
                 assert torch.equal(mine, expected) and mine.isfinite().all()
                 num_compared += 1
     assert num_compared > 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_cost_least_of_all_that_there_are(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice((64, 128, 384, 1024)) for _ in range(rng.randrange(1, 9))]
+    run_cost = rng.choice((0, 100, 500, 10_000))
+
+    def cost(bounds):
+        return sum(
+            run_cost + max(sizes[first:stop]) * (stop - first) for first, stop in itertools.pairwise(bounds)
+        )
+
+    between = range(1, len(sizes))
+    every = [
+        [0, *inner, len(sizes)]
+        for count in range(len(sizes))
+        for inner in itertools.combinations(between, count)
+    ]
+    found = gathered.run_bounds(sizes, run_cost)
+    assert found in every and cost(found) == min(map(cost, every))
 
 
 def test_batches_without_room_are_read_from_the_pages(monkeypatch):
