@@ -47,6 +47,7 @@ ENGINE_FLAGS = {
     "prefill_tokens": "--prefill-tokens",
     "decode_prefill_tokens": "--decode-prefill-tokens",
     "mixed_prefill_tokens": "--mixed-prefill-tokens",
+    "prefill_backend": "--prefill-backend",
     "kv_memory": "--kv-memory",
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
@@ -176,6 +177,7 @@ def introduce(
     weights = llm.target.weight_format
     say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
+    say(f"prefill    {llm.engine().runner.prefill_backends}")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
@@ -187,6 +189,8 @@ def introduce(
         say(str(prepared))
     for line in engine.runner.linear_forms.report():
         say(f"linear     {line}")
+    for line in engine.runner.prefill_backends.report():
+        say(f"prefill    {line}")
     for line in engine.reasons():
         say(f"shape      {line}")
 

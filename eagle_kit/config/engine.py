@@ -16,6 +16,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 
 GraphMode = Literal["cycle", "off"]
+PrefillBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
 DEFAULT_MAX_CONTEXT = 8192
 SNAPSHOTS_PER_REQUEST = 4
 BUCKETS, BUCKET = (1, 2, 4, 8, 16), 8
@@ -106,6 +107,9 @@ class EngineConfig(Options):
             8192 take 200; parts of a few hundred would hardly compute longer than they read the weights).
         mixed_prefill_tokens: share of prompts in a step that also decodes for others, in tokens that have
             none before them; default 12 on a CPU, 1024 on a GPU.
+        prefill_backend: attention of the target's prompts on a GPU: triton is ours; flash-attn and flashinfer
+            are libraries that you install, which read the pool in place; auto, the default, takes the fastest
+            of those that are installed, measured in the server's warm-up. On a CPU always ours.
         kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
         kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
             tokens.
@@ -148,6 +152,7 @@ class EngineConfig(Options):
     prefill_tokens: int | None = Field(default=None, ge=1)
     decode_prefill_tokens: int | None = Field(default=None, ge=1)
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
+    prefill_backend: PrefillBackend = "auto"
     kv_tokens: int | None = Field(default=None, ge=1)
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     state_snapshots: int | None = Field(default=None, ge=0)

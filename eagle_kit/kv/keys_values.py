@@ -3,13 +3,18 @@
 Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
+from eagle_kit.kernels.prefill_attention import (
+    PrefillPlan,
+    PromptAttention,
+    chunk_attention,
+    own_attention,
+)
 from eagle_kit.kernels.rope import Rows, WindowRows, rows_tensor
 from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
@@ -28,7 +33,12 @@ class PagedKV(PagedStore):
         heads: of ``num_heads``, those that each layer uses; default all.
         gathers: keep those of running requests together for recorded cycles, where the store is on a CPU and
             of the dtype of the queries. For targets: what a window commits must never change afterwards.
+
+    Attributes:
+        prompt_attention: attention of planned prompts in place of ours, set by who chooses among libraries.
     """
+
+    prompt_attention: Callable[[PrefillPlan], PromptAttention] | None = None
 
     def __init__(
         self,
@@ -74,10 +84,14 @@ class PagedKV(PagedStore):
         return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """See :class:`PagedStore`. Kernels, and stores of another dtype, read keys from the pool; otherwise
-        those of earlier tokens are copied next to the new ones."""
+        """See :class:`PagedStore`. Kernels, libraries, and stores of another dtype read keys from the pool;
+        otherwise those of earlier tokens are copied next to the new ones."""
+        if self.prompt_attention is not None:
+            rows, plan = self._prefill_plan(segments)
+            return _PrefillAttend(self, rows, self.prompt_attention(plan))
         if uses_triton(self.k) or self.k.dtype != self.dtype:
-            return _PrefillAttend(self, *self._prefill_plan(segments))
+            rows, plan = self._prefill_plan(segments)
+            return _PrefillAttend(self, rows, own_attention(plan))
         target_rows, cached = self.prompt_rows(segments)
         sizes = [segment.stop - segment.start for segment in segments]
         _, heads, _, head_dim = self.k.shape
@@ -114,7 +128,8 @@ class PagedKV(PagedStore):
         tables = torch.stack([segment.page_table for segment in segments])
         own = tables[request, positions // self.page_size] * self.page_size + positions % self.page_size
         rows = torch.where(positions >= write_from[request], own, self.trash_row)
-        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes))
+        reaches = [(start, stop) for start, stop, _ in bounds]
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes), reaches)
         return rows, plan
 
 
@@ -162,9 +177,9 @@ class _WindowAttend(_StoreAttend):
 class _PrefillAttend(_StoreAttend):
     """Attention of prompt tokens to the pool."""
 
-    def __init__(self, kv: PagedKV, rows: torch.Tensor, plan: PrefillPlan) -> None:
+    def __init__(self, kv: PagedKV, rows: torch.Tensor, attention: PromptAttention) -> None:
         super().__init__(kv, rows)
-        self.plan = plan
+        self.attention = attention
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return paged_prefill_attention(q, *self._stored(layer, k, v), self.plan, self.kv.variants[layer])
+        return self.attention(q, *self._stored(layer, k, v), self.kv.variants[layer])

@@ -5,31 +5,20 @@ choice is kept and never measured again, so that a size takes the same form as l
 that never came up in a warm-up take torch's form.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, get_args
+from functools import partial
+from typing import get_args
 
 import torch
 
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.linear.forms import Form, Size, use_forms
 from eagle_kit.kernels.timing import Timer
+from eagle_kit.serve.measured import Choice, choose_fastest
 
-MARGIN = 0.97
-"""Triton is taken where it needs less than this part of torch's time: less than that is noise, and a choice
-that follows noise differs from one start to the next."""
 TIMED_BYTES, MAX_COPIES = 256 << 20, 16
-
-logger = logging.getLogger(__name__)
-
-
-class Choice(NamedTuple):
-    """A form, and the seconds of both forms where they were measured."""
-
-    form: Form
-    seconds: Mapping[Form, float]
 
 
 def time_form(form: Form, size: Size, device: torch.device) -> float:
@@ -64,12 +53,12 @@ class LinearForms:
         self, device: torch.device, timer: Callable[[Form, Size, torch.device], float] = time_form
     ) -> None:
         self.device, self.timer = device, timer
-        self._choices: dict[Size, Choice] = {}
+        self._choices: dict[Size, Choice[Form]] = {}
         self.seconds = 0.0
         self._measures = False
 
     @property
-    def table(self) -> Mapping[Size, Choice]:
+    def table(self) -> Mapping[Size, Choice[Form]]:
         """Choices so far."""
         return dict(self._choices)
 
@@ -99,28 +88,14 @@ class LinearForms:
             self.seconds += time.perf_counter() - begun
         return choice.form
 
-    def _measure(self, size: Size) -> Choice:
-        try:
-            seconds: dict[Form, float] = {
-                form: self.timer(form, size, self.device) for form in get_args(Form)
-            }
-        except torch.AcceleratorError:
-            raise  # the device is lost to this process
-        except Exception as error:  # whatever a compiler raises, or there is no memory
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            reason = ["no memory"] if is_memory else str(error).strip().splitlines() or [type(error).__name__]
-            logger.warning(
-                "Linear %s: it cannot be measured, so torch's form runs (%s).", _name(size), reason[0]
-            )
-            return Choice("torch", {})
-        choice = Choice("triton" if seconds["triton"] < MARGIN * seconds["torch"] else "torch", seconds)
-        logger.info("Linear %s", _line(size, choice))
-        return choice
+    def _measure(self, size: Size) -> Choice[Form]:
+        timers = {form: partial(self.timer, form, size, self.device) for form in get_args(Form)}
+        return choose_fastest(f"Linear {_name(size)}", timers)
 
     def report(self) -> list[str]:
         """One line for each size, for people."""
         found = sorted(self._choices.items(), key=lambda item: (*item[0][:3], str(item[0].dtype)))
-        return [_line(size, choice) for size, choice in found]
+        return [f"{_name(size)}: {choice}" for size, choice in found]
 
 
 def _is_capturing() -> bool:
@@ -130,8 +105,3 @@ def _is_capturing() -> bool:
 def _name(size: Size) -> str:
     dtype = str(size.dtype).removeprefix("torch.")
     return f"{size.rows} x {size.inputs} -> {size.outputs} {dtype}"
-
-
-def _line(size: Size, choice: Choice) -> str:
-    times = ", ".join(f"{form} {1e6 * seconds:.1f} us" for form, seconds in choice.seconds.items())
-    return f"{_name(size)}: {choice.form} ({times or 'not measured'})"

@@ -22,6 +22,7 @@ from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
+from eagle_kit.serve import prefill_backends
 from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.serve.graph_memory import Graphs, graphs_of
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -153,6 +154,7 @@ def plan_memory(
     if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
         activations += min(gathered, MAX_BYTES)
+    activations += prefill_backends.working_bytes(config.prefill_backend, weight.device, target.variants)
     if layers := target.fp8_layers:
         activations += working_bytes(weight.device)
     states, snapshots = 0, None

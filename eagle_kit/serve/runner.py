@@ -39,6 +39,7 @@ from eagle_kit.serve.grammar.compiler import GrammarMatch
 from eagle_kit.serve.grammar.masks import allowed_bits, unpacked
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
+from eagle_kit.serve.prefill_backends import open_backends
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.serve.scheduler import Chunk
@@ -117,7 +118,8 @@ class Runner:
         drafter: of the draft model, whether the current shapes speculate or not.
 
     Raises:
-        UserError: the drafts or the verifier that the options ask for do not fit the draft.
+        UserError: the drafts or the verifier that the options ask for do not fit the draft, or the prefill
+            backend is not there or does not fit the target.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class Runner:
                 target.config.states, config.max_batch_size, config.num_snapshots, **place
             )
         self.linear_forms = LinearForms(weight.device)
+        self.prefill_backends = open_backends(config.prefill_backend, self.kv)
+        self.prefill_backends.serve(self.kv)
         self.drafter: Drafter | None = None
         if draft is not None:
             self.drafter = drafter_class(draft, config)(draft, self.vocab_size, layout)

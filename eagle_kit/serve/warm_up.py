@@ -103,7 +103,8 @@ def warm_up(
             works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
         begun = time.perf_counter()
         for number, requests in enumerate(prompts, len(cycles) + 1):
-            engine.prefill(requests)
+            with runner.prefill_backends.measuring():
+                engine.prefill(requests)
             on_step(number, total)
         engine.drain()
         engine.page_pool.clear()
@@ -113,6 +114,11 @@ def warm_up(
         forms = runner.linear_forms
         if forms.table:
             works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))
+        backends = runner.prefill_backends
+        if backends.table:
+            works.append(
+                Work("prefill sizes timed (within the above)", len(backends.table), backends.seconds)
+            )
         if compiled.count:
             works.append(Work("kernels compiled (within the above)", compiled.count, compiled.seconds))
     return Prepared(tuple(works), tuple(_left_out(engine, extent, works)))
@@ -191,6 +197,9 @@ def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> It
         yield f"anything: graphs are {later}, and kernels compiled"
     elif extent == "usual":
         yield f"batches with logprobs or grammars ({len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)} kinds): {later}"
+    backends = engine.runner.prefill_backends
+    if extent == "none" and backends.libraries and backends.given is None:
+        yield f"times of prefill backends: {backends.own} computes all prompts"
     if not can_have_grammars(engine):
         yield "grammars: without llguidance or a tokenizer such requests are refused"
 

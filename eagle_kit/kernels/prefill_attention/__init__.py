@@ -7,11 +7,19 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.prefill_attention import reference
+from eagle_kit.kernels.prefill_attention.libraries.library import PromptAttention
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.prefill_attention.reference import chunk_attention, prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant, as_variant
 
-__all__ = ["PrefillPlan", "chunk_attention", "paged_prefill_attention", "prefill_attention"]
+__all__ = [
+    "PrefillPlan",
+    "PromptAttention",
+    "chunk_attention",
+    "own_attention",
+    "paged_prefill_attention",
+    "prefill_attention",
+]
 
 
 def paged_prefill_attention(
@@ -44,3 +52,14 @@ def paged_prefill_attention(
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
     return reference.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+
+
+def own_attention(plan: PrefillPlan) -> PromptAttention:
+    """Return :func:`paged_prefill_attention` of planned prompts, as libraries lay theirs out."""
+
+    def attend(
+        q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
+    ) -> torch.Tensor:
+        return paged_prefill_attention(q, k_rows, v_rows, plan, variant)
+
+    return attend

@@ -3,6 +3,7 @@
 Legend: B requests, P pages of a request, T tokens of all chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class PrefillPlan:
         starts: int64 ``[B]``, position of each request's first row.
         first_slot: number of unused slots at the front of a request, which are not attended to.
         max_rows: upper bound on the rows of a chunk, known to the host.
+        bounds: first position of each chunk and the one behind its last, known to the host; other libraries
+            plan with them.
     """
 
     page_tables: torch.Tensor
@@ -31,3 +34,4 @@ class PrefillPlan:
     starts: torch.Tensor
     first_slot: int
     max_rows: int
+    bounds: Sequence[tuple[int, int]] | None = None

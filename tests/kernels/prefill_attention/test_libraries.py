@@ -1,0 +1,193 @@
+"""Other libraries' prompt attention: their documented calls, in torch, against our reference."""
+
+import sys
+
+import prefill_libraries as theirs
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
+from eagle_kit.kernels.prefill_attention.libraries import StoreFacts, is_installed, open_library
+from eagle_kit.kernels.prefill_attention.libraries.flash_attn import FlashAttention2, FlashAttention3
+from eagle_kit.kernels.prefill_attention.libraries.flashinfer import FlashInfer
+from eagle_kit.kernels.prefill_attention.libraries.library import pages_hnd, pages_nhd
+from eagle_kit.kernels.variant import AttentionVariant, Limits
+
+CPU = torch.device("cpu")
+NAMES = ["flash-attn 3", "flash-attn 2", "flashinfer"]
+VARIANTS = {
+    "plain": AttentionVariant(0.25),
+    "window": AttentionVariant(0.3, Limits(window=7)),
+    "soft cap": AttentionVariant(0.5, soft_cap=3.0),
+    "window of one, soft cap": AttentionVariant(0.5, Limits(window=1), soft_cap=1.5),
+}
+CHUNKS = {
+    "one prompt": [(0, 9)],
+    "chunks behind others": [(0, 5), (24, 41), (17, 18), (3, 24)],
+    "whole pages": [(0, 8), (8, 16)],
+}
+
+
+def adapter(name):
+    """The adapter, what stands in for the library, and a size of pages that it takes."""
+    if name == "flashinfer":
+        module = theirs.FlashInfer()
+        return FlashInfer(module.BatchPrefillWithPagedKVCacheWrapper, CPU), module, 8
+    if name == "flash-attn 3":
+        module = theirs.FlashAttention3()
+        return FlashAttention3(module.flash_attn_with_kvcache), module, 3
+    module = theirs.FlashAttention2()
+    return FlashAttention2(module.flash_attn_varlen_func), module, 256
+
+
+def prompts(chunks, page, heads=(6, 2), size=16):
+    """Queries, a store with NaN where nothing is to be read, and the plan."""
+    generator = torch.Generator().manual_seed(1)
+    pages = -(-max(stop for _, stop in chunks) // page) + 1
+    table = torch.randperm(pages * len(chunks) + 3, generator=generator)[: pages * len(chunks)]
+    table = table.view(len(chunks), pages)
+    rows = (pages * len(chunks) + 3) * page + 5  # a scratch behind the pages
+    k, v = torch.full((2, heads[1], rows, size), torch.nan)
+    for mine, (_, stop) in zip(table, chunks, strict=True):
+        slots = torch.arange(stop)
+        at = mine[slots // page] * page + slots % page
+        k[:, at], v[:, at] = torch.randn(2, heads[1], stop, size, generator=generator)
+    counts = torch.tensor([stop - start for start, stop in chunks])
+    q = torch.randn(int(counts.sum()), heads[0], size, generator=generator)
+    cu_rows = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    starts = torch.tensor([start for start, _ in chunks])
+    return q, k, v, PrefillPlan(table, page, cu_rows, starts, 0, int(counts.max()), chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_library_computes_what_the_reference_does(name, variant, chunks):
+    library, module, page = adapter(name)
+    q, k, v, plan = prompts(CHUNKS[chunks], page)
+    out = library.attention(plan)(q, k, v, VARIANTS[variant])
+    expected = paged_prefill_attention(q, k, v, plan, VARIANTS[variant], backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(module.calls) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_are_the_pool_itself(name):
+    library, module, page = adapter(name)
+    q, k, v, plan = prompts(CHUNKS["chunks behind others"], page)
+    library.attention(plan)(q, k, v, VARIANTS["plain"])
+    for pages, rows in zip(module.calls[0], (k, v), strict=True):
+        assert pages.data_ptr() == rows.data_ptr()
+        assert pages.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        assert set(pages.stride()) <= {page * 16, rows.stride(0), 16, 1}
+
+
+@pytest.mark.parametrize("page", [1, 4, 7])
+def test_a_slot_of_a_page_is_the_row_of_its_number(page):
+    rows = torch.arange(3 * 30 * 2).view(3, 30, 2)
+    nhd, hnd = pages_nhd(rows, page), pages_hnd(rows, page)
+    assert nhd.shape == (30 // page, page, 3, 2) and torch.equal(nhd.transpose(1, 2), hnd)
+    for slot in range(30 // page * page):
+        assert torch.equal(nhd[slot // page, slot % page], rows[:, slot])
+    hnd[0, 2, 0, 1] = -1
+    assert rows[2, 0, 1] == -1
+
+
+def test_flashinfer_plans_once_for_layers_of_a_kind_and_again_for_the_next_forward():
+    library, module, page = adapter("flashinfer")
+    first, second = (prompts(CHUNKS[name], page) for name in ("one prompt", "chunks behind others"))
+    attends = [library.attention(each[3]) for each in (first, second)]
+    for turn in (0, 0, 1, 1, 0):  # the last one after another forward has planned
+        *operands, plan = (first, second)[turn]
+        for variant in ("plain", "window"):
+            out = attends[turn](*operands, VARIANTS[variant])
+            expected = paged_prefill_attention(*operands, plan, VARIANTS[variant])
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(module.calls) == 10 and len(module.plans) == 6
+    assert len(module.workspaces) == 2 and len(set(module.workspaces)) == 1
+
+
+STORE = StoreFacts(128, torch.bfloat16, torch.bfloat16, 256, 0, 1 << 20)
+PLAIN = AttentionVariant(1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("store", "variant", "reason"),
+    [
+        ({}, PLAIN, None),
+        ({}, AttentionVariant(1.0, Limits(window=3), soft_cap=30.0), None),
+        ({"dtype": torch.float16, "store_dtype": torch.float16}, PLAIN, None),
+        ({"dtype": torch.float32, "store_dtype": torch.float32}, PLAIN, "not float32"),
+        ({"store_dtype": torch.float8_e4m3fn}, PLAIN, "not float8_e4m3fn without scales"),
+        ({"first_slot": 1}, PLAIN, "unused"),
+        ({"head_dim": 100}, PLAIN, "not 100"),
+        ({"head_dim": 512}, PLAIN, "not 512"),
+        ({}, AttentionVariant(1.0, sinks=torch.zeros(8)), "no attention sinks"),
+        ({}, AttentionVariant(1.0, Limits(chunk=64)), "within chunks"),
+    ],
+)
+def test_what_no_library_computes_has_a_reason(name, store, variant, reason):
+    found = adapter(name)[0].reason_against(STORE._replace(**store), variant)
+    assert found is None if reason is None else reason in found
+
+
+def test_what_a_single_library_does_not_compute_has_a_reason():
+    v3, v2, infer = (adapter(name)[0] for name in NAMES)
+    of_16 = STORE._replace(page_size=16)
+    assert "multiple of 256" in v2.reason_against(of_16, PLAIN)
+    assert v3.reason_against(of_16, PLAIN) is infer.reason_against(of_16, PLAIN) is None
+    of_96 = STORE._replace(head_dim=96)
+    assert "not 96" in infer.reason_against(of_96, PLAIN)
+    assert v3.reason_against(of_96, PLAIN) is v2.reason_against(of_96, PLAIN) is None
+    assert "32 bits" in infer.reason_against(STORE._replace(num_values=1 << 32), PLAIN)
+
+
+CALL_3 = "def flash_attn_with_kvcache(q, k_cache, v_cache): return 3"
+CALL_2 = "def flash_attn_varlen_func(q, k, v, softcap=0.0, block_table=None): return 2"
+WRAPPER = "class BatchPrefillWithPagedKVCacheWrapper:\n    def plan(self): ...\n    def run(self): ..."
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Make modules that can be imported for the length of a test, and hide installed ones."""
+    names = "flash_attn_interface", "flash_attn", "flashinfer"
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
+
+    def write(**modules):
+        for name, text in modules.items():
+            (tmp_path / f"{name}.py").write_text(text)
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_version_3_is_taken_where_the_gpu_runs_it_and_version_2_elsewhere(install):
+    install(flash_attn_interface=CALL_3, flash_attn=CALL_2, flashinfer=WRAPPER)
+    assert open_library("flash-attn", CPU, 9).call(0, 0, 0) == 3
+    assert open_library("flash-attn", CPU, 10).call(0, 0, 0) == 2
+    assert isinstance(open_library("flashinfer", CPU, 10), FlashInfer)
+    assert is_installed("flash-attn") and is_installed("flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "cause"),
+    [
+        ("flash-attn", {}, "needs flash_attn, which is not installed"),
+        ("flash-attn", {"flash_attn": "raise ImportError('libcudart.so.12')"}, "libcudart.so.12"),
+        ("flash-attn", {"flash_attn_interface": "raise OSError('undefined symbol')"}, "undefined symbol"),
+        ("flash-attn", {"flash_attn": "def flash_attn_varlen_func(q, k, v): ..."}, "cannot read pages"),
+        ("flashinfer", {}, "needs flashinfer, which is not installed"),
+        ("flashinfer", {"flashinfer": ""}, "no plan and run"),
+    ],
+)
+def test_what_is_missing_is_said_with_a_remedy(install, name, modules, cause):
+    install(**modules)
+    with pytest.raises(UserError) as error:
+        open_library(name, CPU, 9)
+    assert cause in error.value.cause and "Install" in error.value.remedy
+    assert is_installed(name) == bool(modules)
