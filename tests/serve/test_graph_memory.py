@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from host_waits import PretendGPU
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.bench.engine.launches import MODEL
@@ -10,6 +9,7 @@ from eagle_kit.bench.models import preset_named
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.host_waits import PretendGPU
 from eagle_kit.serve import graph_memory, memory
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.memory import plan_memory

@@ -1,79 +1,15 @@
 """Places where a step of the trainer has the host wait for a GPU, counted without one."""
 
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from host_waits import THERE, OnDevice, PretendGPU
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.config.train import TrainingConfig
+from eagle_kit.bench.waits import BUDGETS, LENGTH, TTT_LENGTH, PackedRow, count_step
 from eagle_kit.kernels.backend import use
+from eagle_kit.kernels.host_waits import THERE, OnDevice, PretendGPU
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch, ttt_loss
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
-from eagle_kit.train.optim.strategy import Replicated
-
-LENGTH, STEPS = 40, 2
-BUDGET = 3
-"""Waits of the host for a packed row."""
-
-
-class Data:
-    """One packed row of three documents with a reply each, of two groups."""
-
-    groups = ("one", "other")
-
-    def row(self, number: int) -> Any:
-        generator = np.random.default_rng(number)
-        doc_start, reply = np.zeros(LENGTH, np.int64), np.full(LENGTH, -1)
-        group = (np.arange(LENGTH) >= 13).astype(np.int32)
-        for which, (start, stop) in enumerate(((0, 13), (13, 30), (30, LENGTH))):
-            doc_start[start:stop], reply[start + 4 : stop] = start, which
-        return SimpleNamespace(
-            ids=generator.integers(0, 131, LENGTH), reply=reply, doc_start=doc_start, group=group
-        )
-
-
-class Step:
-    """What a step does with a packed row: lay it out, run the target, forward, backward, read the figures."""
-
-    def __init__(
-        self, gpu: PretendGPU | None, loss: str = "ce", normalisation: str = "tokens", rule: str = "serving"
-    ) -> None:
-        self.device, self.rule = torch.device("cpu") if gpu is None else THERE, rule
-        self.target = tiny_target()
-        self.head = tiny_head(self.target, 101)
-        if gpu is not None:
-            gpu.put(self.target)
-            gpu.put(self.head)
-        self.config = TrainingConfig(ttt_length=STEPS, precision="float32", loss_normalisation=normalisation)
-        rows, weight = self.target.head_weight[self.head.target_ids], self.target.head_weight
-        objective = Objective.of(loss, 3.0, self.head, weight)
-        module = TTTModule(self.head, self.target.embed_tokens.weight, rows, self.config, objective)
-        alone: Any = SimpleNamespace(device=self.device, num_processes=1)
-        self.strategy = Replicated(module, self.config, alone)
-
-    def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The loss and its figures in one tensor of the host, and gradients."""
-        batch = make_micro_batch(Data(), [7], STEPS, self.device, self.rule)  # type: ignore[arg-type]
-        counts, weights = batch.plan.counts, self.config.weights[:STEPS]
-        share = row_weights(batch, weights, self.config.loss_normalisation, counts, batch.num_documents)
-        features = capture_features(
-            self.target,
-            batch.ids,
-            batch.doc_start,
-            self.head.config.aux_layer_ids,
-            batch.plan.taught,
-            batch.plan.spans,
-        )
-        out = self.strategy.forward(batch, features, features.hidden, share, last=True)
-        self.strategy.backward(out.loss, last=True)
-        figures = torch.cat((out.loss.detach().double()[None], out.figures)).cpu()
-        return figures, [p.grad for p in self.strategy.parameters]
+from eagle_kit.train.algorithm.target_features import TargetFeatures
 
 
 def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -82,7 +18,9 @@ def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.T
     target = tiny_target()
     head = tiny_head(target, 101)
     by, size = torch.Generator().manual_seed(2), head.config.hidden_size
-    batch = make_micro_batch(Data(), [7], STEPS, torch.device("cpu" if gpu is None else THERE), rule)  # type: ignore[arg-type]
+    batch = make_micro_batch(
+        PackedRow(), [7], TTT_LENGTH, torch.device("cpu" if gpu is None else THERE), rule
+    )  # type: ignore[arg-type]
     width = target.config.hidden_size
     hidden, argmax = torch.randn(LENGTH, width, generator=by), torch.randint(0, 131, (LENGTH,), generator=by)
     hidden[~head.t2d[argmax]] = torch.inf
@@ -92,31 +30,20 @@ def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.T
         gpu.put(target)
         gpu.put(head)
     rows = target.head_weight[head.target_ids]
-    weights = row_weights(batch, [1.0, 0.8, 0.64][:STEPS], "tokens", batch.plan.counts, 3)
+    weights = row_weights(batch, [1.0, 0.8, 0.64][:TTT_LENGTH], "tokens", batch.plan.counts, 3)
     features = TargetFeatures(hidden[:, :0], hidden, argmax)
     given = TTTBatch(batch.ids, batch.plan, weights, features, target.embed_tokens.weight, rows)
     out = ttt_loss(head, outputs, given, Objective.of(loss, 3.0, head, target.head_weight))
     out.loss.backward()
     figures = torch.cat((out.loss.detach().double()[None], out.figures)).cpu()
     learned = [*outputs, head.lm_head.weight, head.norm.weight]
-    return figures, [x.grad.values if gpu else x.grad for x in learned]
-
-
-def test_a_packed_row_has_the_host_wait_three_times_at_most(triton_device: str) -> None:
-    with PretendGPU() as gpu, use("triton"):
-        step = Step(gpu)
-        gpu.waits.clear()
-        step()
-        assert gpu.operations > 300
-        assert gpu.waits.total() <= BUDGET, gpu.table()
+    return figures, [x.grad.held if gpu else x.grad for x in learned]
 
 
 def test_other_losses_weights_and_rows_cost_no_more(triton_device: str) -> None:
-    with PretendGPU() as gpu, use("triton"):
-        step = Step(gpu, "tv", "sequence", "published")
-        gpu.waits.clear()
-        step()
-        assert gpu.waits.total() <= BUDGET, gpu.table()
+    gpu = count_step("tv", "sequence", "published")
+    assert gpu.operations > 300
+    assert gpu.phases == BUDGETS["trainer's step"], gpu.table()
 
 
 @pytest.mark.parametrize(
@@ -135,8 +62,8 @@ def test_rows_of_the_weight_0_change_nothing_whatever_their_teachers_are(loss: s
         figures, grads = loss_of_a_row(None, loss, rule)
         with PretendGPU() as gpu:
             theirs, their_grads = loss_of_a_row(gpu, loss, rule)
-    learned = figures[1 + 3 * STEPS :]
-    counts = make_micro_batch(Data(), [7], STEPS, torch.device("cpu"), rule).plan.counts  # type: ignore[arg-type]
+    learned = figures[1 + 3 * TTT_LENGTH :]
+    counts = make_micro_batch(PackedRow(), [7], TTT_LENGTH, torch.device("cpu"), rule).plan.counts  # type: ignore[arg-type]
     assert 0 < int(learned[0]) < counts[0]  # some cannot be said
     torch.testing.assert_close(theirs, figures, rtol=1e-6, atol=1e-6)
     for ours, other in zip(grads, their_grads, strict=True):
@@ -163,6 +90,11 @@ def test_what_waits_is_counted() -> None:
             gpu.waits.clear()
             call()
             assert [what for what, _ in gpu.waits] == [name] and gpu.waits.total() == 1
+        gpu.waits.clear()
+        pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
+        assert torch.equal(pinned.copy_(x, non_blocking=True), host) and gpu.waits.total() == 0
+        pinned.copy_(x)
+        assert list(gpu.waits) == [("copy to the host", "?")]
         gpu.waits.clear()
         assert host.pin_memory().to(THERE, non_blocking=True).is_cuda
         assert (x[x] + x.new_zeros(4)).device == THERE

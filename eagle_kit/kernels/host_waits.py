@@ -8,7 +8,8 @@ and by the function of eagle_kit that called it:
 
 * host reads (``item``, ``tolist``, ``cpu``), and shapes that depend on values (``nonzero``, boolean
   indexing, ``unique``, ``bincount``, ``repeat_interleave`` without its size);
-* copies from pageable memory of the host, which torch ends with a synchronisation;
+* copies from pageable memory of the host, which torch ends with a synchronisation, and copies to the host,
+  unless they are into pinned memory and asked not to block;
 * indexing of the device by a tensor of the host, which is such a copy.
 
 Other operations that return numbers of Python or whose shape depends on values are refused.
@@ -16,14 +17,18 @@ Other operations that return numbers of Python or whose shape depends on values 
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from eagle_kit.kernels.capability import facts_of, traced_for
 
 HERE, THERE = torch.device("meta"), torch.device("cuda:0")
 aten = torch.ops.aten
@@ -49,29 +54,33 @@ def _gives_tensors(func: Any) -> bool:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on the device; ``values`` are those of it, on the CPU."""
+    """A tensor on the device; ``held`` is the same, on the CPU."""
 
-    values: torch.Tensor
+    held: torch.Tensor
     is_cuda = True
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "OnDevice":
-        place = {"strides": values.stride(), "storage_offset": values.storage_offset()}
         made = torch.Tensor._make_wrapper_subclass(
-            cls, values.shape, dtype=values.dtype, device=HERE, **place
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=HERE,
         )
-        made.values = values.detach()
+        made.held = values.detach()
         return made
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return THERE
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *_: Any) -> Any:
         raise AssertionError("tensors of the device outlive PretendGPU")
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def _is_there(device: Any) -> bool:
@@ -93,9 +102,13 @@ class _Devices(TorchFunctionMode):
             pinned = args[0].clone()
             self.gpu.pinned.append(pinned)  # kept, so that no other tensor has its identity
             return pinned
+        if kwargs.get("pin_memory") and not _is_there(kwargs.get("device")):
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            self.gpu.pinned.append(made)
+            return made
         if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
             self.gpu.wait("tolist")
-            return args[0].values.tolist()
+            return args[0].held.tolist()
         if func in (torch.tensor, torch.as_tensor) and _is_there(kwargs.get("device")):
             return func(*args, **{**kwargs, "device": "cpu"}).to(THERE)
         args, kwargs = tree_map(self._named, (args, kwargs))
@@ -111,32 +124,38 @@ class PretendGPU(TorchDispatchMode):
 
     Attributes:
         waits: number of waits by ``(operation, file:function)``.
+        phases: number of waits of each phase by name.
         operations: number of operations on the device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
+        self.phases: dict[str, int] = {}
         self.operations = 0
         self.pinned: list[torch.Tensor] = []
-        self._patch = pytest.MonkeyPatch()
+        self._stack = ExitStack()
 
     def __enter__(self) -> "PretendGPU":
-        from contextlib import nullcontext
-
-        self._patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        self._patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        facts = type("Facts", (), {"multi_processor_count": 132, "major": 9, "minor": 0})
-        self._patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        self._stack.enter_context(patch.object(torch.cuda, "device", lambda device: nullcontext()))
+        self._stack.enter_context(patch.object(torch.cuda, "synchronize", lambda device=None: None))
+        self._stack.enter_context(traced_for(facts_of(90)))
         super().__enter__()
-        self._devices = _Devices(self)
-        self._devices.__enter__()
+        self._stack.enter_context(_Devices(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._devices.__exit__(*error)
+        self._stack.close()
         super().__exit__(*error)
-        self._patch.undo()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the waits within as those of ``name``, too."""
+        before = self.waits.total()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0) + self.waits.total() - before
 
     def put(self, module: nn.Module) -> nn.Module:
         """Move the parameters and buffers of ``module`` to the device, uncounted, in place."""
@@ -146,9 +165,9 @@ class PretendGPU(TorchDispatchMode):
                 if value is not None:
                     new = nn.Parameter(OnDevice(value.detach()), value.requires_grad)
                     part._parameters[name] = made.setdefault(id(value), new)
-            for name, value in part._buffers.items():
-                if value is not None:
-                    part._buffers[name] = OnDevice(value)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = OnDevice(buffer)
         return module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +182,7 @@ class PretendGPU(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         goes_home = asked is not None and not _is_there(asked)
         self.operations += 1
-        self._count(func, args, flat, of_device, goes_home)
+        self._count(func, args, kwargs, flat, of_device, goes_home)
         inner_args, inner_kwargs = tree_map(self._inside, (args, kwargs))
         out = func(*inner_args, **inner_kwargs)
         if goes_home and of_device:
@@ -172,9 +191,14 @@ class PretendGPU(TorchDispatchMode):
 
     @staticmethod
     def _inside(x: Any) -> Any:
-        return x.values if isinstance(x, OnDevice) else x
+        return x.held if isinstance(x, OnDevice) else x
 
-    def _count(self, func: Any, args: Any, flat: list[Any], of_device: list[Any], goes_home: bool) -> None:
+    def _is_pinned(self, x: Any) -> bool:
+        return any(x is pinned for pinned in self.pinned)
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, flat: list[Any], of_device: list[Any], goes_home: bool
+    ) -> None:
         hosts = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice)]
         name = func._schema.name.removeprefix("aten::")
         is_copy = name in ("_to_copy", "copy_")
@@ -184,9 +208,9 @@ class PretendGPU(TorchDispatchMode):
             self.wait("copy to the host")
         elif is_copy and hosts:
             if isinstance(args[0], OnDevice) or not of_device:
-                if not any(x is pinned for x in hosts for pinned in self.pinned):
+                if not any(map(self._is_pinned, hosts)):
                     self.wait("copy from pageable memory")
-            else:
+            elif not (self._is_pinned(args[0]) and (kwargs.get("non_blocking") or args[2:] == (True,))):
                 self.wait("copy to the host")
         elif func is aten.repeat_interleave.Tensor:
             if not any(isinstance(x, int) for x in flat):
@@ -207,7 +231,9 @@ class PretendGPU(TorchDispatchMode):
     def wait(self, what: str) -> None:
         """Count a wait of the function of eagle_kit that runs."""
         frame = sys._getframe(1)
-        while frame is not None and "eagle_kit/" not in frame.f_code.co_filename:
+        while frame is not None and (
+            "eagle_kit/" not in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+        ):
             frame = frame.f_back  # type: ignore[assignment]
         where = "?"
         if frame is not None:
