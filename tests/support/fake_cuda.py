@@ -79,7 +79,7 @@ class Copies(TorchDispatchMode):
         if func is aten.fill_.Tensor:
             return  # torch reads the value of a number on the host
         if tensors and len({tensor.device.type for tensor in tensors}) > 1:
-            raise Refused(f"{func} mixes devices at {place()}")
+            raise Refused(f"{func} mixes devices at {innermost(library_frames())}")
 
     def _read(self, func, args, kwargs):
         """Refuse operations that the host waits for -> the answer where they are allowed, else None."""
@@ -109,10 +109,11 @@ class Copies(TorchDispatchMode):
         return None
 
     def _allow(self, func, places: frozenset[str]) -> None:
-        frames = set(frame_names())
-        if not frames & places:
-            raise Refused(f"{func} waits or copies at {place()}")
-        self.used |= frames & places
+        frames = library_frames()
+        allowed = places & frames.keys()
+        if not allowed:
+            raise Refused(f"{func} waits or copies at {innermost(frames)}")
+        self.used |= allowed
 
 
 class Device(Copies):
@@ -124,28 +125,25 @@ class Device(Copies):
     def _look(self, func, tensors, made) -> None:
         for tensor in (*tensors, *made):
             if not tensor.is_cuda:
-                raise Refused(f"{func} has a tensor of the host at {place()}")
+                raise Refused(f"{func} has a tensor of the host at {innermost(library_frames())}")
 
 
-def frame_names() -> Iterator[str]:
-    """Functions of the library on the stack, the innermost first."""
+def library_frames() -> dict[str, int]:
+    """Functions of the library on the stack and their lines, the innermost first; of one that calls itself
+    the innermost line."""
+    frames: dict[str, int] = {}
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("eagle_kit."):
-            yield f"{module}.{frame.f_code.co_qualname}"
+            frames.setdefault(f"{module}.{frame.f_code.co_qualname}", frame.f_lineno)
         frame = frame.f_back
+    return frames
 
 
-def place() -> str:
-    """The innermost function of the library, and its line."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("eagle_kit."):
-            return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "no function of the library"
+def innermost(frames: dict[str, int]) -> str:
+    """The innermost of these functions, and its line."""
+    return next((f"{name}:{line}" for name, line in frames.items()), "no function of the library")
 
 
 @contextmanager
