@@ -5,6 +5,7 @@ The libraries are `prefill_libraries`, which compute what they document.
 
 import logging
 import sys
+from argparse import Namespace
 
 import prefill_libraries as theirs
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_mixtures import DEEPSEEK, untrained
 
+from eagle_kit.cli.serve import introduce
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.capability import facts_of, traced_for
@@ -22,6 +24,7 @@ from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout
+from eagle_kit.serve.api.startup import ServedModel
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.prefill_backends import PrefillBackends, open_backends, working_bytes
@@ -282,6 +285,13 @@ def test_on_a_cpu_prompts_are_ours_and_other_backends_refused(name):
         make(prefill_backend=name).engine()
     with pytest.raises(UserError, match="prefill_backend is 'fa4'"):
         make(prefill_backend="fa4")
+
+
+def test_the_server_names_the_backend_at_its_start(capsys):
+    args = Namespace(no_self_test=True, speculative_algorithm=None)
+    introduce(args, ServedModel("target", "draft"), make())
+    lines = capsys.readouterr().err.splitlines()
+    assert "prefill    torch" in lines[:4]
 
 
 def test_the_memory_of_flashinfer_is_planned():

@@ -218,3 +218,23 @@ def test_what_is_missing_is_said_with_a_remedy(install, name, modules, cause):
         open_library(name, CPU, 9)
     assert cause in error.value.cause and "Install" in error.value.remedy
     assert is_installed(name) == bool(modules)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("name", ["flash-attn", "flashinfer"])
+def test_an_installed_library_computes_what_the_reference_does(name, page, variant):
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    device = torch.device("cuda")
+    library = open_library(name, device, torch.cuda.get_device_capability()[0])
+    facts = STORE._replace(page_size=page)
+    if reason := library.reason_against(facts, VARIANTS[variant]):
+        pytest.skip(f"{library.title} {reason}")
+    q, k, v, plan = prompts([(0, 300), (20, 341), (517, 518)], page, (8, 2), 128)
+    exact = paged_prefill_attention(q, k, v, plan, VARIANTS[variant], backend="reference")
+    places = {part: getattr(plan, part).to(device) for part in ("page_tables", "cu_rows", "starts")}
+    q, k, v = (each.to(device, torch.bfloat16) for each in (q, k.nan_to_num(), v.nan_to_num()))
+    out = library.attention(replace(plan, **places))(q, k, v, VARIANTS[variant])
+    torch.testing.assert_close(out.float().cpu(), exact, rtol=3e-2, atol=3e-2)
