@@ -171,7 +171,7 @@ def test_what_a_single_library_does_not_compute_has_a_reason():
     assert "32 bits" in infer.reason_against(STORE._replace(num_values=1 << 32), PLAIN)
 
 
-CALL_3 = "def flash_attn_with_kvcache(q, k_cache, v_cache): return 3"
+CALL_3 = "def flash_attn_with_kvcache(q, k_cache, v_cache, page_table=None, softcap=0.0): return 3"
 CALL_2 = "def flash_attn_varlen_func(q, k, v, softcap=0.0, block_table=None): return 2"
 WRAPPER = "class BatchPrefillWithPagedKVCacheWrapper:\n    def plan(self): ...\n    def run(self): ..."
 
@@ -208,6 +208,7 @@ def test_version_3_is_taken_where_the_gpu_runs_it_and_version_2_elsewhere(instal
         ("flash-attn", {"flash_attn": "raise ImportError('libcudart.so.12')"}, "libcudart.so.12"),
         ("flash-attn", {"flash_attn_interface": "raise OSError('undefined symbol')"}, "undefined symbol"),
         ("flash-attn", {"flash_attn": "def flash_attn_varlen_func(q, k, v): ..."}, "cannot read pages"),
+        ("flash-attn", {"flash_attn_interface": ""}, "flash_attn_interface cannot read pages"),
         ("flashinfer", {}, "needs flashinfer, which is not installed"),
         ("flashinfer", {"flashinfer": ""}, "no plan and run"),
     ],

@@ -6,8 +6,9 @@ A library is looked for by the name of its option and imported when it is asked 
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -62,11 +63,18 @@ def open_library(name: LibraryName, device: torch.device, capability: int) -> Pr
             raise UserError("This flashinfer has no plan and run of paged prompts.", remedy)
         return FlashInfer(wrapper, device)
     if _is_found("flash_attn_interface") and capability <= LAST_OF_FLASH_ATTENTION_3:
-        return FlashAttention3(_imported(name, "flash_attn_interface", remedy).flash_attn_with_kvcache)
-    call = getattr(_imported(name, "flash_attn", remedy), "flash_attn_varlen_func", None)
-    if call is None or not {"block_table", "softcap"} <= set(inspect.signature(call).parameters):
-        raise UserError("This flash_attn cannot read pages with soft caps.", remedy)
-    return FlashAttention2(call)
+        module = _imported(name, "flash_attn_interface", remedy)
+        return FlashAttention3(_call(module, "flash_attn_with_kvcache", {"page_table", "softcap"}, remedy))
+    module = _imported(name, "flash_attn", remedy)
+    return FlashAttention2(_call(module, "flash_attn_varlen_func", {"block_table", "softcap"}, remedy))
+
+
+def _call(module: ModuleType, name: str, parameters: set[str], remedy: str) -> Callable[..., Any]:
+    """The function of a module. Raise UserError where it is older than ``parameters``."""
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is None or not parameters <= inspect.signature(found).parameters.keys():
+        raise UserError(f"This {module.__name__} cannot read pages with soft caps.", remedy)
+    return found
 
 
 def _is_found(module: str) -> bool:
