@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.kernels.capability import SHIPPED, facts_of, multiprocessor, resident_programs
-from eagle_kit.kernels.ptx import hot_loops
+from eagle_kit.kernels.ptx import hot_loops, waits_first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,13 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         faults.append(f"loads of less than 16 bytes in {narrow} of {len(loops)} loops")
     if direct and variant.num_stages > 1 and not variant.direct:
         faults.append(f"neither cp.async nor TMA in {direct} of {len(loops)} loops")
+    if variant.constants.get("PDL"):
+        if "griddepcontrol.launch_dependents" not in ptx:
+            faults.append("it does not let the next launch start")
+        if not waits_first(ptx):
+            faults.append("it does not wait for the launch before it first of all")
+    elif "griddepcontrol" in ptx:
+        faults.append("griddepcontrol without PDL")
     if programs < variant.programs:
         faults.append(f"{programs} programs fit on a multiprocessor, not {variant.programs}")
     return Report(

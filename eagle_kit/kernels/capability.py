@@ -72,6 +72,12 @@ class DeviceFacts(NamedTuple):
         return self.capability >= 89
 
     @property
+    def starts_early(self) -> bool:
+        """True if programs can start before the launch before them has ended
+        (:mod:`~eagle_kit.kernels.dependent_launch`)."""
+        return self.capability >= 90
+
+    @property
     def is_small(self) -> bool:
         """True where a program has 99 KB of shared memory: half the tile is then as deep a pipeline."""
         return self.shared_bytes < 128 << 10

@@ -64,6 +64,36 @@ def _read(text: str) -> Loop:
     )
 
 
+_JUMP = re.compile(r"^\s*(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$?\w+);")
+_END = re.compile(r"^\s*(@!?%\w+\s+)?(ret|exit);")
+_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|multimem|ldu)\.(?!param|shared|local|const)[.\w:]+")
+WAIT = "griddepcontrol.wait"
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether a kernel waits for the launch before it on every way from its entry, before it ends and
+    before it reads, writes or copies global memory; prefetches do neither."""
+    lines = ptx[ptx.index("\n{", ptx.index(".entry ")) :].splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
+    ways, seen = [0], set[int]()
+    while ways:
+        i = ways.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        line = lines[i].split("//")[0]
+        if WAIT in line:
+            continue
+        if _END.match(line) or _ACCESS.search(line) or i + 1 == len(lines):
+            return False
+        jump = _JUMP.match(line)
+        if not jump or jump[1]:
+            ways.append(i + 1)
+        if jump:
+            ways.append(labels[jump[2]])
+    return True
+
+
 def hot_loops(ptx: str) -> list[Loop]:
     """Innermost loops that load: those that multiply too where there are any, and of these the pipelined
     ones, since ends of ranges have loops of their own."""

@@ -15,6 +15,7 @@ PROBE = """
 import json, dataclasses, sys
 import triton, triton.language as tl
 from eagle_kit.kernels.aot import Variant, compile_variant
+from eagle_kit.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, prefetch
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):
@@ -65,10 +66,36 @@ def unpipelined(x, out, size, BLOCK: tl.constexpr):
         total = tl.dot(part, tl.trans(part), total)
     tl.store(out + i[:, None] * 64 + i[None, :], total)
 
+@triton.jit
+def early(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr, FIRST: tl.constexpr, BRANCH: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        prefetch(x + i)
+        if FIRST:
+            value = tl.load(x + i)
+        if BRANCH:
+            if size > 7:
+                gdc_wait()
+        else:
+            gdc_wait()
+    if not FIRST:
+        value = tl.load(x + i)
+    tl.store(out + i, value)
+
+@triton.jit
+def alone(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr, FIRST: tl.constexpr, BRANCH: tl.constexpr):
+    gdc_wait()
+    if size > 7:
+        return
+    tl.store(out + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)))
+
 types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
 two = {"x": "*fp32", "out": "*fp32"}
 summed = {**two, "stride": "i32", "rows": "i32"}
 half = {"x": "*bf16", "out": "*fp32", "size": "i32"}
+sized = {**two, "size": "i32"}
+waits = {"BLOCK": 128, "PDL": True, "FIRST": False, "BRANCH": False}
 for variant in (
     Variant("add", add, types, {"BLOCK": 1024}),
     Variant("no tensor", counts, {"out": "*i64", "n": "i32"}, {"BLOCK": 16}),
@@ -83,6 +110,11 @@ for variant in (
     Variant("pipelined", product, half, {"BLOCK": 64}, ("size",), programs=4),
     Variant("direct", unpipelined, half, {"BLOCK": 64}, ("size",)),
     Variant("large", product, half, {"BLOCK": 256}, ("size",), num_stages=5),
+    Variant("waits", early, sized, waits),
+    Variant("reads before", early, sized, {**waits, "FIRST": True}),
+    Variant("may not wait", early, sized, {**waits, "BRANCH": True}),
+    Variant("lets none start", alone, sized, waits),
+    Variant("waits for nothing", alone, sized, {**waits, "PDL": False}),
 ):
     arch = 89 if variant.name == "large" else 90
     print(json.dumps(dataclasses.asdict(compile_variant(variant, arch))))
@@ -112,6 +144,11 @@ def test_faults_are_found(tmp_path):
     assert reports["few"]["faults"] == ["4 programs fit on a multiprocessor, not 8"]
     assert reports["direct"]["faults"] == ["neither cp.async nor TMA in 1 of 1 loops"]
     assert "bytes of shared memory, 101376 are there" in reports["large"]["faults"][0]
+    assert reports["waits"]["faults"] == []
+    late = ["it does not wait for the launch before it first of all"]
+    assert reports["reads before"]["faults"] == late == reports["may not wait"]["faults"]
+    assert reports["lets none start"]["faults"] == ["it does not let the next launch start"]
+    assert reports["waits for nothing"]["faults"] == ["griddepcontrol without PDL"]
 
 
 FIRST = """

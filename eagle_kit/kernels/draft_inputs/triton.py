@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
 @triton.jit
 def _draft_inputs(features, feature_rows, tokens, embedding, token_norm, feature_norm, out, taken, eps, size,
-                  GATHERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  GATHERS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_feature = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -70,7 +73,7 @@ def draft_inputs(
         _draft_inputs[(len(tokens), 2)](
             features, tokens if feature_rows is None else feature_rows, tokens, embedding, token_norm,
             feature_norm, out, taken, eps, size, GATHERS=feature_rows is not None, BLOCK=block,
-            num_warps=_num_warps(block),
+            num_warps=_num_warps(block), **launch_options(features.device),
         )  # fmt: skip
     return out, taken
 
@@ -80,7 +83,7 @@ def _(features, feature_rows, tokens, embedding, token_norm, feature_norm, eps):
     return _outputs(features, feature_rows, tokens)
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: sizes of SmolLM2, and of Llama 3 8B and 70B."""
     pointers = ("features", "embedding", "token_norm", "feature_norm", "out", "taken")
     return [
@@ -91,7 +94,7 @@ def variants() -> list[Variant]:
                 **dict.fromkeys(pointers, f"*{kind}"),
                 **{"feature_rows": "*i64", "tokens": "*i64", "eps": "fp32", "size": "i32"},
             },
-            {"GATHERS": gathers, "BLOCK": triton.next_power_of_2(size)},
+            {"GATHERS": gathers, "BLOCK": triton.next_power_of_2(size), "PDL": facts.starts_early},
             aligned=("size",),
             num_warps=_num_warps(triton.next_power_of_2(size)),
         )

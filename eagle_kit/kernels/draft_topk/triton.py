@@ -28,11 +28,21 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.capability import DeviceFacts, device_facts
+from eagle_kit.kernels.dependent_launch import (
+    LINE,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    prefetch_rows,
+    wait_for_launch,
+)
 
 _SIGN = tl.constexpr(2**31 - 1)
 _NOTHING = tl.constexpr(-(2**63))
 PROGRAMS = 2
 """Programs of ``_tiles`` that fit on a multiprocessor."""
+AHEAD = tl.constexpr(512)
+"""Bytes of each row of the weight that a program brings to the cache before it waits."""
 
 
 @triton.jit
@@ -55,14 +65,20 @@ def _id(key):
 
 @triton.jit(do_not_specialize=["num_rows", "tiles", "topk"])
 def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED: tl.constexpr,
-           EVEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+           EVEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     id = tile * TILE + tl.arange(0, TILE)
     h = tl.arange(0, DEPTH)
     # Rows and ids behind the last repeat it, so that loads need no mask.
     x += tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * size + h[:, None]
-    weight += tl.minimum(id, vocab - 1).to(tl.int64)[:, None] * size + h[None, :]
+    weight_rows = weight + tl.minimum(id, vocab - 1).to(tl.int64) * size
+    if PDL:
+        gdc_launch_dependents()
+        prefetch_rows(weight_rows, 0, size, AHEAD // LINE)
+        gdc_wait()
+    weight = weight_rows[:, None] + h[None, :]
     logits = tl.zeros([TILE, ROWS], tl.float32)
     for start in range(0, size, DEPTH):
         if EVEN:
@@ -90,7 +106,8 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
 
 @triton.jit(do_not_specialize=["tiles", "topk"])
 def _merge(keys, sums, token_map, ids, scores, tiles, topk, NORMALIZED: tl.constexpr, HAS_MAP: tl.constexpr,
-           TILE: tl.constexpr, TILES: tl.constexpr, TOPK: tl.constexpr):  # fmt: skip
+           TILE: tl.constexpr, TILES: tl.constexpr, TOPK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     keys += row * topk * tiles
     t, k = tl.arange(0, TILES), tl.arange(0, TOPK)
@@ -162,16 +179,16 @@ def draft_topk(
     if num_rows == 0:
         return ids, scores
     options = _options(num_rows, vocab, size, x.dtype, device_facts(x.device))
-    tiles = triton.cdiv(vocab, options["TILE"])
+    tiles, early = triton.cdiv(vocab, options["TILE"]), launch_options(x.device)
     keys = torch.empty(num_rows, topk, tiles, dtype=torch.int64, device=x.device)
     sums = torch.empty(num_rows, tiles if normalized else 0, device=x.device)
     _tiles[(triton.cdiv(num_rows, options["ROWS"]), tiles)](
         x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED=normalized,
-        EVEN=size % options["DEPTH"] == 0, **options,
+        EVEN=size % options["DEPTH"] == 0, **options, **early,
     )  # fmt: skip
     _merge[(num_rows,)](
         keys, sums, ids if token_map is None else token_map, ids, scores, tiles, topk, NORMALIZED=normalized,
-        HAS_MAP=token_map is not None, TILE=options["TILE"], **_merge_options(topk, tiles),
+        HAS_MAP=token_map is not None, TILE=options["TILE"], **_merge_options(topk, tiles), **early,
     )  # fmt: skip
     return ids, scores
 
@@ -208,7 +225,11 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 f"draft_topk tiles {kind} T{num_rows} Vd{vocab} H{size} K{topk}",
                 _tiles,
                 {**types, **dict.fromkeys(integers, "i32")},
-                {"NORMALIZED": topk > 1, "EVEN": size % options["DEPTH"] == 0, **options},
+                {
+                    **{"NORMALIZED": topk > 1, "EVEN": size % options["DEPTH"] == 0},
+                    **options,
+                    "PDL": facts.starts_early,
+                },
                 aligned=("size", "vocab"),
                 num_warps=warps,
                 num_stages=stages,
@@ -225,7 +246,11 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 f"draft_topk merge Vd{vocab} K{topk}",
                 _merge,
                 {**types, "tiles": "i32", "topk": "i32"},
-                {"NORMALIZED": topk > 1, "HAS_MAP": topk > 1, "TILE": 128, **options},
+                {
+                    **{"NORMALIZED": topk > 1, "HAS_MAP": topk > 1, "TILE": 128},
+                    **options,
+                    "PDL": facts.starts_early,
+                },
                 num_warps=warps,
                 narrow="a key of each tile that is chosen",
             )

@@ -9,10 +9,16 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, total, eps, size, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, total, eps, size,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
     inside = i < size
@@ -56,6 +62,7 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=_num_warps(block),
+        **launch_options(x.device),
     )
 
 
@@ -93,7 +100,7 @@ def _(
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
     pointers = ("x", "residual", "weight", "out", "total")
     return [
@@ -101,7 +108,7 @@ def variants() -> list[Variant]:
             f"rms_norm {kind} H{size}{' residual' if residual else ''}",
             _rms_norm,
             {**dict.fromkeys(pointers, f"*{kind}"), "eps": "fp32", "size": "i32"},
-            {"HAS_RESIDUAL": residual, "BLOCK": triton.next_power_of_2(size)},
+            {"HAS_RESIDUAL": residual, "BLOCK": triton.next_power_of_2(size), "PDL": facts.starts_early},
             aligned=("size",),
             num_warps=_num_warps(triton.next_power_of_2(size)),
         )

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import SHIPPED, WITH_FP8
+from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
 @triton.jit
@@ -177,7 +178,9 @@ def _rope_store(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     position = tl.load(positions + token).to(tl.float32)
@@ -337,6 +340,7 @@ def rope_store(
         COUNTS=bool(rule),
         **blocks,
         num_warps=_num_warps(blocks),
+        **launch_options(qkv.device),
     )
     return q, k, v
 
@@ -347,6 +351,7 @@ def _(qkv, positions, inv_freq, magnitude, num_heads, *others):
 
 
 def _variant(
+    facts: DeviceFacts,
     kind: str,
     shape: tuple[int, int, int],
     *,
@@ -387,29 +392,32 @@ def _variant(
                 "COUNTS": counts,
             },
             **blocks,
+            "PDL": facts.starts_early,
         },
         num_warps=_num_warps(blocks),
         archs=WITH_FP8 if stored == "fp8e4nv" else SHIPPED,
     )
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head;
     fp8 stores need a Hopper GPU."""
     llama, qwen3 = (32, 8, 128), (32, 4, 128)
     return [
-        _variant("bf16", llama),
-        _variant("bf16", llama, stored="bf16", returns=False),
-        _variant("bf16", llama, stored="bf16", returns=False, counts=True),
-        _variant("bf16", llama, stored="fp8e4nv", returns=False, counts=True),
-        _variant("fp16", llama, stored="fp16"),
-        _variant("fp32", llama, stored="fp32"),
-        _variant("bf16", (9, 3, 64), stored="bf16", returns=False),
-        _variant("bf16", qwen3, norm=True, stored="bf16", returns=False),
-        _variant("bf16", qwen3, norm=True, stored="fp8e4nv"),
-        _variant("bf16", (32, 32, 80), stored="bf16", returns=False),
-        _variant("bf16", (16, 2, 256), rotated=64, norm=True, norm_kind="fp32", stored="bf16", returns=False),
-        _variant("bf16", (32, 8, 96), rotated=48, norm=True, stored="bf16"),
-        _variant("bf16", (16, 8, 256), norm=True, stored="bf16", returns=False),
-        _variant("bf16", llama, interleaved=True, stored="bf16", returns=False),
+        _variant(facts, "bf16", llama),
+        _variant(facts, "bf16", llama, stored="bf16", returns=False),
+        _variant(facts, "bf16", llama, stored="bf16", returns=False, counts=True),
+        _variant(facts, "bf16", llama, stored="fp8e4nv", returns=False, counts=True),
+        _variant(facts, "fp16", llama, stored="fp16"),
+        _variant(facts, "fp32", llama, stored="fp32"),
+        _variant(facts, "bf16", (9, 3, 64), stored="bf16", returns=False),
+        _variant(facts, "bf16", qwen3, norm=True, stored="bf16", returns=False),
+        _variant(facts, "bf16", qwen3, norm=True, stored="fp8e4nv"),
+        _variant(facts, "bf16", (32, 32, 80), stored="bf16", returns=False),
+        _variant(
+            facts, "bf16", (16, 2, 256), rotated=64, norm=True, norm_kind="fp32", stored="bf16", returns=False
+        ),
+        _variant(facts, "bf16", (32, 8, 96), rotated=48, norm=True, stored="bf16"),
+        _variant(facts, "bf16", (16, 8, 256), norm=True, stored="bf16", returns=False),
+        _variant(facts, "bf16", llama, interleaved=True, stored="bf16", returns=False),
     ]

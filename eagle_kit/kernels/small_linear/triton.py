@@ -28,11 +28,22 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.capability import DeviceFacts, device_facts
+from eagle_kit.kernels.dependent_launch import (
+    LINE,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    prefetch_rows,
+    wait_for_launch,
+)
 from eagle_kit.kernels.fp8 import E4M3
 from eagle_kit.kernels.small_linear.reference import MAX_ROWS
 
 PROGRAMS = 2
 """Programs of ``_multiply`` that fit on a multiprocessor."""
+AHEAD = tl.constexpr(4)
+"""Tiles of the weight that a program brings to the cache before it waits: 64 KB in bf16, 17 MB of an H200's
+50 for all that are there at once."""
 
 
 @triton.jit
@@ -62,24 +73,31 @@ def _activated(gate, up, kind: tl.constexpr):
 def _multiply(
     x, weight, scales, bias, out, num_rows, num_outputs, size, weight_stride, splits, group_rows, group_size,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK."""
+    """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK. With PDL,
+    the first tiles of the weight are brought to the cache while the launch before still runs."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     there = n < num_outputs
     if GATED:
         n = n // 2 + n % 2 * (num_outputs // 2)
     m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
-    begin = tl.program_id(1) * run
+    first = tl.program_id(1) * run
     held = tl.minimum(n, num_outputs - 1)
-    w_at = weight + held.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    w_rows = weight + held.to(tl.int64) * weight_stride
+    if PDL:
+        gdc_launch_dependents()
+        LINES: tl.constexpr = AHEAD * BLOCK * (weight.dtype.element_ty.primitive_bitwidth // 8) // LINE
+        prefetch_rows(w_rows, first, size, LINES)
+        gdc_wait()
+    w_at = w_rows[:, None] + k[None, :]
     if GROUPED:
         scale_at = scales + held // group_rows * tl.cdiv(size, group_size)
     x_at = x + m[:, None] * size + k[None, :]
     present = (m < num_rows)[:, None]
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in range(begin, tl.minimum(begin + run, size), BLOCK):
+    for start in range(first, tl.minimum(first + run, size), BLOCK):
         if EVEN:
             w = tl.load(w_at + start)
             rows = tl.load(x_at + start, present, 0.0)
@@ -126,9 +144,10 @@ def _sum_of_runs(
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of some outputs of one row in the order of K."""
+    wait_for_launch(PDL)
     size = num_outputs // 2 if GATED else num_outputs
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < size
@@ -234,6 +253,7 @@ def _launch(
     assert not block or group_size % blocks.block == 0
     operands = (x if scales is None else scales, x if bias is None else bias)
     finish = {"SCALED": scales is not None and not block, "BIASED": bias is not None, "GATED": gated}
+    finish |= launch_options(x.device)
     _multiply[(programs, splits)](
         x,
         weight if scales is None or facts.converts_fp8 else weight.view(torch.int8),
@@ -301,6 +321,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         is_fp8, grouped, gated = stored != kind, "grouped" in special, "gated" in special
         blocks = choose_blocks(rows, 1 if is_fp8 else 2, facts)
         finish = {"SCALED": is_fp8 and not grouped, "BIASED": not is_fp8, "GATED": gated}
+        finish["PDL"] = facts.starts_early
         types = (
             dict.fromkeys(pointers, f"*{kind}") | dict.fromkeys(integers, "i32") | {"weight": f"*{stored}"}
         )
@@ -330,7 +351,10 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 f"small_linear add up{' scaled' if scaled else ''}{' gated' if paired else ''}",
                 _add_up,
                 types,
-                {"SCALED": scaled, "BIASED": not scaled, "GATED": paired, "BLOCK": 512},
+                {
+                    **{"SCALED": scaled, "BIASED": not scaled, "GATED": paired},
+                    **{"BLOCK": 512, "PDL": facts.starts_early},
+                },
                 aligned=("num_outputs",),
             )
         )

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
+from eagle_kit.kernels.capability import DeviceFacts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
 @triton.jit
@@ -27,7 +29,8 @@ def _load(gate_up, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(gate_up, out, size, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_launch(PDL)
     _, at_out, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
     kind: tl.constexpr = out.dtype.element_ty
     silu = (gate / divisor).to(kind).to(tl.float32)
@@ -35,7 +38,8 @@ def _swiglu(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(d_out, gate_up, d_gate_up, size, BLOCK: tl.constexpr):
+def _swiglu_backward(d_out, gate_up, d_gate_up, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_launch(PDL)
     at, at_out, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
     kind: tl.constexpr = gate_up.dtype.element_ty
     d = tl.load(d_out + at_out, inside, 0.0).to(tl.float32)
@@ -60,7 +64,9 @@ def _launch(kernel, gate_up: torch.Tensor, *tensors: torch.Tensor) -> None:
         return
     blocks = _blocks(size, gate_up.element_size())
     rows = gate_up.numel() // (2 * size)
-    kernel[(rows, triton.cdiv(size, blocks["BLOCK"]))](*tensors, size, **blocks)
+    kernel[(rows, triton.cdiv(size, blocks["BLOCK"]))](
+        *tensors, size, **blocks, **launch_options(gate_up.device)
+    )
 
 
 @torch.library.custom_op("eagle_kit::swiglu", mutates_args=())
@@ -102,7 +108,7 @@ def _differentiate(ctx, d_out):
 swiglu.register_autograd(_differentiate, setup_context=_remember)
 
 
-def variants() -> list[Variant]:
+def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: sizes of SmolLM2 and Llama 3 8B."""
     made = []
     for kernel, pointers in (
@@ -121,7 +127,7 @@ def variants() -> list[Variant]:
                     f"{kernel.__name__.strip('_')} {kind} I{size}",
                     kernel,
                     {**dict.fromkeys(pointers, f"*{kind}"), "size": "i32"},
-                    {"BLOCK": blocks["BLOCK"]},
+                    {"BLOCK": blocks["BLOCK"], "PDL": facts.starts_early},
                     aligned=("size",),
                     num_warps=blocks["num_warps"],
                 )

@@ -38,6 +38,7 @@ import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
@@ -212,11 +213,13 @@ def _window(
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of query rows of one key head to one part of the columns of one request. With
     SPLIT, ``partial`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their
     base-2 log-sum-exp; with MERGED rows at a time, the last program of a tile by its counter in ``arrivals``
     merges them."""
+    wait_for_launch(PDL)
     tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
     part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
@@ -316,9 +319,10 @@ def _merge(
     partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query row of one request and head."""
+    wait_for_launch(PDL)
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     skipped, count, each = share(prefix, num_keys, splits, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
@@ -504,6 +508,7 @@ def window_attention_op(
     shape = {
         **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
         **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d), "WINDOW": limits[0], "CHUNK": limits[1]},
+        **launch_options(q.device),
     }
     pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
     _window[(tiles * hkv, splits, b)](
@@ -624,7 +629,7 @@ def _variant(
             **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
             "BLOCK_D": block_d(size),
             **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
-            **{"MERGED": merged if split else 0, "BLOCK_S": parts},
+            **{"MERGED": merged if split else 0, "BLOCK_S": parts, "PDL": facts.starts_early},
             **variant,
         },
         num_warps=blocks.num_warps,
@@ -648,7 +653,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         },
         {
             **{"G": 4, "HKV": 8, "D": 128, "MIN_BLOCKS": 2, "BLOCK_N": 64, "BLOCK_S": 16, "BLOCK_D": 128},
-            **{"WINDOW": 0, "CHUNK": 0},
+            **{"WINDOW": 0, "CHUNK": 0, "PDL": facts.starts_early},
         },
     )
     return [
