@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 FEW_ROWS, MOST_LEAST_ROWS = 4, 16
 """Rows from which on BLAS adds up as for many rows: with AVX2, and in any case."""
@@ -65,9 +66,10 @@ def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 @cache
 def _adds_in_runs() -> bool:
     """Return whether a sum of more than ``SPLIT_TERMS`` terms has the bits of its runs, added in order."""
-    terms = torch.arange(2 * (SPLIT_TERMS + COLUMNS), dtype=torch.float32).view(2, -1)
-    weights = terms.add(0.1).sin()[:, None].expand(2, FEW_ROWS, -1).contiguous()
-    values = terms.add(0.1).cos()[..., None].repeat(1, 1, COLUMNS)
-    runs = torch.bmm(weights[..., :SPLIT_TERMS], values[:, :SPLIT_TERMS])
-    runs.baddbmm_(weights[..., SPLIT_TERMS:], values[:, SPLIT_TERMS:])
-    return torch.equal(torch.bmm(weights, values), runs)
+    with _disable_current_modes():  # real tensors, where the caller's are fake, counted or recorded
+        terms = torch.arange(2 * (SPLIT_TERMS + COLUMNS), dtype=torch.float32, device="cpu").view(2, -1)
+        weights = terms.add(0.1).sin()[:, None].expand(2, FEW_ROWS, -1).contiguous()
+        values = terms.add(0.1).cos()[..., None].repeat(1, 1, COLUMNS)
+        runs = torch.bmm(weights[..., :SPLIT_TERMS], values[:, :SPLIT_TERMS])
+        runs.baddbmm_(weights[..., SPLIT_TERMS:], values[:, SPLIT_TERMS:])
+        return torch.equal(torch.bmm(weights, values), runs)
