@@ -57,7 +57,7 @@ import triton.language as tl
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.capability import DeviceFacts, device_facts
-from eagle_kit.kernels.window_attention.triton import score_factors, tanh
+from eagle_kit.kernels.window_attention.fold import score_factors, tanh
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_SIZE = 256

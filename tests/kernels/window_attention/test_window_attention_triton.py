@@ -208,7 +208,8 @@ class _Order:
 def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeypatch, case, splits):
     """Whichever program is the last, the bits are the same; counters are 0 again for the next launch. New
     memory is NaN, so a part that was read before it was written would show."""
-    from eagle_kit.kernels.window_attention.triton import choose_blocks, merged_rows, window_attention_op
+    from eagle_kit.kernels.window_attention.sizes import choose_blocks, merged_rows
+    from eagle_kit.kernels.window_attention.triton import window_attention_op
 
     case = replace(case, rows=[])
     q, k, v, p = case.make(torch.float32, triton_device)
@@ -242,7 +243,7 @@ def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeyp
 def test_wide_windows_are_merged_by_a_launch_of_their_own():
     """A program reads at most 128 KB of partial results."""
     pytest.importorskip("triton")
-    from eagle_kit.kernels.window_attention.triton import choose_blocks, few_enough, merged_rows
+    from eagle_kit.kernels.window_attention.sizes import choose_blocks, few_enough, merged_rows
 
     def rows_at_once(rows, splits, size=128):
         return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2, facts_of(90)))[0]
@@ -305,7 +306,7 @@ def test_equal_sizes_are_computed_alike_whatever_the_company(triton_device):
 
 def test_the_number_of_parts_fills_the_machine_and_stays_small():
     pytest.importorskip("triton")
-    from eagle_kit.kernels.window_attention.triton import choose_blocks, num_splits
+    from eagle_kit.kernels.window_attention.sizes import choose_blocks, num_splits
 
     def parts(batch, columns, rows, kv_heads=8, sms=132):
         return num_splits(batch, kv_heads, columns, rows, choose_blocks(rows, 128, 2, 2, facts_of(90)), sms)
