@@ -21,6 +21,7 @@ from typing import Any
 
 from eagle_kit.kernels.capability import SHIPPED, facts_of, multiprocessor, resident_programs
 from eagle_kit.kernels.ptx import hot_loops, waits_first
+from eagle_kit.kernels.ttgir import conversions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Variant:
         programs: how many must fit on a multiprocessor at once, by registers, shared memory and warps.
         narrow: why its loops load less than 16 bytes at a time; empty where they must not.
         direct: why its loops that multiply load without ``cp.async`` and TMA; empty where they must not.
+        converts: why its pipelined loops change the layout of addresses or of what they load; empty where
+            they must not.
         archs: compute capabilities that it ships for.
     """
 
@@ -53,6 +56,7 @@ class Variant:
     programs: int = 1
     narrow: str = ""
     direct: str = ""
+    converts: str = ""
     archs: Sequence[int] = SHIPPED
 
 
@@ -69,6 +73,7 @@ class Report:
     programs: int
     narrow_loops: int
     direct_loops: int
+    conversions: int
     faults: tuple[str, ...]
 
 
@@ -121,6 +126,9 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         faults.append(f"loads of less than 16 bytes in {narrow} of {len(loops)} loops")
     if direct and variant.num_stages > 1 and not variant.direct:
         faults.append(f"neither cp.async nor TMA in {direct} of {len(loops)} loops")
+    converted = conversions(compiled.asm["ttgir"])
+    if converted and not variant.converts:
+        faults.append(f"{converted} layout conversions of addresses or operands in pipelined loops")
     if variant.constants.get("PDL"):
         if "griddepcontrol.launch_dependents" not in ptx:
             faults.append("it does not let the next launch start")
@@ -131,7 +139,17 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     if programs < variant.programs:
         faults.append(f"{programs} programs fit on a multiprocessor, not {variant.programs}")
     return Report(
-        variant.name, arch, registers, stack, shared, wgmma, programs, narrow, direct, tuple(faults)
+        variant.name,
+        arch,
+        registers,
+        stack,
+        shared,
+        wgmma,
+        programs,
+        narrow,
+        direct,
+        converted,
+        tuple(faults),
     )
 
 
@@ -195,7 +213,7 @@ def _arguments(
 
 
 def _failed(variant: Variant, arch: int, fault: str) -> Report:
-    return Report(variant.name, arch, 0, 0, 0, False, 0, 0, 0, (fault,))
+    return Report(variant.name, arch, 0, 0, 0, False, 0, 0, 0, 0, (fault,))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -90,11 +90,24 @@ def alone(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr, FIRST: tl.conste
         return
     tl.store(out + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)))
 
+@triton.jit
+def gathered(x, rows, out, size, BLOCK: tl.constexpr, TURNED: tl.constexpr):
+    i, k = tl.arange(0, 64), tl.arange(0, BLOCK)
+    total = tl.zeros([64, 64], tl.float32)
+    for start in range(0, size, 64):
+        row = tl.load(rows + start + i)
+        if TURNED:  # each row is the sum of others, which lie across the threads
+            row = tl.sum(tl.where(i[:, None] > i[None, :], row[:, None], 0), 0)
+        part = tl.load(x + row[:, None] * BLOCK + k[None, :])
+        total = tl.dot(part, tl.trans(part), total)
+    tl.store(out + i[:, None] * 64 + i[None, :], total)
+
 types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
 two = {"x": "*fp32", "out": "*fp32"}
 summed = {**two, "stride": "i32", "rows": "i32"}
 half = {"x": "*bf16", "out": "*fp32", "size": "i32"}
 sized = {**two, "size": "i32"}
+rows = {"x": "*bf16", "rows": "*i64", "out": "*fp32", "size": "i32"}
 waits = {"BLOCK": 128, "PDL": True, "FIRST": False, "BRANCH": False}
 for variant in (
     Variant("add", add, types, {"BLOCK": 1024}),
@@ -110,6 +123,8 @@ for variant in (
     Variant("pipelined", product, half, {"BLOCK": 64}, ("size",), programs=4),
     Variant("direct", unpipelined, half, {"BLOCK": 64}, ("size",)),
     Variant("large", product, half, {"BLOCK": 256}, ("size",), num_stages=5),
+    Variant("turned", gathered, rows, {"BLOCK": 64, "TURNED": True}),
+    Variant("straight", gathered, rows, {"BLOCK": 64, "TURNED": False}),
     Variant("waits", early, sized, waits),
     Variant("reads before", early, sized, {**waits, "FIRST": True}),
     Variant("may not wait", early, sized, {**waits, "BRANCH": True}),
@@ -144,6 +159,9 @@ def test_faults_are_found(tmp_path):
     assert reports["few"]["faults"] == ["4 programs fit on a multiprocessor, not 8"]
     assert reports["direct"]["faults"] == ["neither cp.async nor TMA in 1 of 1 loops"]
     assert "bytes of shared memory, 101376 are there" in reports["large"]["faults"][0]
+    assert reports["straight"]["faults"] == [] and reports["turned"]["conversions"] > 0
+    turned = f"{reports['turned']['conversions']} layout conversions of addresses or operands"
+    assert reports["turned"]["faults"] == [f"{turned} in pipelined loops"]
     assert reports["waits"]["faults"] == []
     late = ["it does not wait for the launch before it first of all"]
     assert reports["reads before"]["faults"] == late == reports["may not wait"]["faults"]
