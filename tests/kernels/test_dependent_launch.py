@@ -10,7 +10,10 @@ from eagle_kit.kernels.capability import SHIPPED, facts_of, traced_for
 from eagle_kit.kernels.dependent_launch import launch_options
 from eagle_kit.kernels.ptx import waits_first
 
-CYCLE = {"draft_inputs", "draft_topk", "norm", "rope", "small_linear", "swiglu", "window_attention"}
+CYCLE = {
+    *("draft_inputs", "draft_topk", "mla_attention", "norm", "rope", "small_linear", "swiglu"),
+    "window_attention",
+}
 """Operations of a cycle whose launches are short and follow one another."""
 
 

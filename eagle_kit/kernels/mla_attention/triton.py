@@ -3,7 +3,10 @@
 A request's N x H query rows share every key. A program takes a block of these rows and one of S runs of
 keys, and keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v of scores s = scale log2(e) q . k.
 Each row of the store is loaded once and is both key and value. With one run, acc / l is the answer; otherwise
-acc / l and m + log2(l) are stored, and a second launch adds the runs up with weights exp2(m + log2(l)).
+acc / l and m + log2(l) are stored, and the runs are added up in their order with weights exp2(m + log2(l)):
+by the program of a block of query rows that arrives last by a counter, which it sets back to 0, where that is
+at most 128 KB (64 pairs of a query row and a run), and otherwise by a second launch with a program for each
+row.
 
 Keys are counted in columns: the prefix from ``first_slot`` on, and the window's keys right behind it, which
 lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
@@ -20,20 +23,19 @@ H200 is bound by bytes up to about 97 query rows. Sources: FlashDecoding and Dee
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
 """
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.capability import SHIPPED, WITH_FP8, DeviceFacts, device_facts
+from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 from eagle_kit.kernels.mla_attention.plan import PagedWindowPlan
+from eagle_kit.kernels.mla_attention.sizes import MAX_SPLITS, choose_blocks, choose_splits
+from eagle_kit.kernels.window_attention.fold import LOG2_E
 from eagle_kit.kernels.window_attention.plan import WindowPlan
+from eagle_kit.kernels.window_attention.sizes import MERGED_NUMBERS, few_enough
 
-LOG2_E = 1.4426950408889634
-MAX_SPLITS = 128
 PIECES = tl.constexpr(4)
 """Number of pieces that a latent is loaded in, 256 bytes of a row at a time, so that a thread addresses few
 rows."""
@@ -71,19 +73,48 @@ def _load_keys(
     return rope, latents
 
 
+@triton.jit
+def _sum_of_runs(partial, lse, at, used, LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up ``used`` runs of a query row, from ``at`` on, weighted by their sums of exponentials. They are
+    read past the first-level cache: other programs of the launch may have written them."""
+    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
+    sums = tl.load(lse + at + i, i < used, float("-inf"), cache_modifier=".cg")
+    top = tl.max(sums, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(sums - base), 0)
+    acc = tl.zeros((LATENT,), tl.float32)
+    for start in range(0, used, BLOCK):
+        run = start + tl.arange(0, BLOCK)
+        weight = tl.load(lse + at + run, run < used, float("-inf"), cache_modifier=".cg")
+        held = partial + (at + run)[:, None] * LATENT + d[None, :]
+        part = tl.load(held, (run < used)[:, None], 0.0, cache_modifier=".cg")
+        acc += tl.sum(tl.exp2(weight - base)[:, None] * part, 0)
+    return acc / tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+def _store_latents(to, accs, factor, inside, PIECE: tl.constexpr):
+    for piece in tl.static_range(PIECES):
+        tl.store(to + piece * PIECE, (accs[piece] * factor).to(to.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
 def _attend(
-    q, rows, page_table, prefix_lens, kv_lens, ancestors, out, lse, scale, out_scale,
+    q, rows, page_table, prefix_lens, kv_lens, ancestors, out, partial, lse, arrivals, scale, out_scale,
     num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
     splits,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of query rows to one run of keys. AXIS is the axis of keys in the scores.
+    """Attention of a block of query rows to one run of keys. AXIS is the axis of keys in the scores. With
+    SPLIT, ``partial [B, N * H, S, L]`` and ``lse [B, N * H, S]`` take the runs; with MERGED, the last program
+    of a block by its counter in ``arrivals`` adds them up.
 
     fp8 keys are loaded and widened a tile ahead: the compiler keeps loop-carried values in shared memory as
     it does 16-bit keys, and would otherwise move single bytes.
     """
+    wait_for_launch(PDL)
     AHEAD: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 8
     AXIS: tl.constexpr = 0 if SWAPPED else 1
     OTHER: tl.constexpr = 1 - AXIS
@@ -163,94 +194,45 @@ def _attend(
         if AHEAD:
             rope, latents = new_rope, new_latents
 
-    if SPLIT:
-        row_at = row_at * splits + split
-        tl.store(lse + row_at, top + tl.log2(total), inside)
+    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    used = tl.cdiv(last - first, columns)
     factor = tl.expand_dims(out_scale / tl.where(total > 0.0, total, 1.0), AXIS)
-    to = out + tl.expand_dims(row_at, AXIS) * LATENT + tl.expand_dims(d, OTHER)
-    for piece in tl.static_range(PIECES):
-        value = (accs[piece] * factor).to(out.dtype.element_ty)
-        tl.store(to + piece * PIECE, value, tl.expand_dims(inside, AXIS))
+    there, d_at = tl.expand_dims(inside, AXIS), tl.expand_dims(d, OTHER)
+    if SPLIT and (MERGED == 0 or used > 1):
+        run_at = row_at * splits + split
+        tl.store(lse + run_at, top + tl.log2(total), inside)
+        _store_latents(partial + tl.expand_dims(run_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
+        if MERGED:
+            counter = arrivals + request * tl.num_programs(0) + block
+            tl.debug_barrier()  # all of this program's run is written before it says so
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.store(counter, 0)
+                for own in range(block * QUERIES, tl.minimum(block * QUERIES + QUERIES, num_rows)):
+                    at_own = request * num_rows + own
+                    merged = _sum_of_runs(partial, lse, at_own * splits, used, LATENT, MAX_SPLITS, 8)
+                    merged_to = out + at_own * LATENT + tl.arange(0, LATENT)
+                    tl.store(merged_to, merged.to(out.dtype.element_ty))
+    else:
+        _store_latents(out + tl.expand_dims(row_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
 def _merge(
     partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the runs of one query row, weighted by their sums of exponentials."""
+    """Merge the runs of one query row."""
+    wait_for_launch(PDL)
     request = tl.program_id(1).to(tl.int64)
     _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
     used = tl.cdiv(end - first, columns)
     row = request * num_rows + tl.program_id(0)
-    at = row * splits
-    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
-    sums = tl.load(lse + at + i, i < used, float("-inf"))
-    top = tl.max(sums, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(sums - base), 0)
-    acc = tl.zeros((LATENT,), tl.float32)
-    for start in range(0, used, BLOCK):
-        run = start + tl.arange(0, BLOCK)
-        weight = tl.exp2(tl.load(lse + at + run, run < used, float("-inf")) - base)
-        part = tl.load(partial + (at + run)[:, None] * LATENT + d[None, :], (run < used)[:, None], 0.0)
-        acc += tl.sum(weight[:, None] * part, 0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + row * LATENT + d, acc.to(out.dtype.element_ty))
+    acc = _sum_of_runs(partial, lse, row * splits, used, LATENT, MAX_SPLITS, BLOCK)
+    tl.store(out + row * LATENT + tl.arange(0, LATENT), acc.to(out.dtype.element_ty))
 
 
-class MLABlocks(NamedTuple):
-    """Tile sizes in query rows and keys, form of the dots, and launch options."""
-
-    queries: int
-    keys: int
-    swapped: bool
-    num_warps: int
-    num_stages: int
-
-
-HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""True if the compiler hoists the copy of the queries to shared memory out of the loop. Triton 3.6 does; 3.9
-does not, and 64 query rows of 576 then take so many registers that they spill."""
-
-
-def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks:
-    """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
-
-    On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
-    latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
-    at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
-    through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
-    plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
-    sizes.
-    """
-    if itemsize == 4:
-        return MLABlocks(16, 16, False, 4, 1)
-    most = 64 if itemsize == 2 and HOISTS_QUERIES else 32
-    queries = min(most, max(16, triton.next_power_of_2(num_rows)))
-    if itemsize == 1:
-        return MLABlocks(queries, 32, False, 8, 2)
-    num_warps = 4 if queries == 16 and not facts.is_small else 8
-    if facts.multiplies_in_groups:
-        return MLABlocks(queries, 64, True, num_warps, 2)
-    stages = 2 if queries == 64 else 3
-    keys, stages = facts.fit(32, stages, 2 * 576, each=4 * queries, held=queries * 2 * 576)
-    return MLABlocks(queries, keys, False, num_warps, stages)
-
-
-@cache
-def choose_splits(programs: int, columns: int, processors: int) -> int:
-    """Number of runs to split ``columns`` keys into, for ``programs`` blocks of query rows in the batch.
-
-    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times the work
-    of a program: its tiles, and about three tiles' time of startup and output.
-    """
-    tiles = triton.cdiv(columns, 64)
-    splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
-    return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))
-
-
-@torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=())
+@torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=("arrivals",))
 def mla_window_attention(
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -267,9 +249,10 @@ def mla_window_attention(
     scale: float,
     kv_scale: float,
     latent_dim: int,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`attend` with the fields of its plan, all contiguous except ``rows``, whose rows are. ``kv_lens``
-    is given where the window's keys lie in pages."""
+    is given where the window's keys lie in pages. Without ``arrivals`` a second launch adds up the runs."""
     b, n, h, dim = q.shape
     out = q.new_empty(b, n, h, latent_dim)
     if out.numel() == 0:
@@ -278,6 +261,12 @@ def mla_window_attention(
     blocks = choose_blocks(n * h, rows.element_size(), facts)
     programs = triton.cdiv(n * h, blocks.queries)
     splits = choose_splits(b * programs, num_columns, facts.multiprocessors)
+    most = MERGED_NUMBERS // (min(n * h, blocks.queries) * latent_dim)
+    merged = arrivals is not None and b * programs <= arrivals.numel()
+    if merged:
+        splits = few_enough(splits, b * programs, num_columns, most, facts.multiprocessors)
+    merged = merged and 1 < splits <= most
+    early = launch_options(q.device)
     in_pages = kv_lens is not None
     lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
     partial, lse = out, out
@@ -290,8 +279,10 @@ def mla_window_attention(
         page_table,
         *lens,
         ancestors,
+        out,
         partial,
         lse,
+        prefix_lens if arrivals is None else arrivals,
         scale * kv_scale * LOG2_E,
         kv_scale,
         n * h,
@@ -313,10 +304,13 @@ def mla_window_attention(
         SPLIT=splits > 1,
         IN_PAGES=in_pages,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        MERGED=merged,
+        MAX_SPLITS=MAX_SPLITS,
+        **early,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
-    if splits > 1:
+    if splits > 1 and not merged:
         _merge[(n * h, b)](
             partial,
             lse,
@@ -330,6 +324,7 @@ def mla_window_attention(
             MAX_SPLITS=MAX_SPLITS,
             BLOCK=8,
             IN_PAGES=in_pages,
+            **early,
             num_warps=4,
         )
     return out
@@ -337,7 +332,7 @@ def mla_window_attention(
 
 @mla_window_attention.register_fake
 def _(q, rows, *plan):
-    return q.new_empty(*q.shape[:3], plan[-1])
+    return q.new_empty(*q.shape[:3], plan[12])
 
 
 def attend(
@@ -362,6 +357,7 @@ def attend(
         scale,
         kv_scale,
         latent_dim,
+        plan.arrivals,
     )
 
 
@@ -382,22 +378,26 @@ _INTEGERS = (
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: DeepSeek's sizes with few, some and many query rows, with and without
     runs, for every dtype of the store."""
-    pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "lse")
+    pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "partial", "lse")
     made = []
-    for kind, stored, itemsize, num_rows, split, *in_pages in (
+    for kind, stored, itemsize, num_rows, split, *words in (
         ("bf16", "bf16", 2, 16, True),
         ("bf16", "bf16", 2, 32, True),
         ("bf16", "bf16", 2, 128, True),
         ("bf16", "bf16", 2, 128, False),
+        ("bf16", "bf16", 2, 16, True, "merged"),
+        ("bf16", "bf16", 2, 32, True, "merged"),
         ("bf16", "bf16", 2, 128, True, "in pages"),
         ("fp16", "fp16", 2, 128, True),
         ("bf16", "fp8e4nv", 1, 16, True),
+        ("bf16", "fp8e4nv", 1, 16, True, "merged"),
         ("bf16", "fp8e4nv", 1, 128, True),
     ):
         blocks = choose_blocks(num_rows, itemsize, facts)
-        output = "*fp32" if split else f"*{kind}"
-        of_pointers = (f"*{kind}", f"*{stored}", "*i64", "*i64", "*i64", "*i64", output, output)
+        held = "*fp32" if split else f"*{kind}"
+        of_pointers = (f"*{kind}", f"*{stored}", *["*i64"] * 4, f"*{kind}", held, held)
         types = dict(zip(pointers, of_pointers, strict=True))
+        types["arrivals"] = "*i32"
         constants = {
             "PAGE": 16,
             "LATENT": 512,
@@ -406,13 +406,16 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             "KEYS": blocks.keys,
             "SWAPPED": blocks.swapped,
             "SPLIT": split,
-            "IN_PAGES": bool(in_pages),
+            "IN_PAGES": "in pages" in words,
             "PRECISION": "ieee",
+            "MERGED": "merged" in words,
+            "MAX_SPLITS": MAX_SPLITS,
+            "PDL": facts.starts_early,
         }
         made.append(
             Variant(
                 f"mla_attention {kind} keys {stored} rows {num_rows}{' split' if split else ''}"
-                + "".join(f" {word}" for word in in_pages),
+                + "".join(f" {word}" for word in words),
                 _attend,
                 types | {"scale": "fp32", "out_scale": "fp32"} | dict.fromkeys(_INTEGERS, "i32"),
                 constants,
@@ -434,7 +437,13 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 "out": "*bf16",
                 **dict.fromkeys(("num_rows", "num_keys", "first_slot", "splits"), "i32"),
             },
-            {"LATENT": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": 8, "IN_PAGES": False},
+            {
+                "LATENT": 512,
+                "MAX_SPLITS": MAX_SPLITS,
+                "BLOCK": 8,
+                "IN_PAGES": False,
+                "PDL": facts.starts_early,
+            },
         )
     )
     return made

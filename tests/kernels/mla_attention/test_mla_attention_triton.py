@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.capability import facts_of
 from eagle_kit.kernels.mla_attention import mla_window_attention
+from eagle_kit.kernels.mla_attention.sizes import MLABlocks
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, chain_bits
 
 LATENT, ROPE = 64, 16
@@ -136,10 +137,48 @@ def test_equals_a_dense_softmax(triton_device, kernels, case, dtype):
 def test_every_form_tile_and_number_of_runs(
     triton_device, kernels, monkeypatch, queries, keys, splits, swapped
 ):
-    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: kernels.MLABlocks(queries, keys, swapped, 4, 2))
+    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: MLABlocks(queries, keys, swapped, 4, 2))
     monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
     q, rows, plan = Case((150, 0), 5, 5, 4, seed=3).build(triton_device)
     check(q, rows, plan, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(("queries", "swapped"), [(16, True), (16, False), (32, True)])
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [
+        (Case((150, 0, 60), 5, 5, 4), 3),  # three, one and two runs
+        (Case((400, 129), 1, 1, 2, first_slot=1), 7),
+        (Case((300, 20), 6, 9, 8, page_size=3, dtype=torch.bfloat16), 4),
+    ],
+)
+def test_the_last_program_of_a_block_adds_up_its_runs_as_a_second_launch_does(
+    triton_device, kernels, monkeypatch, case, splits, queries, swapped
+):
+    """The counters are 0 again afterwards, and no second launch is needed."""
+    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: MLABlocks(queries, 32, swapped, 4, 2))
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "few_enough", lambda splits, *_: splits)
+    q, rows, plan = case.build(triton_device)
+    expected = check(q, rows, plan, TOLERANCE[case.dtype])
+    monkeypatch.setattr(kernels, "_merge", None)
+    counters = torch.zeros(99, dtype=torch.int32, device=triton_device)
+    counted = dataclasses.replace(plan, arrivals=counters)
+    for _ in range(2):
+        assert torch.equal(check(q, rows, counted, TOLERANCE[case.dtype]), expected)
+        assert not counters.any()
+
+
+def test_wide_blocks_are_added_up_by_a_second_launch(triton_device, kernels, monkeypatch):
+    """64 query rows of 512 in two runs are 256 KB; and fewer counters than blocks are not used."""
+    monkeypatch.setattr(kernels, "choose_splits", lambda *_: 2)
+    monkeypatch.setattr(kernels, "MERGED_NUMBERS", 2 * 16 * LATENT - 1)
+    counters = torch.zeros(99, dtype=torch.int32, device=triton_device)
+    q, rows, plan = Case((150,), 4, 4, 4).build(triton_device)
+    monkeypatch.setattr(kernels, "_merge", None)
+    for usable in (counters, counters[:0]):
+        with pytest.raises(TypeError, match="NoneType"):
+            check(q, rows, dataclasses.replace(plan, arrivals=usable), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -264,7 +303,7 @@ def test_fake_tensors_pass():
 
 
 def test_sizes_are_chosen_by_what_the_host_knows():
-    from eagle_kit.kernels.mla_attention.triton import MAX_SPLITS, choose_blocks, choose_splits
+    from eagle_kit.kernels.mla_attention.sizes import MAX_SPLITS, choose_blocks, choose_splits
 
     assert [choose_blocks(rows, 2, facts_of(90)).queries for rows in (1, 16, 17, 32)] == [16, 16, 32, 32]
     assert choose_blocks(8, 2, facts_of(90)).swapped and not choose_blocks(8, 2, facts_of(80)).swapped
