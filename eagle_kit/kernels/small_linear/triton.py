@@ -340,6 +340,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 wgmma=True,
                 programs=PROGRAMS,
                 narrow="the compiler swizzles fp8 by 8 bytes" if is_fp8 and (rows == 16 or not even) else "",
+                converts="fp8 is widened on its way to the matrix instruction" if is_fp8 else "",
             )
         )
     for scaled, paired in ((False, False), (True, False), (False, True)):

@@ -559,6 +559,7 @@ def _variant(name: str, kernel: Any, kind: str, size: int, facts: DeviceFacts, *
         num_stages=blocks.num_stages,
         wgmma=kind != "fp32",
         narrow="log-sums and limits of rows, which lie in L1" if of == "kv" else "",
+        converts="limits of rows, beside products without tensor cores" if kind == "fp32" else "",
     )
 
 
