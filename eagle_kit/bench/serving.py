@@ -40,9 +40,7 @@ def load_chats(llm: LLM, count: int, most: int = 768) -> list[list[int]]:
     """First questions of ShareGPT conversations as token ids of the chat template, 1 to ``most`` tokens."""
     chats = []
     for conversation in read_conversations(CHATS, limit=1000, skipped=SkipLog()):
-        roles = [message.role for message in conversation.messages]
-        question = conversation.messages[: roles.index("user") + 1]
-        chats.append([{"role": message.role, "content": message.content} for message in question])
+        chats.append(conversation.first_prompt)
     asked = map(llm.tokenize, random.Random("chats:0").sample(chats, min(4 * count, len(chats))))
     return [ids for ids in asked if len(ids) <= most][:count]
 

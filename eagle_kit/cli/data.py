@@ -4,6 +4,7 @@ before training."""
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -138,9 +139,10 @@ def _preview(args: argparse.Namespace) -> int:
     if not config.data.sources:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
     from eagle_kit.data.chat.dataset import conversations_of
+    from eagle_kit.data.chat.messages import Unusable
     from eagle_kit.data.chat.preview import preview
-    from eagle_kit.data.chat.records import SkipLog, Unusable
-    from eagle_kit.data.chat.template import tokenize_chat
+    from eagle_kit.data.chat.records import SkipLog
+    from eagle_kit.data.chat.rows import tokenize_chat
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
@@ -151,15 +153,20 @@ def _preview(args: argparse.Namespace) -> int:
             f"{_listed(config)} has no conversation number {args.record}.",
             "Give a smaller number, from 0.",
         )
+    remarks: Counter[str] = Counter()
     try:
-        chat = tokenize_chat(tokenizer, chosen, config.data.max_length)
+        chats = tokenize_chat(tokenizer, chosen, config.data.max_length, remarks)
     except Unusable as reason:
         raise UserError(
             f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."
         ) from None
-    supervised = int((chat.reply >= 0).sum())
-    print(f"{chosen.where} ({chosen.id}): {len(chat.ids)} tokens, {supervised} supervised")
-    print(preview(chat, tokenizer))
+    for remark in (*chosen.remarks, *remarks):
+        print(f"note: {remark}")
+    for number, chat in enumerate(chats, 1):
+        row = f", row {number} of {len(chats)}" if len(chats) > 1 else ""
+        supervised = int((chat.reply >= 0).sum())
+        print(f"{chosen.where} ({chosen.id}){row}: {len(chat.ids)} tokens, {supervised} supervised")
+        print(preview(chat, tokenizer))
     return 0
 
 

@@ -85,7 +85,7 @@ def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", args: argparse.Names
     from eagle_kit.eval.tune_check import check
     from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
 
-    prompts = [prompt.given(llm.tokenizer) for task in tasks for prompt in task.prompts]
+    prompts = [prompt.given() for task in tasks for prompt in task.prompts]
     print(f"check       {len(prompts)} prompts that were not recorded")
     found = []
     for each in check(llm, tuned, prompts, args.max_tokens):

@@ -16,6 +16,29 @@ LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
 """Losses of ``training.loss``."""
 
 
+class TemplateVariant(Section):
+    """Arguments of the chat template that a share of the conversations is rendered with.
+
+    Attributes:
+        kwargs: such as ``{enable_thinking: true}``; the template must read them.
+        weight: share of the conversations, relative to the other variants'.
+    """
+
+    kwargs: dict[str, Any]
+    weight: float = Field(default=1.0, gt=0.0)
+
+
+ChatTemplateKwargs = dict[str, Any] | tuple[TemplateVariant, ...] | None
+"""Arguments for all conversations, or variants with weights."""
+
+
+def template_variants(kwargs: ChatTemplateKwargs) -> tuple[TemplateVariant, ...]:
+    """Variants of ``kwargs``, one where it is the same for all."""
+    if isinstance(kwargs, dict):
+        return (TemplateVariant(kwargs=kwargs),)
+    return kwargs or ()
+
+
 class SourceConfig(Section):
     """A source of a mixture.
 
@@ -29,6 +52,7 @@ class SourceConfig(Section):
         limit: most conversations read of each of its files; null is ``data.limit``.
         min_tokens, max_tokens: conversations shorter or longer, as they are cut by ``data.max_length``, are
             left out.
+        chat_template_kwargs: as ``data.chat_template_kwargs``, in its place; null is that.
     """
 
     source: str | tuple[str, ...]
@@ -39,6 +63,7 @@ class SourceConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
+    chat_template_kwargs: ChatTemplateKwargs = None
 
     @field_validator("phase")
     @classmethod
@@ -55,7 +80,9 @@ class SourceConfig(Section):
     @property
     def rows_depend_on(self) -> dict[str, Any]:
         """Settings that decide the packed rows."""
-        return self.model_dump(mode="json", include={"source", "limit", "min_tokens", "max_tokens"})
+        names = {"source", "limit", "min_tokens", "max_tokens"}
+        kwargs = {"chat_template_kwargs"} if self.chat_template_kwargs is not None else set()
+        return self.model_dump(mode="json", include=names | kwargs)
 
 
 class DataConfig(Section):
@@ -73,6 +100,10 @@ class DataConfig(Section):
         max_length: tokens of a packed row; longer conversations are cut there.
         eval_conversations: conversations kept out of training; their first user turns are the judge's
             prompts.
+        chat_template_kwargs: arguments of the chat template, such as ``{enable_thinking: false}``; or
+            variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
+            true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
+        first. chat_template_seed: of those draws.
         cache_dir: folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
         preview: print one conversation with its supervised tokens coloured before training.
     """
@@ -83,6 +114,8 @@ class DataConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     max_length: int = Field(default=1024, ge=8)
     eval_conversations: int = Field(default=48, ge=0)
+    chat_template_kwargs: ChatTemplateKwargs = None
+    chat_template_seed: int = Field(default=0, ge=0)
     cache_dir: str | None = None
     preview: bool = True
 
@@ -126,9 +159,17 @@ class DataConfig(Section):
     @property
     def explicit(self) -> dict[str, Any]:
         """Settings that decide the packed rows, as far as they were set."""
-        names = self.model_fields_set & {"limit", "max_length", "eval_conversations"}
-        found = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+        names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
+        set_ones = self.model_dump(mode="json", include=names)
+        found = {name: set_ones[name] for name in sorted(names) if set_ones[name] is not None}
         return {"source": self.origin, **found} if self.sources else found
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Settings of the chat template's arguments, as a manifest has them; empty where none is given."""
+        if not self.chat_template_kwargs and not any(part.chat_template_kwargs for part in self.mix):
+            return {}
+        return self.model_dump(mode="json", include={"chat_template_kwargs", "chat_template_seed"})
 
 
 class HeadConfig(Section):

@@ -78,8 +78,7 @@ class Decoder:
 
     def _warm_up(self, engines: Engines) -> None:
         """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""
-        tokenizer = engines[None].tokenizer
-        prompts = [prompt.given(tokenizer) for prompt in self.tasks[0].prompts[: self.batch_size]]
+        prompts = [prompt.given() for prompt in self.tasks[0].prompts[: self.batch_size]]
         params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
         for run in self.runs:
             engines[run.draft].generate(prompts, params, shape=run.shape)
@@ -88,11 +87,7 @@ class Decoder:
         self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
         """Decode one turn of a batch of prompts with every setting, beginning with setting ``first``."""
-        tokenizer = engines[None].tokenizer
-        given = [
-            p.given(tokenizer, [self._plain_reply(task, p, earlier) for earlier in range(turn)])
-            for p in prompts
-        ]
+        given = [p.given([self._plain_reply(task, p, earlier) for earlier in range(turn)]) for p in prompts]
         outputs = {}
         for run in self.runs[first:] + self.runs[:first]:
             try:

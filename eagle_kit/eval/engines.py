@@ -76,7 +76,7 @@ def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:
     """Refuse a first turn that leaves no room for a reply, before anything is decoded. Raises UserError."""
     for task in tasks:
         for prompt in task.prompts:
-            length = len(engine.tokenize(prompt.given(engine.tokenizer)))
+            length = len(engine.tokenize(prompt.given()))
             if length >= engine.max_context:
                 raise UserError(
                     f"The prompt {prompt.id} of {task.name} has {length} tokens, and the context holds "

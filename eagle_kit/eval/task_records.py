@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.records import Unusable, to_conversation
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.forms import to_conversation
+from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, read_tools
 
 FORMS = (
     'Write {"question_id", "category", "turns": [...]}, {"prompt": "..."} or {"messages": [...]} a line, or '
     "give a published set as it is."
 )
-Message = dict[str, Any]
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 """Types of parameters in the leaderboard's functions that JSON Schema names otherwise."""
 
@@ -57,22 +55,10 @@ class EvalPrompt:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
         return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
 
-    def given(self, tokenizer: Any, replies: Sequence[str] = ()) -> list[Message] | list[int]:
-        """:meth:`messages` as an engine takes them: with tools, their token ids.
-
-        Raises:
-            UserError: the chat template has no place for tools.
-        """
+    def given(self, replies: Sequence[str] = ()) -> list[Message] | ChatPrompt:
+        """:meth:`messages`, with tools where there are any, as an engine takes them."""
         messages = self.messages(replies)
-        if not self.tools:
-            return messages
-        ids = prompt_token_ids(tokenizer, messages, tools=list(self.tools))
-        if ids == prompt_token_ids(tokenizer, messages):
-            raise UserError(
-                f"The prompt {self.id} has tools, and the target's chat template has no place for them.",
-                "Take a target that calls tools, or a task without them.",
-            )
-        return ids
+        return ChatPrompt(messages, self.tools) if self.tools else messages
 
 
 def read_record(record: Any, task: str, number: int) -> EvalPrompt:
@@ -112,15 +98,15 @@ def _read(record: dict[str, Any]) -> Read:
     if "function" in record and isinstance(record.get("question"), list):
         return _leaderboard(record)
     if "query" in record and "tools" in record:
-        return "tools", (record["query"],), (), _tools(record["tools"])
+        return "tools", (record["query"],), (), read_tools(record["tools"])
     if isinstance(record.get("question"), str) and "answer" in record:
         return "math", (record["question"],), (), ()
     present = [key for key in ("turns", "prompt", "messages") if key in record]
     if len(present) != 1:
         raise Unusable(f"{' and '.join(present) or 'none'} of turns, prompt and messages")
-    value, tools = record[present[0]], _tools(record.get("tools", []))
+    value, tools = record[present[0]], read_tools(record.get("tools", []))
     if present[0] == "messages":
-        context, turns = _read_messages(value, has_tools=bool(tools))
+        context, turns = _read_messages(value)
         return "", turns, context, tools
     if isinstance(value, list) != (present[0] == "turns"):
         raise Unusable("turns that are not a list, or a prompt that is one")
@@ -149,8 +135,8 @@ def _leaderboard(record: dict[str, Any]) -> Read:
     rounds = record["question"]
     if not all(isinstance(turn, list) and turn for turn in rounds) or not rounds:
         raise Unusable("a question that is not turns of messages")
-    context, first = _read_messages(rounds[0], has_tools=True)
-    later = [_read_messages(turn, has_tools=True)[1][0] for turn in rounds[1:]]
+    context, first = _read_messages(rounds[0])
+    later = [_read_messages(turn)[1][0] for turn in rounds[1:]]
     tools = [{"type": "function", "function": _json_schema(one)} for one in _objects(record["function"])]
     category = re.sub(r"_\d[\d-]*$", "", str(record.get("id", "")))
     return category or "tools", (*first, *later), context, tuple(tools)
@@ -165,35 +151,17 @@ def _json_schema(value: Any) -> Any:
     return [_json_schema(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _tools(value: Any) -> tuple[Message, ...]:
-    """Definitions of tools as OpenAI's API has them; xLAM has them as text, and bare."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise Unusable("tools that are not JSON") from None
-    found = _objects(value)
-    if not all(isinstance(tool.get("function", tool).get("name"), str) for tool in found):
-        raise Unusable("a tool without a name")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in found)
-
-
 def _objects(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise Unusable("tools that are not a list of objects")
     return value
 
 
-def _read_messages(value: Any, *, has_tools: bool) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-    """Context and turn of a list of messages: replies at its end are left out. Beside tools, messages may be
-    calls and results, and stay as they are."""
-    if has_tools:
-        messages = _objects(value)
-    else:
-        chat = to_conversation({"messages": value}, "")
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    while messages and messages[-1].get("role") in ("assistant", "tool"):
+def _read_messages(value: Any) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
+    """Context and turn of a list of messages: replies at its end, and results of tools, are left out."""
+    messages = to_conversation({"messages": value}, "").messages
+    while messages[-1]["role"] in ("assistant", "tool"):
         messages = messages[:-1]
-    if not messages or messages[-1].get("role") != "user":
+    if messages[-1]["role"] != "user":
         raise Unusable("messages without a user turn at their end")
-    return tuple(messages[:-1]), (messages[-1].get("content"),)
+    return messages[:-1], (messages[-1]["content"],)

@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
-from eagle_kit.data.chat.records import Unusable
+from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.eval.task_records import FORMS, EvalPrompt, human_eval_turn, read_record
 
 __all__ = ["EvalPrompt", "Task", "load_task", "load_tasks"]

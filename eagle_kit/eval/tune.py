@@ -89,7 +89,7 @@ def _measure(
     bar = tqdm(total=len(prompts) + len(plan.visits), dynamic_ncols=True, disable=not options.show_progress)
     try:
         bar.set_description("recording drafts")
-        recording = _record(llm, [prompt.given(llm.tokenizer) for _, prompt in prompts], options, work, bar)
+        recording = _record(llm, [prompt.given() for _, prompt in prompts], options, work, bar)
         about = {
             "tasks": {task.name: len(task.prompts) for task in options.tasks},
             "positions": len(recording.truth),

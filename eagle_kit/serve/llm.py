@@ -17,6 +17,7 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
+from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
@@ -38,7 +39,7 @@ from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 from eagle_kit.tuning.policy import ShapePolicy
 from eagle_kit.tuning.shapes import MOST_STEPS
 
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]] | ChatPrompt
 EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 
@@ -248,7 +249,8 @@ class LLM:
         return self._policy
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Tokenise a user turn (str) or messages (list of dicts); token ids are returned as they are."""
+        """Tokenise a user turn (str), messages (list of dicts), or messages with tools and further arguments
+        of the chat template; token ids are returned as they are."""
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self.tokenizer is None:

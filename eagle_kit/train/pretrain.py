@@ -168,6 +168,6 @@ def _chats(source: str) -> Iterator[str]:
     from eagle_kit.data.chat.records import SkipLog, read_conversations
 
     for chat in read_conversations(source, skipped=SkipLog()):
-        rendered = "".join(f"{START}{m.role}\n{m.content}{END}\n" for m in chat.messages)
+        rendered = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in chat.messages)
         if sum(map(str.isascii, rendered)) >= MIN_ASCII * len(rendered):
             yield rendered

@@ -37,7 +37,7 @@ def test_prepare_says_what_was_left_out_and_where_it_is_listed(
 ) -> None:
     assert main(["data", "prepare", str(config)]) == 0
     out = capsys.readouterr().out
-    assert "1 conversations of" in out and "begin with a reply" in out
+    assert "it begins with a reply, which is left out: 1 conversations of" in out
     listed = Path(out.partition("listed in ")[2].splitlines()[0])
     assert "no assistant turn" in listed.read_text()
 

@@ -9,6 +9,7 @@ import pytest
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.eval.tasks import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -85,7 +86,7 @@ def test_a_later_turn_carries_the_given_replies() -> None:
         ('{"prompt": ["a"]}', "a prompt that is one"),
         ('{"prompt": "  "}', "empty prompt"),
         ('{"prompt": "a", "category": 3}', "category"),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', "unknown role 'tool'"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "no user turn"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
         ('{"messages": [{"role": "user"}]}', "content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "a tool without a name"),
@@ -171,14 +172,16 @@ def test_prompts_with_tools_are_rendered_with_them(tmp_path: Path) -> None:
         {"messages": [turn]},
     )
     called, asked, plain = load_task(path).prompts
-    assert called.messages([]) == [*MESSAGES, turn]
+    call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert called.messages([]) == [*MESSAGES[:2], said, MESSAGES[3], turn]
     assert called.tools == asked.tools == (wrapped,) and plain.tools == ()
-    assert plain.given(None) == [turn]
+    assert plain.given() == [turn]
     tokenizer = load_tokenizer(make_target(tmp_path / "target"))
-    with pytest.raises(UserError, match="no place for them"):
-        asked.given(tokenizer)
+    with pytest.raises(UserError, match="no place for tools"):
+        prompt_token_ids(tokenizer, asked.given())
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE
-    ids = asked.given(tokenizer)
+    ids = prompt_token_ids(tokenizer, asked.given())
     text = "clock <|im_start|>user\nAnd tomorrow?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == text
 

@@ -39,7 +39,7 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
         parts = [make_prompts(llm, each, seed) for each in ("human_eval", "ours", NOISE)]
         return [prompt for group in zip(*parts, strict=False) for prompt in group][:NUM_PROMPTS]
     else:
-        texts = [prompt.given(llm.tokenizer) for prompt in load_tasks([task])[0].prompts]
+        texts = [prompt.given() for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
     ids = [llm.tokenize(text) for text in texts]
     kept = [each for each in ids if len(each) <= MAX_CONTEXT // 2]

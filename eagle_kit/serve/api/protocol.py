@@ -50,13 +50,16 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One turn. The last four fields are ``null`` in replies that clients send back."""
+    """One turn. ``reasoning`` is vLLM's name of ``reasoning_content``. The last four fields are ``null`` in
+    replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Several[TextPart] | None = None
     name: str | None = None
     tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -68,6 +71,10 @@ class Message(Strict):
             raise ValueError(f"a message of the {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only a message of the assistant has tool_calls")
+        if (self.reasoning_content or self.reasoning) and self.role != "assistant":
+            raise ValueError("only a message of the assistant has reasoning_content")
+        if self.reasoning_content and self.reasoning and self.reasoning_content != self.reasoning:
+            raise ValueError("reasoning_content and reasoning differ; give one of them")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id belongs to messages of a tool, and they need one")
         return self
@@ -178,14 +185,21 @@ class Sampling(Strict):
         return self.n or 1
 
 
-class ChatRequest(Sampling):
-    """`POST /v1/chat/completions`."""
+class ChatMessages(Strict):
+    """What the chat template is given; ``chat_template_kwargs`` are arguments that it reads, such as
+    ``enable_thinking``."""
 
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)]
+    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class ChatRequest(ChatMessages, Sampling):
+    """`POST /v1/chat/completions`."""
+
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -240,6 +254,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)] | None = None
     tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -248,9 +263,18 @@ class TokenizeRequest(Strict):
             raise ValueError("give either prompt or messages")
         if self.messages is not None and self.add_special_tokens is not None:
             raise ValueError("add_special_tokens belongs to a prompt; the chat template has its own")
-        if self.messages is None and self.tools is not None:
-            raise ValueError("tools belong to messages")
+        if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
+            raise ValueError("tools and chat_template_kwargs belong to messages")
         return self
+
+    @property
+    def chat(self) -> ChatMessages | None:
+        """The messages and what else the chat template is given."""
+        if self.messages is None:
+            return None
+        return ChatMessages.model_construct(
+            messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs
+        )
 
 
 class DetokenizeRequest(Strict):

@@ -28,8 +28,8 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     ) -> Tokens:
         """Token ids of a text, or of messages with the generation prompt."""
         service.check_model(body.model)
-        if body.messages is not None:
-            ids = await service.off_loop(chat_prompt, llm, body.messages, body.tools, most)
+        if (chat := body.chat) is not None:
+            ids = await service.off_loop(chat_prompt, llm, chat, True, most)
         else:
             special = body.add_special_tokens is not False
             ids = await service.off_loop(text_prompt, llm, body.prompt, most, special)

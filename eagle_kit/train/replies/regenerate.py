@@ -286,12 +286,12 @@ def _human_turns(conversation: Conversation, max_turns: int) -> tuple[list[dict[
     system: list[dict[str, str]] = []
     turns: list[str] = []
     for message in conversation.messages:
-        if message.role == "system" and not turns:
-            system.append({"role": "system", "content": message.content})
-        elif message.role == "user":
-            if not message.content.strip() or len(turns) == max_turns:
+        if message["role"] == "system" and not turns:
+            system.append({"role": "system", "content": message["content"]})
+        elif message["role"] == "user":
+            if not message["content"].strip() or len(turns) == max_turns:
                 break
-            turns.append(message.content)
+            turns.append(message["content"])
     return system, turns
 
 

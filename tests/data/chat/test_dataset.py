@@ -147,7 +147,7 @@ def test_conversations_without_their_start_are_learned_but_not_held_out(
     assert "First?" in tokenizer.decode(data.heldout_prompts[0])
     joined = "".join(texts(data, tokenizer))
     assert "Go on?" in joined and "Late." not in joined and data.num_conversations == 2
-    assert len(data.notes) == 1 and "begin with a reply" in data.notes[0]
+    assert len(data.notes) == 1 and "begins with a reply" in data.notes[0]
 
 
 def test_another_release_of_a_package_is_tokenised_again(
@@ -188,7 +188,7 @@ def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) 
     assert (data.num_conversations, data.num_skipped) == (2, 3)
     assert data.skip_file.read_text().splitlines() == [
         "# chats.json is cut off after 5 whole conversations",
-        "chats.json#2\tno conversations, messages, or prompt and completion",
+        "chats.json#2\tno conversations, messages, query and answers, or prompt and completion",
         "chats.json#3\tno reply within the length limit",
         "chats.json#4\tan empty reply",
     ]

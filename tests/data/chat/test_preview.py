@@ -1,13 +1,14 @@
 """The preview marks exactly what must be produced."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from tiny_run import make_target
 
+from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.preview import DIM, GREEN, RESET, preview
-from eagle_kit.data.chat.records import Conversation, ConversationMessage
-from eagle_kit.data.chat.template import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
 from eagle_kit.models.loading.source import load_tokenizer
 
 
@@ -19,12 +20,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def chat(tokenizer: Any) -> TokenizedChat:
     turns = (
-        ConversationMessage("user", "Hi"),
-        ConversationMessage("assistant", "Yes"),
-        ConversationMessage("user", "So"),
-        ConversationMessage("assistant", "No"),
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "So"},
+        {"role": "assistant", "content": "No"},
     )
-    return tokenize_chat(tokenizer, Conversation("x", turns, "x"), 1000)
+    (row,) = tokenize_chat(tokenizer, Conversation("x", turns, "x"), 1000, Counter())
+    return row
 
 
 def test_without_colour_replies_stand_in_brackets(tokenizer: Any, chat: TokenizedChat) -> None:

@@ -9,19 +9,14 @@ import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat import records
-from eagle_kit.data.chat.records import (
-    Conversation,
-    ConversationMessage,
-    SkipLog,
-    Unusable,
-    read_conversations,
-    to_conversation,
-)
+from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.records import SkipLog, read_conversations
 
 SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
 MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
 COMPLETION = {"prompt": "q", "completion": "r"}
-TURNS = (ConversationMessage("user", "q"), ConversationMessage("assistant", "r"))
+TURNS = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "r"})
 
 
 def read(path: Path | str, **options: Any) -> tuple[list[Conversation], SkipLog]:
@@ -71,7 +66,7 @@ def test_ids_are_kept_and_the_place_stands_in_for_a_missing_one() -> None:
 )
 def test_names_of_roles_are_understood(role: str, meaning: str) -> None:
     record = {"conversations": [{"from": "user", "value": "q"}, {"from": role, "value": "r"}]}
-    assert to_conversation(record, "f#1").messages[1].role == meaning
+    assert to_conversation(record, "f#1").messages[1]["role"] == meaning
 
 
 def test_a_reply_cut_off_by_its_length_is_marked() -> None:
@@ -82,7 +77,7 @@ def test_a_reply_cut_off_by_its_length_is_marked() -> None:
 
 BAD = [
     (["no object"], "not an object"),
-    ({"text": "q"}, "no conversations, messages, or prompt and completion"),
+    ({"text": "q"}, "no conversations, messages, query and answers, or prompt and completion"),
     ({"messages": []}, "no user turn"),
     ({"messages": ["q"]}, "a turn that is not an object"),
     ({"messages": [{"role": "narrator", "content": "q"}]}, "unknown role 'narrator'"),
@@ -127,16 +122,16 @@ def test_replies_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_
         ],
     )
     found, skipped = read(path)
-    assert [[(m.role, m.content) for m in conversation.messages] for conversation in found] == [
+    assert [[(m["role"], m["content"]) for m in conversation.messages] for conversation in found] == [
         [("user", "2"), ("assistant", "3")],
         [("system", "0"), ("user", "2"), ("assistant", "3")],
         [("user", "0"), ("assistant", "1")],
     ]
     assert [conversation.from_start for conversation in found] == [False, False, True]
     assert skipped.rows == [("chats.jsonl:4", "no user turn")]
-    assert skipped.notes == [f"2 conversations of {path} begin with a reply, which was left out"]
+    assert skipped.notes == [f"it begins with a reply, which is left out: 2 conversations of {path}"]
     assert read(path, limit=1)[1].notes == [
-        f"1 conversations of {path} begin with a reply, which was left out"
+        f"it begins with a reply, which is left out: 1 conversations of {path}"
     ]
 
 
@@ -147,7 +142,7 @@ def test_half_a_character_makes_a_record_unusable(tmp_path: Path) -> None:
         r'{"prompt": "a\ud83d", "completion": "r"}' + "\n" + r'{"prompt": "\ud83d\ude42", "completion": "r"}'
     )
     found, skipped = read(path)
-    assert [conversation.messages[0].content for conversation in found] == ["🙂"]
+    assert [conversation.messages[0]["content"] for conversation in found] == ["🙂"]
     assert "half a character" in skipped.rows[0][1] and skipped.rows[0][0] == "chats.jsonl:1"
 
 

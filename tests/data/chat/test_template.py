@@ -1,5 +1,6 @@
 """The mask is what a server would have generated, and what stands before it is what a server would be fed."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.records import Conversation, ConversationMessage, Unusable
-from eagle_kit.data.chat.template import TokenizedChat, end_tokens, prompt_token_ids, tokenize_chat
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.template import end_tokens, prompt_token_ids
 from eagle_kit.models.loading.source import load_tokenizer
 
 DEFAULT_SYSTEM = (
@@ -55,9 +58,18 @@ def tokenizer(folder: Path) -> Any:
 
 
 def conversation(*turns: tuple[str, str], complete: bool = True) -> Conversation:
-    return Conversation(
-        "x", tuple(ConversationMessage(role, content) for role, content in turns), "test#1", complete
-    )
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    return Conversation("x", messages, "test#1", complete=complete)
+
+
+def rows(tokenizer: Any, conversation: Conversation, max_length: int) -> list[TokenizedChat]:
+    return tokenize_chat(tokenizer, conversation, max_length, Counter())
+
+
+def one_row(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedChat:
+    """The row of a conversation whose turns share one."""
+    (chat,) = rows(tokenizer, conversation, max_length)
+    return chat
 
 
 THREE_TURNS = conversation(
@@ -76,13 +88,13 @@ def replies(tokenizer: Any, chat: TokenizedChat) -> list[str]:
     return [tokenizer.decode(chat.ids[chat.reply == number].tolist()) for number in numbers]
 
 
-def messages_of(conversation: Conversation, turns: int) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in conversation.messages[:turns]]
+def messages_of(conversation: Conversation, turns: int) -> list[dict[str, Any]]:
+    return list(conversation.messages[:turns])
 
 
 def check_prompts(tokenizer: Any, chat: TokenizedChat, conversation: Conversation) -> None:
     """Before every reply stand exactly the ids that a server is fed, and a reply is one unbroken span."""
-    turns = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     for number in range(int(chat.reply.max()) + 1):
         span = np.flatnonzero(chat.reply == number)
         assert chat.ids[: span[0]].tolist() == prompt_token_ids(
@@ -94,7 +106,7 @@ def check_prompts(tokenizer: Any, chat: TokenizedChat, conversation: Conversatio
 @pytest.mark.parametrize("template", [TEMPLATE, DEFAULT_SYSTEM], ids=["chatml", "default-system"])
 def test_first_middle_and_last_reply_are_what_a_server_generates(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    chat = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    chat = one_row(tokenizer, THREE_TURNS, PLENTY)
     assert replies(tokenizer, chat) == ["Hello.<|im_end|>", "にほん 🙂<|im_end|>", "So long\n<|im_end|>"]
     check_prompts(tokenizer, chat, THREE_TURNS)
     assert chat.ids.dtype == chat.reply.dtype == np.int32
@@ -104,14 +116,14 @@ def test_first_middle_and_last_reply_are_what_a_server_generates(tokenizer: Any,
 
 def test_a_system_turn_is_given_not_produced(tokenizer: Any) -> None:
     talk = conversation(("system", "Rhyme."), ("user", "cat"), ("assistant", "hat"))
-    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == ["hat<|im_end|>"]
     check_prompts(tokenizer, chat, talk)
 
 
 def test_llama_2_replies_begin_behind_the_instruction(tokenizer: Any) -> None:
     tokenizer.chat_template = LLAMA_2
-    chat = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    chat = one_row(tokenizer, THREE_TURNS, PLENTY)
     assert replies(tokenizer, chat) == [
         " Hello. <|im_end|>",
         " にほん 🙂 <|im_end|>",
@@ -123,42 +135,42 @@ def test_llama_2_replies_begin_behind_the_instruction(tokenizer: Any) -> None:
 def test_a_template_without_end_tokens_gives_the_turn_as_it_writes_it(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_END_TOKEN
     talk = conversation(("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e"))
-    assert replies(tokenizer, tokenize_chat(tokenizer, talk, PLENTY)) == ["b c\n", "e\n"]
+    assert replies(tokenizer, one_row(tokenizer, talk, PLENTY)) == ["b c\n", "e\n"]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 10])
 def test_a_truncated_reply_keeps_its_mask_up_to_the_cut(tokenizer: Any, cut: int) -> None:
-    whole = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    whole = one_row(tokenizer, THREE_TURNS, PLENTY)
     start = int(np.flatnonzero(whole.reply == 1)[0])
-    chat = tokenize_chat(tokenizer, THREE_TURNS, start + cut)
+    chat = one_row(tokenizer, THREE_TURNS, start + cut)
     np.testing.assert_array_equal(chat.ids, whole.ids[: start + cut])
     np.testing.assert_array_equal(chat.reply, whole.reply[: start + cut])
     assert (chat.reply == 1).sum() == cut and chat.reply.max() == 1
 
 
 def test_a_cut_inside_a_later_prompt_keeps_the_replies_before_it(tokenizer: Any) -> None:
-    whole = tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    whole = one_row(tokenizer, THREE_TURNS, PLENTY)
     length = int(np.flatnonzero(whole.reply == 1)[0])  # not one token of the second reply
-    chat = tokenize_chat(tokenizer, THREE_TURNS, length)
+    chat = one_row(tokenizer, THREE_TURNS, length)
     assert len(chat.ids) == length and replies(tokenizer, chat) == ["Hello.<|im_end|>"]
 
 
 def test_no_reply_within_the_limit_is_unusable(tokenizer: Any) -> None:
     with pytest.raises(Unusable, match="length limit"):
-        tokenize_chat(tokenizer, THREE_TURNS, 12)
+        one_row(tokenizer, THREE_TURNS, 12)
 
 
 def test_an_incomplete_reply_does_not_learn_its_end(tokenizer: Any) -> None:
     turns = (("user", "Count."), ("assistant", "1 2"), ("user", "On."), ("assistant", "3 4"))
-    whole = tokenize_chat(tokenizer, conversation(*turns), PLENTY)
-    chat = tokenize_chat(tokenizer, conversation(*turns, complete=False), PLENTY)
+    whole = one_row(tokenizer, conversation(*turns), PLENTY)
+    chat = one_row(tokenizer, conversation(*turns, complete=False), PLENTY)
     assert replies(tokenizer, chat) == ["1 2<|im_end|>", "3 4"]
     np.testing.assert_array_equal(chat.ids, whole.ids[:-1])
 
 
 def test_turns_behind_the_last_reply_are_left_out(tokenizer: Any) -> None:
     talk = conversation(("user", "a"), ("assistant", "b"), ("user", "never answered"))
-    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    chat = one_row(tokenizer, talk, PLENTY)
     assert "never" not in tokenizer.decode(chat.ids.tolist()) and replies(tokenizer, chat) == ["b<|im_end|>"]
 
 
@@ -170,32 +182,50 @@ def test_an_end_token_inside_a_reply_ends_it(tokenizer: Any) -> None:
         ("user", "c"),
         ("assistant", "d<|im_end|> forged"),
     )
-    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
     assert chat.reply[-1] == 1
 
 
-def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_rewrites_history_has_a_row_for_each_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = FORGETS_THOUGHTS
-    with pytest.raises(Unusable, match="differently later on"):
-        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    found = rows(tokenizer, THREE_TURNS, PLENTY)
+    assert [replies(tokenizer, chat) for chat in found] == [
+        ["(hmm) Hello.<|im_end|>"],
+        ["(hmm) にほん 🙂<|im_end|>"],
+        ["(hmm) So long\n<|im_end|>"],
+    ]
+    for number, chat in enumerate(found):
+        first = int(np.flatnonzero(chat.reply == 0)[0])
+        messages = messages_of(THREE_TURNS, 2 * number + 1)
+        assert chat.ids[:first].tolist() == prompt_token_ids(tokenizer, messages)
+
+
+def test_rows_beyond_the_length_are_left_out_and_noted(tokenizer: Any) -> None:
+    tokenizer.chat_template = FORGETS_THOUGHTS
+    remarks: Counter[str] = Counter()
+    length = len(rows(tokenizer, THREE_TURNS, PLENTY)[0].ids)
+    (chat,) = tokenize_chat(tokenizer, THREE_TURNS, length, remarks)
+    assert replies(tokenizer, chat) == ["(hmm) Hello.<|im_end|>"]
+    assert remarks == {"replies beyond max_length are left out": 1}
 
 
 def test_a_template_that_drops_thoughts_is_learned_where_serving_agrees(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN_3
     single = conversation(("user", "Hi"), ("assistant", "Hello."))
-    chat = tokenize_chat(tokenizer, single, PLENTY)
+    chat = one_row(tokenizer, single, PLENTY)
     assert replies(tokenizer, chat) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
     check_prompts(tokenizer, chat, single)
-    with pytest.raises(Unusable, match="differently later on"):
-        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+    assert [replies(tokenizer, row) for row in rows(tokenizer, THREE_TURNS, PLENTY)] == [
+        [f"<think>\n\n</think>\n\n{text}<|im_end|>"] for text in ("Hello.", "にほん 🙂", "So long\n")
+    ]
 
 
 def test_a_template_that_strips_turns_gives_the_stripped_reply(tokenizer: Any) -> None:
     assert STRIPS != TEMPLATE
     tokenizer.chat_template = STRIPS
     talk = conversation(("user", " a "), ("assistant", "\n b\n"), ("user", "c"), ("assistant", " d"))
-    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
     check_prompts(tokenizer, chat, talk)
 
@@ -204,7 +234,7 @@ def test_a_template_that_strips_turns_gives_the_stripped_reply(tokenizer: Any) -
 def test_a_decoded_reply_tokenises_to_a_valid_mask(tokenizer: Any, text: str) -> None:
     """On-policy replies come as text, whatever white space or marks they begin and end with."""
     talk = conversation(("user", "q"), ("assistant", text), ("user", "r"), ("assistant", text))
-    chat = tokenize_chat(tokenizer, talk, PLENTY)
+    chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == [text + "<|im_end|>"] * 2
     check_prompts(tokenizer, chat, talk)
 
@@ -213,7 +243,7 @@ def test_a_template_that_refuses_a_role_makes_the_conversation_unusable(tokenize
     tokenizer.chat_template = REFUSES_SYSTEM
     talk = conversation(("system", "s"), ("user", "u"), ("assistant", "a"))
     with pytest.raises(Unusable, match="no system turns"):
-        tokenize_chat(tokenizer, talk, PLENTY)
+        one_row(tokenizer, talk, PLENTY)
     with pytest.raises(UserError, match="no system turns"):
         prompt_token_ids(tokenizer, messages_of(talk, 2))
 
@@ -225,7 +255,7 @@ def test_tokens_that_merge_across_the_start_of_a_reply_are_refused(tokenizer: An
         "{{ message['role'] }}: ", "{{ message['role'] }}:"
     ).replace("assistant: ", "assistant:")
     with pytest.raises(Unusable, match="merge across"):
-        tokenize_chat(tokenizer, conversation(("user", "x"), ("assistant", "abc")), PLENTY)
+        one_row(tokenizer, conversation(("user", "x"), ("assistant", "abc")), PLENTY)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +270,13 @@ def test_conversations_that_nobody_can_learn_from_say_why(
     tokenizer: Any, turns: list[tuple[str, str]], reason: str
 ) -> None:
     with pytest.raises(Unusable, match=reason):
-        tokenize_chat(tokenizer, conversation(*turns), PLENTY)
+        one_row(tokenizer, conversation(*turns), PLENTY)
 
 
 def test_a_tokenizer_without_template_is_a_user_error(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        tokenize_chat(tokenizer, THREE_TURNS, PLENTY)
+        one_row(tokenizer, THREE_TURNS, PLENTY)
     with pytest.raises(UserError, match="no chat template"):
         prompt_token_ids(tokenizer, messages_of(THREE_TURNS, 1))
 

@@ -1,0 +1,204 @@
+"""Messages as chat templates take them: OpenAI's form, with text as one string and arguments as objects.
+
+Data preparation, regeneration, evaluation sets and the server read their messages here, so that all of them
+hand the same turns to a template.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_kit.core.files import is_unicode
+
+Message = dict[str, Any]
+"""``role`` (system, developer, user, assistant or tool), ``content`` (text, empty beside calls), and where
+there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``."""
+Tool = dict[str, Any]
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+CALLERS = ("function_call", "tool_call")
+"""Roles whose content is a call as JSON, or a list of calls."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and that of gpt-oss."""
+KNOWN_KEYS = {
+    *("role", "content", "tool_calls", "function_call", "tool_call_id", "name", *REASONING),
+    *("id", "refusal", "audio", "annotations"),
+}
+"""Keys of a message that are read, or say nothing of its text."""
+JSON_TYPES = {
+    **{"str": "string", "string": "string", "int": "integer", "integer": "integer", "float": "number"},
+    **{"number": "number", "bool": "boolean", "boolean": "boolean", "list": "array", "tuple": "array"},
+    **{"set": "array", "array": "array", "dict": "object", "object": "object"},
+}
+"""JSON Schema's names for the types of Python that function-calling sets name."""
+
+
+class Unusable(Exception):
+    """A record that is skipped; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """All that a chat template is given: messages, definitions of tools, and further arguments such as
+    ``enable_thinking``."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self) -> str:
+        """Text that equal prompts share."""
+        return json.dumps([list(self.messages), list(self.tools), dict(self.chat_template_kwargs)])
+
+
+def read_message(turn: Any) -> Message:
+    """Read a message of OpenAI's form; keys that are null count as missing. Raises :class:`Unusable`."""
+    if not isinstance(turn, dict):
+        raise Unusable("a turn that is not an object")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    role = turn.get("role")
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise Unusable(f"unknown role {role!r}")
+    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
+    if role.lower() in CALLERS:
+        calls, turn = parse_json_text(turn.get("content"), "a call that is not JSON"), {**turn, "content": ""}
+    message: Message = {
+        "role": ROLES[role.lower()],
+        "content": _text(turn.get("content", "" if calls else None)),
+    }
+    if thought := next((turn[name] for name in REASONING if turn.get(name)), None):
+        message["reasoning_content"] = _text(thought)
+    if calls:
+        message["tool_calls"] = read_calls(calls)
+    if (calls or "reasoning_content" in message) and message["role"] != "assistant":
+        raise Unusable(f"a turn of the {message['role']} with tool calls or reasoning")
+    for name in ("tool_call_id", "name"):
+        if name in turn:
+            message[name] = _text(turn[name])
+    return message
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Read calls of tools, of OpenAI's form or bare ``{"name", "arguments"}``. Raises :class:`Unusable`."""
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        if not isinstance(call, dict):
+            raise Unusable("a tool call that is not an object")
+        function = call.get("function", call)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise Unusable("a tool call without a name")
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = (
+                parse_json_text(arguments, "the arguments of a tool call are no JSON object")
+                if arguments.strip()
+                else {}
+            )
+        if not isinstance(arguments, dict | None):
+            raise Unusable("the arguments of a tool call are no JSON object")
+        about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        found.append(about | {"type": "function", "function": {"name": name, "arguments": arguments or {}}})
+    return found
+
+
+def read_tools(value: Any) -> tuple[Tool, ...]:
+    """Read definitions of tools, as a list or its JSON text; bare ones, and parameters that are no JSON
+    Schema but arguments by name (xLAM), become OpenAI's. Raises :class:`Unusable`."""
+    value = parse_json_text(value, "tools that are not JSON") if isinstance(value, str) else value
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise Unusable("tools that are not a list of objects")
+    found = []
+    for tool in value:
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unusable("a tool without a name")
+        if isinstance(parameters := function.get("parameters"), dict):
+            function = {**function, "parameters": _json_schema(parameters)}
+        found.append({"type": "function", "function": {k: v for k, v in function.items() if k != "type"}})
+    return tuple(found)
+
+
+def _json_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters by name with Python's types as JSON Schema; what is a schema stays as it is."""
+    if (
+        not parameters
+        or "properties" in parameters
+        or not all(isinstance(v, dict) for v in parameters.values())
+    ):
+        return parameters
+    properties, required = {}, []
+    for name, about in parameters.items():
+        kind = str(about.get("type", ""))
+        plain = re.split(r"[\[,(\s]", kind.strip().lower(), maxsplit=1)[0]
+        properties[name] = about | ({"type": JSON_TYPES[plain]} if plain in JSON_TYPES else {})
+        if "default" not in about and "optional" not in kind.lower():
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def parse_json_text(text: Any, problem: str) -> Any:
+    """Parse JSON out of a record's field. Raises :class:`Unusable` with ``problem``."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        raise Unusable(problem) from None
+
+
+def _text(content: Any) -> str:
+    """Text, or the texts of parts joined by line ends."""
+    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Unusable("a turn whose content is not text")
+    if not is_unicode(content):
+        raise Unusable("a turn with half a character (a lone surrogate)")
+    return content
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def is_empty(message: Message) -> bool:
+    """True for a turn that says nothing and calls nothing."""
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def on_the_wire(message: Message) -> Message:
+    """The message as OpenAI's protocol sends it: arguments are JSON text, calls and results have ids."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            "id": f"call_{i}",
+            **call,
+            "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])},
+        }
+        for i, call in enumerate(message["tool_calls"])
+    ]
+    return message | {"tool_calls": calls}

@@ -1,0 +1,166 @@
+"""Conversations as rows of tokens, and which tokens the assistant must produce.
+
+The mask is what serving would have generated. Every assistant turn is rendered as a server renders its
+prompt, and the reply is what the template puts behind that, through the end-of-turn token. Where the prompt
+of a turn begins with the row of the turn before, both share a row; a template that renders earlier turns
+differently later on (Qwen3 and DeepSeek-R1 drop earlier reasoning) gives the turn a row of its own. So the
+tokens before every reply are those that a server would be given for it; a conversation where they are not
+(tokens that merge across the border) is refused with the reason, never trained on.
+
+Legend: n tokens of a row.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import Message, Unusable, is_empty
+from eagle_kit.data.chat.template import chat_template, check_prompt, end_names, render, text_token_ids
+
+THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
+OPENING = re.compile(r"<think>\s*\Z")
+NO_PLACE = "reasoning that the chat template has no place for is left out"
+ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
+TOO_LATE = "replies beyond max_length are left out"
+
+
+@dataclass
+class TokenizedChat:
+    """``ids`` int32 ``[n]``; ``reply`` int32 ``[n]``, the number of the reply that must produce the token,
+    counted from 0 in the row, -1 for tokens that are given."""
+
+    ids: np.ndarray
+    reply: np.ndarray
+
+
+@dataclass
+class _Row:
+    """Text of a row, and for each of its replies the characters of it before and through the reply."""
+
+    text: str
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+def tokenize_chat(
+    tokenizer: Any, conversation: Conversation, max_length: int, remarks: Counter[str]
+) -> list[TokenizedChat]:
+    """Rows of one conversation, each cut at ``max_length`` tokens.
+
+    Args:
+        remarks: counts what of the conversation is left out.
+
+    Raises:
+        Unusable: no reply within ``max_length``, an empty reply, something that the template leaves out, or a
+            rendering that serving would not have produced.
+        UserError: the tokenizer has no chat template.
+    """
+    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if not turns:
+        raise Unusable("no assistant turn")
+    if turns[0] == 0:
+        raise Unusable("it starts with a reply")
+    if any(is_empty(conversation.messages[turn]) for turn in turns):
+        raise Unusable("an empty reply")
+    check_prompt(tokenizer, conversation.prompt(turns[-1] + 1))
+    noted: Counter[str] = Counter()
+    chats: list[TokenizedChat] = []
+    for row in _rows(tokenizer, conversation, turns, noted):
+        try:
+            chats.append(_encode(tokenizer, row))
+        except Unusable:
+            if len(row.spans) == 1:
+                raise
+            chats += [_encode(tokenizer, _Row(row.text[:stop], [(start, stop)])) for start, stop in row.spans]
+    num_replies = sum(int(chat.reply.max()) + 1 for chat in chats)
+    chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length]) for chat in chats]
+    chats = [chat for chat in chats if (chat.reply >= 0).any()]
+    if not chats:
+        raise Unusable("no reply within the length limit")
+    if num_replies > sum(int(chat.reply.max()) + 1 for chat in chats):
+        noted[TOO_LATE] = 1
+    remarks.update(noted.keys())
+    return chats
+
+
+def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: Counter[str]) -> list[_Row]:
+    ends = end_names(tokenizer)
+    rows: list[_Row] = []
+    for turn in turns:
+        prompt = render(tokenizer, conversation.prompt(turn), generation_prompt=True)
+        reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
+        if turn == turns[-1] and not conversation.complete and is_ended:
+            reply = reply.removesuffix(next(end for end in ends if reply.endswith(end)))
+        if not rows or not prompt.startswith(rows[-1].text):
+            rows.append(_Row(""))
+        rows[-1].text = prompt + reply
+        rows[-1].spans.append((len(prompt), len(prompt) + len(reply)))
+    return rows
+
+
+def _until_end(reply: str, ends: list[str]) -> tuple[str, bool]:
+    """A reply through the first end-of-turn token, where a server stops, and whether there is one."""
+    places = [place + len(end) for end in ends if (place := reply.find(end)) >= 0]
+    return (reply[: min(places)], True) if places else (reply, False)
+
+
+def _reply(tokenizer: Any, conversation: Conversation, turn: int, prompt: str, noted: Counter[str]) -> str:
+    """What the model must write behind ``prompt`` for the assistant's message number ``turn``."""
+
+    def through(message: Message) -> str:
+        given = conversation.prompt(turn)
+        messages = [*given.messages, message]
+        return render(tokenizer, replace(given, messages=messages), generation_prompt=False)
+
+    message = conversation.messages[turn]
+    thought, plain = _split(message)
+    text = through(message)
+    if text.startswith(prompt) and _without_tags(thought) in text[len(prompt) :]:
+        return text[len(prompt) :]
+    bare = through(plain)
+    knows_thoughts = "</think>" in chat_template(tokenizer, conversation.tools)
+    if bare.startswith(prompt) and (not knows_thoughts or prompt.rstrip().endswith("</think>")):
+        noted[ENDED if knows_thoughts else NO_PLACE] += 1
+        return bare[len(prompt) :]
+    # The template drops the thought even of the last reply (DeepSeek-R1): it is written as the model does.
+    opening = OPENING.search(prompt)
+    head = prompt[: opening.start()] if opening else prompt
+    if not knows_thoughts or not bare.startswith(head):
+        raise Unusable("the chat template does not render the reply behind its generation prompt")
+    if "reasoning_content" in message or not thought:
+        thought = f"<think>\n{_without_tags(thought)}\n</think>\n\n"
+    written = re.sub(r"\A\s*<think>\n?", "", thought)
+    return (written if opening else f"<think>\n{written}") + bare[len(head) :]
+
+
+def _split(message: Message) -> tuple[str, Message]:
+    """The thought of a reply, from its own field or the beginning of the text (with its tags), and the reply
+    without it."""
+    plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if "reasoning_content" in message:
+        return message["reasoning_content"], plain
+    found = THOUGHT.match(message["content"])
+    if found is None:
+        return "", message
+    return found.group(), {**plain, "content": message["content"][found.end() :]}
+
+
+def _without_tags(thought: str) -> str:
+    return thought.strip().removeprefix("<think>").removesuffix("</think>").strip()
+
+
+def _encode(tokenizer: Any, row: _Row) -> TokenizedChat:
+    encoded = tokenizer(row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+    starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+    reply = np.full(len(ids), -1, dtype=np.int32)
+    for number, (start, stop) in enumerate(row.spans):
+        first, last = np.searchsorted(starts, (start, stop)).tolist()
+        given = text_token_ids(tokenizer, row.text[:start])
+        if len(given) != first or not np.array_equal(given, ids[:first]):
+            raise Unusable("tokens merge across the start of a reply")
+        reply[first:last] = number
+    return TokenizedChat(ids, reply)
