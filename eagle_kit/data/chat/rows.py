@@ -69,12 +69,8 @@ def tokenize_chat(
     noted: Counter[str] = Counter()
     chats: list[TokenizedChat] = []
     for row in _rows(tokenizer, conversation, turns, noted):
-        try:
-            chats.append(_encode(tokenizer, row))
-        except Unusable:
-            if len(row.spans) == 1:
-                raise
-            chats += [_encode(tokenizer, _Row(row.text[:stop], [(start, stop)])) for start, stop in row.spans]
+        chat = _encode(tokenizer, row)
+        chats += [_encode_turn(tokenizer, row, *span) for span in row.spans] if chat is None else [chat]
     num_replies = sum(int(chat.reply.max()) + 1 for chat in chats)
     chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length]) for chat in chats]
     chats = [chat for chat in chats if (chat.reply >= 0).any()]
@@ -129,11 +125,33 @@ def _reply(tokenizer: Any, conversation: Conversation, turn: int, prompt: str, n
     opening = OPENING.search(prompt)
     head = prompt[: opening.start()] if opening else prompt
     if not knows_thoughts or not bare.startswith(head):
-        raise Unusable("the chat template does not render the reply behind its generation prompt")
+        mark = prompt.removeprefix(render(tokenizer, conversation.prompt(turn), generation_prompt=False))
+        return _behind_mark(text, through(_changed(message)), mark, thought)
     if "reasoning_content" in message or not thought:
         thought = f"<think>\n{_without_tags(thought)}\n</think>\n\n"
     written = re.sub(r"\A\s*<think>\n?", "", thought)
     return (written if opening else f"<think>\n{written}") + bare[len(head) :]
+
+
+def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
+    """The reply in a rendering whose history differs from the prompt's, since the template drops the thought
+    before a call once an answer follows (gpt-oss): what stands behind the last generation prompt before the
+    first character that another reply would change. Raises :class:`Unusable` where there is none."""
+    common = next((i for i, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
+    start = text.rfind(mark, 0, common)
+    if not mark or start < 0 or _without_tags(thought) not in text[start:]:
+        raise Unusable("the chat template does not render the reply behind its generation prompt")
+    return text[start + len(mark) :]
+
+
+def _changed(message: Message) -> Message:
+    """Another reply of the same form."""
+    texts = {name: f"~{message[name]}" for name in ("content", "reasoning_content") if message.get(name)}
+    calls = [
+        call | {"function": call["function"] | {"name": f"~{call['function']['name']}"}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, **texts} | ({"tool_calls": calls} if calls else {})
 
 
 def _split(message: Message) -> tuple[str, Message]:
@@ -152,7 +170,8 @@ def _without_tags(thought: str) -> str:
     return thought.strip().removeprefix("<think>").removesuffix("</think>").strip()
 
 
-def _encode(tokenizer: Any, row: _Row) -> TokenizedChat:
+def _encode(tokenizer: Any, row: _Row) -> TokenizedChat | None:
+    """Tokens of a row; None where one of them has characters of a prompt and of its reply."""
     encoded = tokenizer(row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
@@ -161,6 +180,20 @@ def _encode(tokenizer: Any, row: _Row) -> TokenizedChat:
         first, last = np.searchsorted(starts, (start, stop)).tolist()
         given = text_token_ids(tokenizer, row.text[:start])
         if len(given) != first or not np.array_equal(given, ids[:first]):
-            raise Unusable("tokens merge across the start of a reply")
+            return None
         reply[first:last] = number
     return TokenizedChat(ids, reply)
+
+
+def _encode_turn(tokenizer: Any, row: _Row, start: int, stop: int) -> TokenizedChat:
+    """Tokens of one turn of a row, whose prompt and reply are tokenised apart where a token would join them:
+    a server feeds the prompt's own. Raises :class:`Unusable` for a tokenizer that writes a text apart
+    differently."""
+    chat = _encode(tokenizer, _Row(row.text[:stop], [(start, stop)]))
+    if chat is not None:
+        return chat
+    given, said = (text_token_ids(tokenizer, text) for text in (row.text[:start], row.text[start:stop]))
+    ids = np.asarray([*given, *said], dtype=np.int32)
+    if tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) != row.text[:stop]:
+        raise Unusable("tokens merge across the start of a reply")
+    return TokenizedChat(ids, np.repeat(np.int32([-1, 0]), [len(given), len(said)]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import types
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import tokenizer_for
 from tiny_run import make_conversations, make_target
 
 from eagle_kit.config.train import DataConfig
@@ -343,3 +345,59 @@ def test_records_of_many_categories_are_counted_by_their_source(tmp_path: Path, 
     found = [talk(f"Question {i}?", category=f"c{i}") for i in range(dataset.MOST_CATEGORIES + 1)]
     data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "many.jsonl", found)))
     assert data.groups == ["many"]
+
+
+THINKING = {"enable_thinking": True}, {"enable_thinking": False}
+
+
+def test_a_share_of_the_conversations_thinks_and_the_same_ones_again(tmp_path: Path) -> None:
+    """70 % of 200 by weight: within four standard deviations, 6.5 of 140 each."""
+    tokenizer = tokenizer_for("qwen3")
+    source = write(
+        tmp_path / "chats.jsonl", [talk(f"Question {i:03d}?", f"Reply {i:03d}.") for i in range(200)]
+    )
+    variants = [{"kwargs": THINKING[0], "weight": 0.7}, {"kwargs": THINKING[1], "weight": 0.3}]
+    settings = Settings(source, chat_template_kwargs=variants)
+    data = prepare(tmp_path / "a", tokenizer, settings)
+
+    def thinking(found: PreparedData) -> set[str]:
+        rows = [found.row(i) for i in range(len(found))]
+        produced = "".join(tokenizer.decode(row.ids[row.reply >= 0].tolist()) for row in rows)
+        return set(re.findall(r"</think>\n\n(Reply \d+)", produced))
+
+    assert 114 < len(thinking(data)) < 166
+    (tmp_path / "chats.jsonl").write_text("\n".join(reversed(Path(source).read_text().splitlines())))
+    assert thinking(prepare(tmp_path / "b", tokenizer, settings)) == thinking(data)
+    other = replace(settings, chat_template_seed=1)
+    assert thinking(prepare(tmp_path / "c", tokenizer, other)) != thinking(data)
+
+
+def test_a_source_and_a_record_have_template_arguments_of_their_own(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    own = talk("Own?", chat_template_kwargs={"enable_thinking": True})
+    one = write(tmp_path / "one.jsonl", [talk("One?"), own])
+    two = write(tmp_path / "two.jsonl", [talk("Two?")])
+    mix = ({"source": one, "chat_template_kwargs": THINKING[1]}, {"source": two})
+    data = prepare(tmp_path, tokenizer, Settings(mix=mix, chat_template_kwargs=THINKING[0]))
+    chats = [data.chat(i) for i in range(3)]
+    produced = [tokenizer.decode(chat.ids[chat.reply >= 0].tolist()) for chat in chats]
+    thought = "<think>\n\n</think>\n\n"
+    assert produced == [
+        "An answer.<|im_end|>",
+        f"{thought}An answer.<|im_end|>",
+        f"{thought}An answer.<|im_end|>",
+    ]
+    with pytest.raises(UserError, match=r"does not read enable_thinking \(2\)"):
+        prepare(tmp_path, tokenizer_for("chatml"), Settings(one, chat_template_kwargs=THINKING[0]))
+
+
+def test_a_turn_with_a_row_of_its_own_is_a_document_of_its_conversation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    two = {"messages": [*talk("One?", "a")["messages"], *talk("Two?", "b")["messages"]]}
+    tools = talk("Three?") | {"tools": [{"name": "f"}]}
+    source = write(tmp_path / "chats.jsonl", [two, tools])
+    data = prepare(tmp_path, tokenizer, Settings(source))
+    assert data.num_conversations == 2 and data.parts[0].num_documents == 3
+    rows = [data.row(i) for i in range(len(data))]
+    produced = "".join(tokenizer.decode(row.ids[row.reply >= 0].tolist()) for row in rows)
+    assert produced.count("<|im_end|>") == 3 and data.num_skipped == 0

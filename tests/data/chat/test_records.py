@@ -263,6 +263,19 @@ def test_a_data_set_by_name_is_read_through_the_datasets_library(monkeypatch: py
     assert found[0].where == "org/chats#1" and skipped.rows[0][0] == "org/chats#2"
 
 
+def test_a_data_set_with_configurations_is_read_with_the_named_one(tmp_path: Path) -> None:
+    """Through the library itself, from files beside a card that names two configurations."""
+    pytest.importorskip("datasets")
+    for name in ("plain", "tools"):
+        write(tmp_path / f"{name}.jsonl", [MESSAGES | {"id": name}])
+    configs = "".join(f"- config_name: {n}\n  data_files: {n}.jsonl\n" for n in ("plain", "tools"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    found, _ = read(f"datasets:{tmp_path}:train:tools")
+    assert [conversation.id for conversation in found] == ["tools"]
+    with pytest.raises(UserError, match="could not be loaded"):
+        read(f"datasets:{tmp_path}:train")
+
+
 def test_a_data_set_that_cannot_be_loaded_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 

@@ -248,14 +248,19 @@ def test_a_template_that_refuses_a_role_makes_the_conversation_unusable(tokenize
         prompt_token_ids(tokenizer, messages_of(talk, 2))
 
 
-def test_tokens_that_merge_across_the_start_of_a_reply_are_refused(tokenizer: Any) -> None:
-    """One token "t:a" of a template without a border: a server never gets to feed it."""
-    tokenizer.add_tokens(["t:a"])
+def test_tokens_that_would_merge_across_the_start_of_a_reply_are_kept_apart(tokenizer: Any) -> None:
+    """One token ":a" of a template without a border: a server never gets to feed it."""
+    tokenizer.add_tokens([":a"])
     tokenizer.chat_template = NO_END_TOKEN.replace(
         "{{ message['role'] }}: ", "{{ message['role'] }}:"
     ).replace("assistant: ", "assistant:")
-    with pytest.raises(Unusable, match="merge across"):
-        one_row(tokenizer, conversation(("user", "x"), ("assistant", "abc")), PLENTY)
+    talk = conversation(("user", "x"), ("assistant", "abc"), ("user", "y"), ("assistant", "b"))
+    first, second = rows(tokenizer, talk, PLENTY)
+    assert replies(tokenizer, first) == ["abc\n"] and replies(tokenizer, second) == ["b\n"]
+    for chat, turns in ((first, 1), (second, 3)):
+        ids = prompt_token_ids(tokenizer, messages_of(talk, turns))
+        assert chat.ids[chat.reply < 0].tolist() == ids
+    assert tokenizer.convert_tokens_to_ids(":a") in second.ids  # in the history, as a server has it
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import threading
+from collections import Counter
 
 import openai
 import pytest
+from chat_templates import tokenizer_for
 
 from eagle_kit.core.output import TokenLogprobs
+from eagle_kit.data.chat.forms import to_conversation
+from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
 from eagle_kit.serve.reply import Delta
 from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
@@ -293,6 +297,38 @@ def test_tools_and_tool_calls_reach_a_template_that_knows_them(one_byte_a_step, 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     ids = post(one_byte_a_step, "/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
     assert tokenizer.decode(ids) == "TOOLS f user: go;assistant: f(5);tool: 6;"
+
+
+def test_reasoning_and_template_arguments_reach_the_template_as_in_data_preparation(
+    one_byte_a_step, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer_for("qwen3").chat_template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "6", "tool_call_id": "1"},
+        {"role": "assistant", "content": "six", "reasoning": "so"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "five"},
+    ]
+    body = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
+    for kwargs in ({}, {"enable_thinking": False}):
+        record = body | {"messages": messages, "chat_template_kwargs": kwargs}
+        rows = tokenize_chat(tokenizer, to_conversation(record, "x"), 10_000, Counter())
+        prompts = [
+            row.ids[: (row.reply == n).argmax()].tolist() for row in rows for n in range(row.reply.max() + 1)
+        ]
+        for turn, prompt in zip((1, 3, 5), prompts, strict=True):
+            asked = body | {"messages": messages[:turn], "chat_template_kwargs": kwargs}
+            assert post(one_byte_a_step, "/tokenize", asked).json()["tokens"] == prompt
+            assert chat(one_byte_a_step, **asked).status_code == 200
+    answer = chat(one_byte_a_step, chat_template_kwargs={"enable_thought": False})
+    assert answer.status_code == 400 and "does not read enable_thought" in answer.json()["error"]["message"]
+    refused = [{"role": "user", "content": "a", "reasoning": "b"}]
+    assert chat(one_byte_a_step, messages=refused).status_code == 400
+    prompt_alone = {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    assert post(one_byte_a_step, "/tokenize", prompt_alone).status_code == 400
 
 
 def test_the_request_id_is_echoed_or_made(one_byte_a_step):
