@@ -189,16 +189,31 @@ def is_empty(message: Message) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
 
 
-def on_the_wire(message: Message) -> Message:
-    """The message as OpenAI's protocol sends it: arguments are JSON text, calls and results have ids."""
-    if not message.get("tool_calls"):
+def on_the_wire(messages: Sequence[Message]) -> list[Message]:
+    """The messages as OpenAI's protocol has them: arguments are JSON text, calls and results have ids."""
+    found: list[Message] = []
+    called: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            name = called.pop(0) if called else message.get("tool_call_id", f"call_{len(found)}")
+            message = {**message, "tool_call_id": name}
+        elif calls := message.get("tool_calls"):
+            calls = [{"id": f"call_{len(found)}_{i}", **call} for i, call in enumerate(calls)]
+            called = [call["id"] for call in calls]
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+        found.append(message)
+    return found
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | {
+        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    }
+
+
+def with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text."""
+    if "tool_calls" not in message:
         return message
-    calls = [
-        {
-            "id": f"call_{i}",
-            **call,
-            "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])},
-        }
-        for i, call in enumerate(message["tool_calls"])
-    ]
-    return message | {"tool_calls": calls}
+    return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}

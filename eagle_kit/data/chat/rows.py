@@ -196,4 +196,4 @@ def _encode_turn(tokenizer: Any, row: _Row, start: int, stop: int) -> TokenizedC
     ids = np.asarray([*given, *said], dtype=np.int32)
     if tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) != row.text[:stop]:
         raise Unusable("tokens merge across the start of a reply")
-    return TokenizedChat(ids, np.repeat(np.int32([-1, 0]), [len(given), len(said)]))
+    return TokenizedChat(ids, np.repeat(np.array([-1, 0], dtype=np.int32), [len(given), len(said)]))

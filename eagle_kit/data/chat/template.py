@@ -3,14 +3,20 @@ regeneration and evaluation render messages."""
 
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable, read_message
+from eagle_kit.data.chat.messages import (
+    ChatPrompt,
+    Message,
+    Tool,
+    Unusable,
+    read_message,
+    with_text_arguments,
+)
 
 END_NAMES = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"),
@@ -18,6 +24,10 @@ END_NAMES = (
 )
 """Names of tokens that end a turn. Harmony's ``<|end|>`` ends a message within a turn."""
 PROBE = "eaglekitprobe"
+
+
+class PromptError(UserError):
+    """Messages that a chat template cannot render, or of which it would leave something out."""
 
 
 def render(tokenizer: Any, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
@@ -35,7 +45,7 @@ def render(tokenizer: Any, prompt: ChatPrompt, *, generation_prompt: bool) -> st
     except TypeError as error:  # some templates join arguments to a text, most take an object
         if not any("tool_calls" in message for message in messages):
             raise _refused(error) from None
-        messages = [_with_text_arguments(message) for message in messages]
+        messages = [with_text_arguments(message) for message in messages]
     except Exception as error:  # a template is a foreign program
         raise _refused(error) from None
     try:
@@ -87,20 +97,6 @@ def _named_for(template: str, message: Message) -> Message:
     return message
 
 
-def _with_text_arguments(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        call
-        | {
-            "function": call["function"]
-            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-        }
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
 def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
     """Raise :class:`Unusable` where the chat template leaves something out: tools, calls, results or
     arguments that it does not read."""
@@ -142,8 +138,8 @@ def prompt_text(tokenizer: Any, prompt: ChatPrompt | Sequence[Message]) -> str:
     """Render messages with the generation prompt, as a server does.
 
     Raises:
-        UserError: there is no template, it refuses the messages or leaves some of the prompt out, or they are
-            no text.
+        UserError: there is no template.
+        PromptError: it refuses the messages or leaves some of the prompt out, or they are no text.
     """
     try:
         if not isinstance(prompt, ChatPrompt):
@@ -151,7 +147,7 @@ def prompt_text(tokenizer: Any, prompt: ChatPrompt | Sequence[Message]) -> str:
         check_prompt(tokenizer, prompt)
         return render(tokenizer, prompt, generation_prompt=True)
     except Unusable as reason:
-        raise UserError(
+        raise PromptError(
             f"The messages cannot be rendered: {reason}.", "Order and fill the turns as the template asks."
         ) from None
 

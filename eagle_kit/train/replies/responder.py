@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.chat.messages import ChatPrompt
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
-
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Reply:
         num_prompt_tokens: of the prompt; 0 where it is not known.
         refused: why the responder would not answer this prompt; None where it has.
         reasoning: what was thought before the text, where a server tells the two apart.
+        tool_calls: calls, as messages have them, where a server reads them; otherwise they stay in the text.
         stats: acceptance, where there is a draft.
     """
 
@@ -33,6 +33,7 @@ class Reply:
     num_tokens: int
     ids: list[int] | None = None
     reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
     num_prompt_tokens: int = 0
     refused: str | None = None
     stats: SpecStats = field(default_factory=SpecStats)
@@ -52,12 +53,16 @@ class Responder(Protocol):
     batch_size: int
     max_prompt_tokens: int | None
 
-    def num_tokens(self, messages: Messages) -> int | None:
-        """Number of tokens of a prompt; None where it is not known before."""
+    def num_tokens(self, prompt: ChatPrompt) -> int | None:
+        """Number of tokens of a prompt; None where it is not known before.
+
+        Raises:
+            PromptError: the chat template does not render it.
+        """
 
     def answer(
         self,
-        prompts: Sequence[Messages],
+        prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:
@@ -74,13 +79,13 @@ class EngineResponder:
         self._llm, self.batch_size = llm, llm.max_batch_size
         self.max_prompt_tokens: int | None = llm.max_context - 1
 
-    def num_tokens(self, messages: Messages) -> int | None:
+    def num_tokens(self, prompt: ChatPrompt) -> int | None:
         """See :class:`Responder`."""
-        return len(self._llm.tokenize(messages))
+        return len(self._llm.tokenize(prompt))
 
     def answer(
         self,
-        prompts: Sequence[Messages],
+        prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:

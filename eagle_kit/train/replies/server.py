@@ -9,7 +9,8 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.train.replies.responder import Messages, Reply
+from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, on_the_wire, read_calls
+from eagle_kit.train.replies.responder import Reply
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 """Statuses after which the same request may succeed."""
@@ -103,13 +104,13 @@ class ServerResponder:
             )
         return names[0]
 
-    def num_tokens(self, messages: Messages) -> int | None:
+    def num_tokens(self, prompt: ChatPrompt) -> int | None:
         """See :class:`~eagle_kit.train.replies.responder.Responder`; not known here."""
         return None
 
     def answer(
         self,
-        prompts: Sequence[Messages],
+        prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:
@@ -148,22 +149,26 @@ class ServerResponder:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _reply(self, messages: Messages, params: SamplingParams) -> Reply:
+    def _reply(self, prompt: ChatPrompt, params: SamplingParams) -> Reply:
         try:
-            return self._answer(messages, params)
+            return self._answer(prompt, params)
         except UserError:
             self._stopped.set()  # before this thread takes the next one
             raise
 
-    def _answer(self, messages: Messages, params: SamplingParams) -> Reply:
+    def _answer(self, prompt: ChatPrompt, params: SamplingParams) -> Reply:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": messages,
+            "messages": on_the_wire(_without_old_reasoning(prompt.messages)),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "seed": params.seed,
             "top_p": params.top_p,
         }
+        if prompt.tools:
+            body["tools"] = list(prompt.tools)
+        if prompt.chat_template_kwargs:
+            body["chat_template_kwargs"] = dict(prompt.chat_template_kwargs)
         if params.stop:
             body["stop"] = list(params.stop)
         if self._options.with_ids:
@@ -241,6 +246,16 @@ class _Refused(Exception):
     """A server refuses a request for what is in it."""
 
 
+def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Messages without what was thought before the last human turn, which servers do not take or drop;
+    between calls of tools it is sent back."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content" or i > last}
+        for i, message in enumerate(messages)
+    ]
+
+
 def _seconds(wanted: str | None, pause: float) -> float:
     """Seconds to wait: as many as the server wants, or about ``pause``."""
     try:
@@ -274,8 +289,9 @@ def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
         message = choice["message"]
         text, reason = message.get("content") or "", str(choice.get("finish_reason") or "unknown")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
+        calls = read_calls(message["tool_calls"]) if message.get("tool_calls") else None
         usage = answer.get("usage") or {}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, Unusable) as error:
         raise UserError(
             f"The server at {where} answers with something that is no chat completion.", START_IT
         ) from error
@@ -288,4 +304,4 @@ def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
             )
         ids = [*prompt, *reply]
     counts = [int(usage.get(name) or 0) for name in ("completion_tokens", "prompt_tokens")]
-    return Reply(text, reason, counts[0], ids, reasoning or None, num_prompt_tokens=counts[1])
+    return Reply(text, reason, counts[0], ids, reasoning or None, calls, num_prompt_tokens=counts[1])

@@ -145,7 +145,11 @@ def test_reasoning_has_one_name_and_older_calls_one_form(name: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     said = {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [call]}
     assert read_message(turn) == said
-    assert read_message(on_the_wire(said))["tool_calls"] == [call | {"id": "call_0"}]
+    result = {"role": "tool", "content": "r", "tool_call_id": "of another call"}
+    sent, answered = on_the_wire([said, result])
+    assert sent["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert sent["tool_calls"][0]["id"] == answered["tool_call_id"]
+    assert read_message(sent)["tool_calls"] == [call | {"id": answered["tool_call_id"]}]
 
 
 def test_parts_of_text_are_joined_and_others_refused() -> None:

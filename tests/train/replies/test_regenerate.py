@@ -24,7 +24,7 @@ class Parrot:
         self.fail_after: int | None = None
 
     def tokenize(self, prompt):
-        return [ord(char) for message in prompt for char in message["role"][0] + message["content"]]
+        return [ord(char) for message in prompt.messages for char in message["role"][0] + message["content"]]
 
     def generate(self, prompts, params, on_finish):
         """Replies finish in an order of their own: every second one first."""
@@ -146,7 +146,11 @@ def test_a_second_writer_of_a_file_is_refused_and_the_first_goes_on(tmp_path):
 
     assert _run(Interrupted(), source, out).num_written == 2
     assert _run(Parrot(), source, out).num_found == 2
-    assert {path.name for path in out.parent.iterdir()} == {"out.jsonl", "out.settings.json"}
+    assert {path.name for path in out.parent.iterdir()} == {
+        "out.jsonl",
+        "out.settings.json",
+        "out.manifest.json",
+    }
 
 
 @pytest.mark.parametrize("answered", range(7))

@@ -1,0 +1,103 @@
+"""Texts that are nearly the same, and texts that hold a prompt of an evaluation set.
+
+Both count n-grams of words, in lower case and without punctuation; a Chinese, Japanese or Korean character is
+a word. Nothing is drawn by chance: hashes are fixed, so the same texts in the same order give the same
+verdicts.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")
+SHINGLE = 3
+"""Words of the n-grams that near duplicates share."""
+BANDS, ROWS = 32, 4
+"""A text has ``BANDS * ROWS`` minima; texts of Jaccard similarity s agree in some band with the probability
+1 - (1 - s^ROWS)^BANDS, 0.99988 at 0.7."""
+NGRAM = 13
+"""Words of the n-grams that a contaminated text shares with a prompt (GPT-3, arXiv 2005.14165, appendix
+C)."""
+FEWEST = 8
+"""Words of the shortest prompt that is looked for inside a text; a shorter one must be the whole of it."""
+MERSENNE = np.uint64((1 << 61) - 1)
+
+
+def words(text: str) -> list[str]:
+    """Words of a text."""
+    return WORD.findall(text.casefold())
+
+
+def ngrams(found: list[str], n: int) -> set[str]:
+    """The n-grams of words; of fewer words all of them together."""
+    return {" ".join(found[i : i + n]) for i in range(max(1, len(found) - n + 1))} if found else set()
+
+
+class NearDuplicates:
+    """Texts so far, by MinHash with banding (Broder 1997); candidates are compared exactly.
+
+    Args:
+        threshold: Jaccard similarity of the sets of n-grams from which on a text is a duplicate, in (0, 1].
+    """
+
+    def __init__(self, threshold: float) -> None:
+        rng = np.random.Generator(np.random.PCG64(0))
+        self._threshold = threshold
+        self._factors = rng.integers(1, 1 << 31, (BANDS * ROWS, 1), dtype=np.uint64)
+        self._offsets = rng.integers(0, 1 << 61, (BANDS * ROWS, 1), dtype=np.uint64)
+        self._kept: list[frozenset[int]] = []
+        self._buckets: dict[tuple[int, bytes], list[int]] = {}
+
+    def is_new(self, text: str) -> bool:
+        """True where no text before is as similar; it is then one of them."""
+        shingles = frozenset(_hash(gram) for gram in ngrams(words(text), SHINGLE))
+        if not shingles:
+            return True
+        values = np.fromiter(sorted(shingles), dtype=np.uint64)[None]
+        minima = ((self._factors * values + self._offsets) % MERSENNE).min(1).reshape(BANDS, ROWS)
+        keys = [(band, minima[band].tobytes()) for band in range(BANDS)]
+        for number in sorted({number for key in keys for number in self._buckets.get(key, ())}):
+            other = self._kept[number]
+            shared = len(shingles & other)
+            if shared >= self._threshold * (len(shingles) + len(other) - shared):
+                return False
+        for key in keys:
+            self._buckets.setdefault(key, []).append(len(self._kept))
+        self._kept.append(shingles)
+        return True
+
+
+def _hash(gram: str) -> int:
+    """30 bits, so that products with the factors do not overflow."""
+    return int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=4).digest(), "big") >> 2
+
+
+class TestPrompts:
+    """Prompts of evaluation sets, which training texts should not hold."""
+
+    __test__ = False  # no test of pytest's
+
+    def __init__(self, prompts: Iterable[str]) -> None:
+        found = [words(prompt) for prompt in prompts]
+        self._grams = {gram for each in found if len(each) >= NGRAM for gram in ngrams(each, NGRAM)}
+        short = [each for each in found if each and len(each) < NGRAM]
+        self._whole = {" ".join(each) for each in short}
+        self._inside: dict[int, set[str]] = {}
+        for each in short:
+            if len(each) >= FEWEST:
+                self._inside.setdefault(len(each), set()).add(" ".join(each))
+
+    def are_in(self, text: str) -> bool:
+        """True for a text that shares 13 words in a row with a prompt, holds a whole one of 8 to 12 words, or
+        is a shorter one."""
+        found = words(text)
+        if " ".join(found) in self._whole:
+            return True
+        if len(found) >= NGRAM and not self._grams.isdisjoint(ngrams(found, NGRAM)):
+            return True
+        return any(
+            len(found) >= size and not each.isdisjoint(ngrams(found, size))
+            for size, each in self._inside.items()
+        )

@@ -1,0 +1,140 @@
+"""One conversation whose assistant turns are said anew."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import ChatPrompt, Message, on_the_wire
+from eagle_kit.train.replies.responder import Reply
+
+OPENING = r"(?:(?:i'm |i am )?(?:really |very |so )?sorry|i apologi[sz]e|unfortunately|as an ai)\b"
+CANNOT = r"i(?:'m| am)? (?:can't|cannot|can not|won't|will not|unable to|not able to|not allowed to)"
+DEEDS = r"help|assist|comply|provide|fulfil|create|generate|engage|answer|discuss|support|write|do that"
+REFUSAL = re.compile(
+    rf"\A\W*(?:{OPENING}.{{0,60}}?\b)?{CANNOT} (?:\w+ )?(?:{DEEDS})(?! but\b)", re.IGNORECASE | re.DOTALL
+)
+"""Beginning of a refusal, as English replies have it; a rule of thumb."""
+TRUNCATED, REFUSED = "a reply was cut at max_tokens", "a reply refuses"
+
+
+@dataclass
+class Dialogue:
+    """A conversation being answered.
+
+    Attributes:
+        prompt: what has been said, tools, and arguments of the chat template.
+        waiting: messages to put before each reply that is still to be made, oldest first: a human turn, or
+            the recorded results of tools.
+        sample: which of several conversations from the same prompt.
+        left_out: why its last reply is left out, or empty.
+    """
+
+    id: str
+    prompt: ChatPrompt
+    waiting: list[list[Message]]
+    sample: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    left_out: str = ""
+
+    def params(self, sampling: SamplingParams) -> SamplingParams:
+        """Parameters of the next reply, whose seed is a hash of the run's seed and all that was said."""
+        asked = self.ask()
+        more = [list(asked.tools), dict(asked.chat_template_kwargs), self.sample]
+        said = [sampling.seed, list(asked.messages), *(more if any(more) else ())]
+        text = json.dumps(said, ensure_ascii=False)
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return replace(sampling, seed=seed)
+
+    def ask(self) -> ChatPrompt:
+        """The prompt of the next reply."""
+        return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
+
+    def take(self, reply: Reply, *, skip_refusals: bool, skip_truncated: bool) -> None:
+        """Put the next messages and their reply into the conversation; a cut, empty or unwanted reply ends
+        it, and the last is left out."""
+        if skip_truncated and reply.finish_reason == "length":
+            return self.end(TRUNCATED)
+        if skip_refusals and is_refusal(reply.text):
+            return self.end(REFUSED)
+        said: Message = {"role": "assistant", "content": reply.text}
+        if reply.reasoning is not None:
+            said["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            said["tool_calls"] = reply.tool_calls
+        self.prompt = replace(self.prompt, messages=[*self.ask().messages, said])
+        is_whole = reply.finish_reason in ("stop", "tool_calls") and (reply.text.strip() or reply.tool_calls)
+        self.waiting = self.waiting[1:] if is_whole else []
+        self.finish_reasons.append(reply.finish_reason)
+        self.ids = reply.ids or []
+
+    def end(self, reason: str = "") -> None:
+        """Ask for no further reply, for a reason that is counted."""
+        self.waiting, self.left_out = [], reason
+
+    def line(self, with_ids: bool) -> str:
+        """Line of the file."""
+        record: dict[str, Any] = {"id": self.id, "messages": on_the_wire(self.prompt.messages)}
+        if self.prompt.tools:
+            record["tools"] = list(self.prompt.tools)
+        if self.prompt.chat_template_kwargs:
+            record["chat_template_kwargs"] = dict(self.prompt.chat_template_kwargs)
+        if self.sample:
+            record["sample"] = self.sample
+        record["finish_reasons"] = self.finish_reasons
+        return json.dumps(record | ({"ids": self.ids} if with_ids else {}), ensure_ascii=False) + "\n"
+
+    def left_out_line(self) -> str:
+        """Line of the list of what was left out."""
+        about = {"id": self.id, "first": self.first, "sample": self.sample, "reason": self.left_out}
+        return json.dumps(about | {"replies_kept": len(self.finish_reasons)}, ensure_ascii=False) + "\n"
+
+    @property
+    def first(self) -> str:
+        """The first human turn."""
+        blocks = (message for block in self.waiting for message in block)
+        turns = (m["content"] for m in (*self.prompt.messages, *blocks) if m["role"] == "user")
+        return next(turns, "")
+
+
+def is_refusal(text: str) -> bool:
+    """True for a reply that begins as refusals do; what was thought before it does not count."""
+    return REFUSAL.match(text.rpartition("</think>")[2].replace("’", "'")) is not None
+
+
+def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], list[list[Message]]]:
+    """Messages before the first human turn, and those before each reply: a human turn each, up to an empty
+    one or ``max_turns`` of them, or results of tools as they were recorded."""
+    roles = [message["role"] for message in conversation.messages]
+    first = roles.index("user")
+    blocks: list[list[Message]] = []
+    num_turns, is_open = 0, False
+    for message in conversation.messages[first:]:
+        if message["role"] == "assistant":
+            is_open = False
+            continue
+        if message["role"] == "user":
+            num_turns += 1
+            if num_turns > max_turns or not message["content"].strip():
+                break
+        before = [each["role"] for each in blocks[-1] if each["role"] in ("user", "tool")] if is_open else []
+        wants_reply = (
+            message["role"] in ("user", "tool") and before and (message["role"], before[-1]) != ("tool",) * 2
+        )
+        if not is_open or wants_reply:
+            blocks.append([])
+        blocks[-1].append(message)
+        is_open = True
+    while blocks and not any(each["role"] in ("user", "tool") for each in blocks[-1]):
+        blocks.pop()
+    return list(conversation.messages[:first]), blocks
+
+
+def texts(blocks: list[list[Message]]) -> Iterator[str]:
+    """The human turns among messages."""
+    return (message["content"] for block in blocks for message in block if message["role"] == "user")
