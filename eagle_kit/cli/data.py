@@ -5,7 +5,7 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ from eagle_kit.cli.arguments import (
 )
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import add_config
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
 if TYPE_CHECKING:
-    from eagle_kit.config.train import TrainConfig
+    from eagle_kit.config.train import TemplateVariant, TrainConfig
     from eagle_kit.data.chat.dataset import PreparedData
     from eagle_kit.train.replies.responder import Responder
 
@@ -55,12 +55,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     regenerate.set_defaults(seed=0)
     add_shard(regenerate, "conversations")
     for flag, default, text in (
-        ("--limit", None, "conversations of the file when done"),
+        ("--limit", None, "conversations answered when done"),
+        ("--samples", 1, "conversations from each one of the source (default %(default)s)"),
         ("--max-turns", 2, "human turns (default %(default)s)"),
         ("--max-prompt-tokens", 1024, "longer ones are left out (default %(default)s)"),
     ):
         regenerate.add_argument(flag, type=int, default=default, metavar="N", help=text)
     regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
+    regenerate.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="such as '{\"enable_thinking\": false}'; or variants, as data.chat_template_kwargs has them",
+    )
+    left_out = regenerate.add_argument_group("left out, and counted in the manifest")
+    left_out.add_argument("--skip-refusals", action="store_true", help="replies that begin as refusals do")
+    left_out.add_argument("--skip-truncated", action="store_true", help="replies cut at --max-tokens")
+    left_out.add_argument(
+        "--near-duplicates",
+        type=float,
+        metavar="X",
+        help="conversations whose human turns have this Jaccard similarity, up to 1, with earlier ones",
+    )
+    left_out.add_argument(
+        "--decontaminate",
+        nargs="+",
+        default=(),
+        metavar="TASK",
+        help="conversations that hold a prompt of these tasks, named as for eval",
+    )
     server = regenerate.add_argument_group("another engine", "in place of --target and its engine's options")
     server.add_argument("--base-url", metavar="URL", help="a server that speaks OpenAI's protocol")
     server.add_argument("--model", metavar="NAME", help="its name there; default the server's only one")
@@ -249,6 +271,12 @@ def _regenerate(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens,
         with_ids=args.ids,
         shard=args.shard,
+        samples=args.samples,
+        chat_template_kwargs=_template_variants(args.chat_template_kwargs),
+        skip_refusals=args.skip_refusals,
+        skip_truncated=args.skip_truncated,
+        near_duplicates=args.near_duplicates,
+        test_prompts=_test_prompts(args.decontaminate),
     )
     check_out(args.out)
     responder, target = _server(args) if args.base_url else _engine(args)
@@ -264,9 +292,35 @@ def _regenerate(args: argparse.Namespace) -> int:
         listing = args.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
         print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
+    for kind, counts in (("left out", report.left_out), ("shortened", report.shortened)):
+        for reason, count in counts.items():
+            print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
     accept = f", accept length {report.stats.accept_length:.2f}" if args.draft is not None else ""
     print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
     return 0
+
+
+def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
+    """Arguments of the chat template out of a flag."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from eagle_kit.config.train import ChatTemplateKwargs, template_variants
+
+    try:
+        return template_variants(TypeAdapter(ChatTemplateKwargs).validate_json(text or "null"))
+    except ValidationError:
+        raise UserError(
+            f"--chat-template-kwargs is {shown(text)}.",
+            'Give a JSON object, or variants such as [{"kwargs": {"enable_thinking": true}, "weight": 0.7}].',
+        ) from None
+
+
+def _test_prompts(tasks: Sequence[str]) -> tuple[str, ...]:
+    """User messages of evaluation sets."""
+    from eagle_kit.eval.tasks import load_tasks
+
+    loaded = load_tasks(tasks) if tasks else []
+    return tuple(turn for task in loaded for prompt in task.prompts for turn in prompt.turns)
 
 
 def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":

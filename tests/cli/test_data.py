@@ -73,3 +73,30 @@ def test_regenerate_refuses_an_out_that_cannot_be_written_before_anything_is_loa
     command = ["data", "regenerate", "--source", "a.jsonl", "--target", "/none", "--out", str(tmp_path / out)]
     assert main(command) == 2
     assert str(tmp_path) in error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs is '[1]'"),
+        (["--chat-template-kwargs", "{"], "--chat-template-kwargs is '{'"),
+        (["--decontaminate", "nothing"], "no file 'nothing'"),
+        (["--near-duplicates", "1.5"], "near_duplicates is 1.5"),
+        (["--samples", "2"], "would be the same"),
+    ],
+)
+def test_regenerate_refuses_what_it_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], cause: str
+) -> None:
+    command = [
+        "data",
+        "regenerate",
+        "--source",
+        "a.jsonl",
+        "--target",
+        "/none",
+        "--out",
+        str(tmp_path / "o.jsonl"),
+    ]
+    assert main([*command, *flags]) == 2
+    assert cause in error(capsys)

@@ -22,7 +22,6 @@ NGRAM = 13
 C)."""
 FEWEST = 8
 """Words of the shortest prompt that is looked for inside a text; a shorter one must be the whole of it."""
-MERSENNE = np.uint64((1 << 61) - 1)
 
 
 def words(text: str) -> list[str]:
@@ -43,10 +42,8 @@ class NearDuplicates:
     """
 
     def __init__(self, threshold: float) -> None:
-        rng = np.random.Generator(np.random.PCG64(0))
         self._threshold = threshold
-        self._factors = rng.integers(1, 1 << 31, (BANDS * ROWS, 1), dtype=np.uint64)
-        self._offsets = rng.integers(0, 1 << 61, (BANDS * ROWS, 1), dtype=np.uint64)
+        self._seeds = _mixed(np.arange(1, BANDS * ROWS + 1, dtype=np.uint64))[:, None]
         self._kept: list[frozenset[int]] = []
         self._buckets: dict[tuple[int, bytes], list[int]] = {}
 
@@ -56,7 +53,7 @@ class NearDuplicates:
         if not shingles:
             return True
         values = np.fromiter(sorted(shingles), dtype=np.uint64)[None]
-        minima = ((self._factors * values + self._offsets) % MERSENNE).min(1).reshape(BANDS, ROWS)
+        minima = _mixed(values ^ self._seeds).min(1).reshape(BANDS, ROWS)
         keys = [(band, minima[band].tobytes()) for band in range(BANDS)]
         for number in sorted({number for key in keys for number in self._buckets.get(key, ())}):
             other = self._kept[number]
@@ -70,8 +67,14 @@ class NearDuplicates:
 
 
 def _hash(gram: str) -> int:
-    """30 bits, so that products with the factors do not overflow."""
-    return int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=4).digest(), "big") >> 2
+    return int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=8).digest(), "big")
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Hash uint64 numbers (the finaliser of splitmix64, Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class TestPrompts:

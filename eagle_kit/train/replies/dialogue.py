@@ -32,6 +32,7 @@ class Dialogue:
             the recorded results of tools.
         sample: which of several conversations from the same prompt.
         left_out: why its last reply is left out, or empty.
+        first: the first human turn.
     """
 
     id: str
@@ -41,6 +42,9 @@ class Dialogue:
     finish_reasons: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     left_out: str = ""
+
+    def __post_init__(self) -> None:
+        self.first = next(texts(self.waiting), "")
 
     def params(self, sampling: SamplingParams) -> SamplingParams:
         """Parameters of the next reply, whose seed is a hash of the run's seed and all that was said."""
@@ -93,13 +97,6 @@ class Dialogue:
         """Line of the list of what was left out."""
         about = {"id": self.id, "first": self.first, "sample": self.sample, "reason": self.left_out}
         return json.dumps(about | {"replies_kept": len(self.finish_reasons)}, ensure_ascii=False) + "\n"
-
-    @property
-    def first(self) -> str:
-        """The first human turn."""
-        blocks = (message for block in self.waiting for message in block)
-        turns = (m["content"] for m in (*self.prompt.messages, *blocks) if m["role"] == "user")
-        return next(turns, "")
 
 
 def is_refusal(text: str) -> bool:

@@ -1,14 +1,21 @@
 """Regeneration: the target's replies in the order of the source, once each, and a broken run that goes on."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from chat_templates import tokenizer_for
 
 from eagle_kit.cli.app import main
+from eagle_kit.config.train import TemplateVariant
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.train.replies.dialogue import is_refusal, script
 from eagle_kit.train.replies.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
 from eagle_kit.train.replies.responder import EngineResponder
 
@@ -210,3 +217,177 @@ def test_replies_made_otherwise_or_of_unknown_settings_are_not_appended(tmp_path
     out.with_suffix(".settings.json").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         _run(Parrot(), source, out)
+
+
+class Agent:
+    """Calls the tool where it is asked for rain, and answers the results; with thinking on it thinks
+    first. Replies at a temperature differ by their seed. The prompt of every reply is kept."""
+
+    max_batch_size = 2
+    max_context = 4000
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer_for("qwen3")
+        self.prompts: list[str] = []
+
+    def tokenize(self, prompt):
+        return prompt_token_ids(self.tokenizer, prompt)
+
+    def generate(self, prompts, params, on_finish):
+        for i, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+            text = self.tokenizer.decode(ids)
+            self.prompts.append(text)
+            asked = text.rpartition("<|im_start|>user")[2]
+            reply = "I am sorry, but I cannot help with that." if "bomb" in asked else "Dry."
+            if "tool_response" not in asked and "Rain" in asked:
+                reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+            if each.temperature:
+                reply += f" {each.seed % 1000}"
+            if not text.endswith("</think>\n\n"):
+                reply = f"<think>\nhm\n</think>\n\n{reply}"
+            reason = "length" if "novel" in asked else "stop"
+            on_finish(i, RequestOutput(ids, self.tokenizer(reply)["input_ids"], reply, reason))
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+RECORDED = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Rain?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}],
+    },
+    {"role": "tool", "content": "none", "tool_call_id": "a"},
+    {"role": "assistant", "content": "No."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def _ask(folder: Path, records: list[dict], llm: Agent | None = None, out: str = "out", **options):
+    (folder / "agent.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    out_file = folder / f"{out}.jsonl"
+    report = _run(
+        llm or Agent(), str(folder / "agent.jsonl"), out_file, **{"max_prompt_tokens": 2000, **options}
+    )
+    manifest = json.loads((folder / f"{out}.manifest.json").read_text())
+    return _records(out_file) if out_file.exists() else [], report, manifest
+
+
+def test_results_of_tools_stay_where_they_were_recorded_and_rows_are_what_was_asked(tmp_path):
+    llm, remarks = Agent(), Counter()
+    (record,), _, _ = _ask(tmp_path, [{"messages": RECORDED, "tools": [WEATHER]}], llm)
+    assert [m["role"] for m in record["messages"]] == [
+        *("system", "user", "assistant", "tool", "assistant", "user", "assistant"),
+    ]
+    assert record["messages"][3]["content"] == "none" and "<tool_call>" in record["messages"][2]["content"]
+    conversation = to_conversation(record, "x")
+    rows = tokenize_chat(llm.tokenizer, conversation, 4000, remarks)
+    prompts, said = [], []
+    for row in rows:
+        for number in range(row.reply.max() + 1):
+            prompts.append(llm.tokenizer.decode(row.ids[: (row.reply == number).argmax()].tolist()))
+            said.append(llm.tokenizer.decode(row.ids[row.reply == number].tolist()))
+    assert prompts == llm.prompts and not remarks
+    thought = "<think>\nhm\n</think>\n\n"
+    assert said == [
+        thought + '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>',
+        *[f"{thought}Dry.<|im_end|>"] * 2,
+    ]
+
+
+def test_both_thinking_modes_and_several_samples(tmp_path):
+    variants = tuple(TemplateVariant(kwargs={"enable_thinking": on}) for on in (True, False))
+    sampling = SamplingParams(max_tokens=512, temperature=0.8, seed=0)
+    options = {"samples": 3, "chat_template_kwargs": variants, "sampling": sampling}
+    talks = [{"messages": [{"role": "user", "content": f"Question {n}"}]} for n in range(20)]
+    records, _, _ = _ask(tmp_path, talks, **options)
+    assert [(r["id"], r.get("sample", 0)) for r in records] == [
+        (f"agent.jsonl:{n + 1}", sample) for n in range(20) for sample in range(3)
+    ]
+    thinks = [r["chat_template_kwargs"]["enable_thinking"] for r in records]
+    assert 15 < sum(thinks) < 45  # of 60, four standard deviations
+    assert thinks == [r["messages"][-1]["content"].startswith("<think>") for r in records]
+    numbers = [r["messages"][-1]["content"].rpartition(" ")[2] for r in records]
+    assert len(set(numbers)) > 50
+    _ask(tmp_path, talks, out="broken", limit=7, **options)
+    assert _ask(tmp_path, talks, out="broken", **options)[0] == records
+    with pytest.raises(UserError, match="would be the same"):
+        _ask(tmp_path, talks, samples=2)
+
+
+UNWANTED = [
+    {"messages": [{"role": "user", "content": "Build a bomb"}]},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Write a novel"}]},
+    {"messages": [{"role": "user", "content": "Write a novel now"}]},
+    {"messages": [{"role": "user", "content": "Bye"}]},
+]
+
+
+def test_refusals_and_cut_replies_are_left_out_when_asked_and_not_asked_again(tmp_path):
+    kept, _, manifest = _ask(tmp_path, UNWANTED, out="all")
+    assert len(kept) == 4 and manifest["left_out"] == manifest["shortened"] == {}
+    llm = Agent()
+    options = {"skip_refusals": True, "skip_truncated": True}
+    _ask(tmp_path, UNWANTED, llm, limit=2, **options)
+    records, report, manifest = _ask(tmp_path, UNWANTED, llm, **options)
+    assert [r["messages"][0]["content"] for r in records] == ["Hi", "Bye"]
+    assert [len(r["messages"]) for r in records] == [2, 2]
+    assert manifest["left_out"] == {"a reply refuses": 1, "a reply was cut at max_tokens": 1}
+    assert manifest["shortened"] == {"a reply was cut at max_tokens": 1} and manifest["conversations"] == 2
+    assert len(llm.prompts) == 5 and report.num_written == 1
+    straight, _, whole = _ask(tmp_path, UNWANTED, out="straight", **options)
+    assert straight == records and whole["left_out"] == manifest["left_out"]
+    with pytest.raises(UserError, match="skip_refusals True, but now it is False"):
+        _ask(tmp_path, UNWANTED, skip_truncated=True)
+
+
+def test_near_duplicates_and_test_prompts_are_left_out_and_counted(tmp_path):
+    long = "Write a short story about a cat who learns to sail a boat across the wide grey sea"
+    asked = [
+        long,
+        f"{long}.",
+        f"Please! {long}",
+        "Another question altogether",
+        "She has 3 apples and eats 1",
+        "Hi",
+    ]
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in asked]
+    options = {"near_duplicates": 0.8, "test_prompts": ("Hi!", "She has 3 apples, and eats 1")}
+    records, _, manifest = _ask(tmp_path, talks, **options)
+    assert [r["messages"][0]["content"] for r in records] == [long, "Another question altogether"]
+    assert manifest["not_answered"] == {
+        "it holds a prompt of an evaluation set": 2,
+        "nearly the same human turns as an earlier conversation": 2,
+    }
+
+
+def test_a_prompt_that_the_template_refuses_is_listed_and_the_others_are_answered(tmp_path):
+    bad = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"unheard": 1}}
+    records, report, _ = _ask(tmp_path, [bad, UNWANTED[3]])
+    assert len(records) == 1 and "does not read unheard" in next(iter(report.skipped.counts))
+
+
+@pytest.mark.parametrize(
+    ("text", "refuses"),
+    [
+        ("I'm sorry, but I can't assist with that request.", True),
+        ("I’m very sorry. I cannot help you with this.", True),
+        ("As an AI language model, I am not able to provide medical advice.", True),
+        ("<think>\nI can't help but wonder.\n</think>\n\nSure, here it is.", False),
+        ("I can't help but smile at this.", False),
+        ("Sorry for the delay. Here is the code.", False),
+        ("The answer is 4. I cannot provide more.", False),
+    ],
+)
+def test_refusals_are_told_by_their_beginning(text, refuses):
+    assert is_refusal(text) == refuses
+
+
+def test_messages_between_turns_wait_with_the_turn_they_belong_to():
+    roles = ["user", "user", "assistant", "tool", "tool", "assistant", "system", "user", "assistant", "user"]
+    messages = tuple({"role": role, "content": f"{i}"} for i, role in enumerate(roles))
+    conversation = Conversation("x", ({"role": "developer", "content": "d"}, *messages), "x")
+    system, blocks = script(conversation, 3)
+    assert [m["content"] for m in system] == ["d"]
+    assert [[m["content"] for m in block] for block in blocks] == [["0"], ["1"], ["3", "4"], ["6", "7"]]

@@ -208,6 +208,42 @@ def test_reasoning_is_kept_beside_the_text(source, key):
     assert all("reasoning_content" not in m for body in script.bodies for m in body["messages"])
 
 
+def test_tools_and_template_arguments_are_sent_and_calls_answered_by_the_recorded_results(tmp_path):
+    class Caller(Script):
+        def post(self, body, headers):
+            status, answer = super().post(body, headers)
+            if body["messages"][-1]["role"] == "user":
+                call = {"id": "new", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+                said = {"content": None, "tool_calls": [call], "reasoning_content": "thought"}
+                answer["choices"][0] |= {"message": said, "finish_reason": "tool_calls"}
+            return status, answer
+
+    old = {"id": "old", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "tool_calls": [old]},
+        {"role": "tool", "content": "result", "tool_call_id": "old"},
+        {"role": "assistant", "content": "theirs"},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"id": "a", "messages": messages, "tools": [tool]}))
+    kwargs = {"enable_thinking": True}
+    with serving(script := Caller()) as url:
+        code, records = ask(tmp_path / "chats.jsonl", url, "--chat-template-kwargs", json.dumps(kwargs))
+    assert code == 0 and [message["role"] for message in records[0]["messages"]] == [
+        m["role"] for m in messages
+    ]
+    asked, answered = script.bodies
+    assert asked["tools"] == answered["tools"] == records[0]["tools"] == [tool]
+    assert asked["chat_template_kwargs"] == records[0]["chat_template_kwargs"] == kwargs
+    said, result = answered["messages"][1:]
+    assert (
+        said["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
+        and said["reasoning_content"] == "thought"
+    )
+    assert said["tool_calls"][0]["id"] == result["tool_call_id"] == "new" and result["content"] == "result"
+
+
 def test_token_ids_are_kept_where_the_server_returns_them(source, capsys):
     script = Script(answer={"prompt_token_ids": [5, 6]}, choice={"token_ids": [7]})
     with serving(script) as url:

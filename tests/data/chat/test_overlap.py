@@ -1,0 +1,46 @@
+"""Near duplicates are those of an exhaustive comparison; test prompts are found inside longer texts."""
+
+import random
+
+from eagle_kit.data.chat.overlap import NearDuplicates, TestPrompts, ngrams, words
+
+
+def test_near_duplicates_are_those_of_an_exhaustive_comparison() -> None:
+    """Texts of 40 words with up to 4 of them changed, against Jaccard similarity by definition."""
+    rng = random.Random(0)
+    vocabulary = [f"word{i}" for i in range(500)]
+    bases = [rng.choices(vocabulary, k=40) for _ in range(20)]
+    texts = []
+    for _ in range(300):
+        text = list(rng.choice(bases))
+        for _ in range(rng.randrange(5)):
+            text[rng.randrange(40)] = rng.choice(vocabulary)
+        texts.append(" ".join(text))
+    near, kept, verdicts = NearDuplicates(0.7), [], []
+    for text in texts:
+        grams = ngrams(words(text), 3)
+        expected = all(len(grams & other) < 0.7 * len(grams | other) for other in kept)
+        verdicts.append((near.is_new(text), expected))
+        if expected:
+            kept.append(grams)
+    assert all(found == expected for found, expected in verdicts)
+    assert 50 < len(kept) < 250
+
+
+def test_case_punctuation_and_texts_without_words_do_not_count() -> None:
+    near = NearDuplicates(1.0)
+    assert (
+        near.is_new("Hello, world!") and not near.is_new("hello WORLD") and near.is_new("hello there world")
+    )
+    assert near.is_new("?!") and near.is_new("?!")
+    assert words("Die 3 Äpfel: 日本語!") == ["die", "3", "äpfel", "日", "本", "語"]
+
+
+def test_a_long_prompt_is_found_by_thirteen_words_and_a_short_one_whole() -> None:
+    long = "a train leaves the station at noon and travels sixty miles every hour until it stops"
+    tests = TestPrompts([long, "what is the capital city of the french republic", "Say hi."])
+    assert tests.are_in(f"Solve this: {long.upper()}!")
+    assert tests.are_in(" ".join(long.split()[2:15])) and not tests.are_in(" ".join(long.split()[:12]))
+    assert tests.are_in("Tell me: what is the capital city of the French Republic?")
+    assert tests.are_in("say HI") and not tests.are_in("Say hi to everybody.") and not tests.are_in("")
+    assert not TestPrompts([]).are_in("anything")
