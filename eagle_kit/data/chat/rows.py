@@ -69,8 +69,9 @@ def tokenize_chat(
     noted: Counter[str] = Counter()
     chats: list[TokenizedChat] = []
     for row in _rows(tokenizer, conversation, turns, noted):
-        chat = _encode(tokenizer, row)
-        chats += [_encode_turn(tokenizer, row, *span) for span in row.spans] if chat is None else [chat]
+        chat = _encode(tokenizer, row, max_length)
+        turned = (_encode_turn(tokenizer, row.text, *span) for span in row.spans)
+        chats += turned if chat is None else [chat]
     num_replies = sum(int(chat.reply.max()) + 1 for chat in chats)
     chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length]) for chat in chats]
     chats = [chat for chat in chats if (chat.reply >= 0).any()]
@@ -170,30 +171,33 @@ def _without_tags(thought: str) -> str:
     return thought.strip().removeprefix("<think>").removesuffix("</think>").strip()
 
 
-def _encode(tokenizer: Any, row: _Row) -> TokenizedChat | None:
-    """Tokens of a row; None where one of them has characters of a prompt and of its reply."""
+def _encode(tokenizer: Any, row: _Row, max_length: int | None = None) -> TokenizedChat | None:
+    """Tokens of a row; None where one of them, among the first ``max_length``, has characters of a prompt and
+    of its reply."""
     encoded = tokenizer(row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
     reply = np.full(len(ids), -1, dtype=np.int32)
     for number, (start, stop) in enumerate(row.spans):
         first, last = np.searchsorted(starts, (start, stop)).tolist()
+        reply[first:last] = number
+        if max_length is not None and first >= max_length:
+            continue
         given = text_token_ids(tokenizer, row.text[:start])
         if len(given) != first or not np.array_equal(given, ids[:first]):
             return None
-        reply[first:last] = number
     return TokenizedChat(ids, reply)
 
 
-def _encode_turn(tokenizer: Any, row: _Row, start: int, stop: int) -> TokenizedChat:
+def _encode_turn(tokenizer: Any, text: str, start: int, stop: int) -> TokenizedChat:
     """Tokens of one turn of a row, whose prompt and reply are tokenised apart where a token would join them:
     a server feeds the prompt's own. Raises :class:`Unusable` for a tokenizer that writes a text apart
     differently."""
-    chat = _encode(tokenizer, _Row(row.text[:stop], [(start, stop)]))
+    chat = _encode(tokenizer, _Row(text[:stop], [(start, stop)]))
     if chat is not None:
         return chat
-    given, said = (text_token_ids(tokenizer, text) for text in (row.text[:start], row.text[start:stop]))
+    given, said = (text_token_ids(tokenizer, part) for part in (text[:start], text[start:stop]))
     ids = np.asarray([*given, *said], dtype=np.int32)
-    if tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) != row.text[:stop]:
+    if tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) != text[:stop]:
         raise Unusable("tokens merge across the start of a reply")
     return TokenizedChat(ids, np.repeat(np.array([-1, 0], dtype=np.int32), [len(given), len(said)]))
