@@ -16,6 +16,10 @@ class UserError(ValueError):
         self.cause = cause
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
+        """Pickle as the two sentences, whatever else a subclass knows."""
+        return UserError, (self.cause, self.remedy)
+
 
 def shown(value: object) -> str:
     """``repr`` of a value that a user gave, cut to 60 characters."""

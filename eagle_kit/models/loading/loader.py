@@ -51,7 +51,7 @@ def read_target_config(folder: Path) -> TargetConfig:
         UserError: an unsupported architecture, activation or quantisation, or a value that is missing or
             impossible.
     """
-    config = _read_config(folder)
+    config = read_raw_config(folder)
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = read_object(generation).get("eos_token_id")
@@ -62,7 +62,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     return parse_target(config, str(folder))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_raw_config(folder: Path) -> dict[str, Any]:
     """``config.json``, with the quantisation that ModelOpt writes into a file of its own."""
     config, beside = read_object(folder / "config.json"), folder / "hf_quant_config.json"
     if not config.get("quantization_config") and beside.is_file():
@@ -185,7 +185,7 @@ def load_target(
         if with_layers:
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    raw = _read_config(folder)
+    raw = read_raw_config(folder)
     layout = read_fp8_layout(raw, str(folder))
     with torch.device("meta"):
         model = LlamaModel(config)

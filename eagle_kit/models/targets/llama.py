@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.backend import current_device
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.rope import Rotation
 from eagle_kit.kernels.variant import AttentionVariant
@@ -34,8 +35,9 @@ def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
 class DecoderLayer(nn.Module):
     """Pre-norm attention, Mamba-2 beside it, or the gated delta rule, and MLP or experts, with residuals."""
 
-    def __init__(self, config: TargetConfig, layer: int) -> None:
+    def __init__(self, config: TargetConfig, layer: int, ranks: Ranks | None = None) -> None:
         super().__init__()
+        self.ranks = ranks
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         recurrent = () if config.delta is None else config.delta.layers
         self.number = sum((each in recurrent) == (layer in recurrent) for each in range(layer))
@@ -64,21 +66,32 @@ class DecoderLayer(nn.Module):
             added = self.self_attn(normed, rotation, self.number, attend)
         if self.mamba is not None:
             added = added + self.mamba(normed, self.number, attend)
-        normed, h = self.post_attention_layernorm.add(added, h)
-        return h, self.mlp(normed)
+        normed, h = self.post_attention_layernorm.add(self._summed(added), h)
+        return h, self._summed(self.mlp(normed))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of what every rank's heads or inner values give."""
+        return x if self.ranks is None else self.ranks.sum(x)
 
 
 class LlamaModel(Target):
-    """Target of the families that are written here."""
+    """Target of the families that are written here.
 
-    def __init__(self, config: TargetConfig) -> None:
+    Args:
+        config: with ``ranks``, of this rank's part (:func:`~eagle_kit.models.sharding.shard_config`).
+        ranks: the processes that share it.
+    """
+
+    def __init__(self, config: TargetConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.config, self.logit_form = config, LogitForm(config.logit_scale)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.ranks, self.has_whole_embedding = ranks, ranks is None
+        num_words = config.vocab_size if ranks is None else len(ranks.share.of(config.vocab_size))
+        self.embed_tokens = nn.Embedding(num_words, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, ranks) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, num_words, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self._devices: Sequence[torch.device] | None = None

@@ -5,12 +5,14 @@ Legend: T packed tokens, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
@@ -52,6 +54,9 @@ class Target(nn.Module, ABC):
         layers: its decoder layers; empty where it was loaded without them.
         working_bytes: memory that a forward needs besides its states.
         logit_form: makes logits of what the output layer gives.
+        ranks: processes that each have a part of it (tensor parallelism, :mod:`eagle_kit.models.sharding`);
+            None where this one has all.
+        has_whole_embedding: False where the embedding is cut by vocabulary among the ranks.
     """
 
     config: TargetConfig
@@ -60,6 +65,8 @@ class Target(nn.Module, ABC):
     layers: nn.ModuleList
     logit_form: LogitForm = LogitForm()
     working_bytes: int = 0
+    ranks: Ranks | None = None
+    has_whole_embedding: bool = True
 
     @property
     @abstractmethod
@@ -127,11 +134,54 @@ class Target(nn.Module, ABC):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
-        return F.embedding(ids, self.embed_tokens.weight)
+        if self.ranks is None or self.has_whole_embedding:
+            return F.embedding(ids, self.embed_tokens.weight)
+        mine = self.ranks.share.of(self.config.vocab_size)
+        local = ids - mine.start
+        is_mine = (local >= 0) & (local < len(mine))
+        rows = F.embedding(local.clamp(0, len(mine) - 1), self.embed_tokens.weight)
+        return self.ranks.sum(rows * is_mine[:, None])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
+        return self.whole_logits(self.own_logits(hidden))
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``, or this rank's part of their columns."""
         return self.logit_form(self.lm_head(hidden))
+
+    def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., V]`` of every rank's :meth:`own_logits`."""
+        return own if self.ranks is None else self.ranks.join(own, self.config.vocab_size)
+
+    def with_whole_ends(self) -> Self:
+        """The same layers between the whole embedding and output layer, for drafts that read these; itself
+        where they are whole. All ranks call it together."""
+        if self.ranks is None:
+            return self
+        whole = copy(self)
+        whole._modules = dict(self._modules)
+        if not self.has_whole_embedding:
+            whole.embed_tokens = nn.Embedding.from_pretrained(self._joined(self.embed_tokens.weight))
+        whole.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        is_tied = self.config.tie_word_embeddings
+        weight = whole.embed_tokens.weight.data if is_tied else self._joined(self.lm_head.weight)
+        whole.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        whole.has_whole_embedding = True
+        return whole
+
+    def take_embedding(self, whole: nn.Embedding) -> None:
+        """Use the whole embedding, which a draft reads, in place of this rank's part."""
+        assert self.ranks is not None
+        self.embed_tokens, self.has_whole_embedding = whole, True
+        if self.config.tie_word_embeddings:
+            mine = self.ranks.share.of(self.config.vocab_size)
+            self.lm_head.weight = nn.Parameter(whole.weight[mine.start : mine.stop], requires_grad=False)
+
+    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
+        """Every rank's rows of a matrix ``[V, H]``."""
+        assert self.ranks is not None
+        return self.ranks.join(rows.t(), self.config.vocab_size).t().contiguous()
 
     def causal(self) -> Attend:
         """Attention of one text, all of which is in the forward."""

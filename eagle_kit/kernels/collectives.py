@@ -1,0 +1,269 @@
+"""Collectives of processes that share a model by tensor parallelism, and messages of the first of them.
+
+Tensors go over ``gloo`` on a CPU. On GPUs, sums of few bytes are torch's one-shot all-reduce over symmetric
+memory where that exists, everything else is NCCL's. On a CPU each collective is one custom op, so that
+recorded cycles contain it (:mod:`~eagle_kit.kernels.recording`).
+
+Legend: R ranks.
+"""
+
+import contextlib
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from eagle_kit.kernels.recording import library
+
+FOREVER = timedelta(days=365)
+INLINE_BYTES = 1024
+"""Size of the buffer that begins a message: short ones are sent in it."""
+ONE_SHOT_BYTES = 256 * 1024
+"""Largest sum by the one-shot all-reduce, which reads everything of every rank: larger ones go to NCCL."""
+
+_numbers = itertools.count()
+_ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+
+
+class RankLost(RuntimeError):
+    """Another process of the group has ended, or does not answer; the message is a sentence for people."""
+
+
+class Share(NamedTuple):
+    """The part of rank ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+    def of(self, count: int) -> range:
+        """Its numbers of ``count`` things: contiguous, nearly equal parts."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+
+class Ranks:
+    """This process among those that share a model. All of them make the same calls in the same order.
+
+    Args:
+        rank, size: number of this process, and how many there are.
+        device: of the tensors.
+        timeout_s: seconds after which a process that does not answer is given up.
+
+    Attributes:
+        volume: bytes that this rank has given to collectives, by kind (``sum``, ``stack``, ``first``); only
+            calls from Python count, not replays of CUDA graphs.
+        lost: why the group is of no use any more; None while it is.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
+        self.volume: Counter[str] = Counter()
+        self.lost: str | None = None
+        timeout = timedelta(seconds=timeout_s)
+        self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        # The first process may have nothing to say for days.
+        self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+        self._symmetric: dict[torch.dtype, torch.Tensor] = {}
+        self.number = next(_numbers)
+        _ranks[self.number] = self
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that takes requests and whose choices all follow."""
+        return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        """Its part of what is cut."""
+        return Share(self.rank, self.size)
+
+    # Of tensors
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of every rank's ``x``."""
+        return self._on_device("all_sum", x)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x``, ``[R, *x.shape]``."""
+        return self._on_device("all_stack", x)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of the first rank."""
+        return self._on_device("of_first", x)
+
+    def join(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Every rank's columns ``x [..., n]`` of ``count``, one after another, ``[..., count]``."""
+        widths = [len(Share(rank, self.size).of(count)) for rank in range(self.size)]
+        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[-1]))
+        parts = self.stack(padded).unbind(0)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    def _on_device(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            result: torch.Tensor = getattr(torch.ops.eagle_kit_cpu, name)(x, self.number)
+            return result
+        return COLLECTIVES[name](self, x)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and x.nbytes <= ONE_SHOT_BYTES and (total := self._one_shot(x)) is not None:
+            return total
+        total = x.clone()
+        self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
+        return total
+
+    def _one_shot(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Sum over symmetric memory; None where this torch or this machine has none."""
+        if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce"):
+            return None
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffer = self._symmetric.get(x.dtype)
+        if buffer is None:
+            try:
+                buffer = symmetric.empty(ONE_SHOT_BYTES // x.element_size(), dtype=x.dtype, device=x.device)
+                symmetric.rendezvous(buffer, self._data.group_name)
+            except RuntimeError:  # GPUs that cannot read each other's memory
+                buffer = x.new_empty(0)
+            self._symmetric[x.dtype] = buffer
+        if not buffer.numel():
+            return None
+        mine = buffer[: x.numel()]
+        mine.copy_(x.reshape(-1))
+        self.volume["sum"] += x.nbytes
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._data.group_name)
+        return total.view(x.shape)
+
+    def _stack(self, x: torch.Tensor) -> torch.Tensor:
+        all_of_them = x.new_empty(self.size, *x.shape)
+        parts = list(all_of_them.unbind(0))
+        self._run("stack", x, lambda: dist.all_gather(parts, x.contiguous(), group=self._data))
+        return all_of_them
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.clone(memory_format=torch.contiguous_format)
+        self._run("first", x, lambda: dist.broadcast(given, 0, group=self._data))
+        return given
+
+    def _run(self, kind: str, x: torch.Tensor, collective: Callable[[], Any]) -> None:
+        self.volume[kind] += x.nbytes
+        with self._watched():
+            collective()
+
+    # Of the host
+
+    def tell(self, message: Any) -> None:
+        """Send a message, which is pickled, from the first rank to all others, which :meth:`hear` it."""
+        assert self.is_first
+        self._say(message)
+
+    def hear(self) -> Any:
+        """Wait for the next message of the first rank, for as long as it takes."""
+        assert not self.is_first
+        return self._say(None)
+
+    def agree(self, value: Any) -> Any:
+        """``value`` of the first rank, which is pickled."""
+        return self._say(value)
+
+    def all(self, value: Any) -> list[Any]:
+        """``value`` of every rank, which is pickled."""
+        found: list[Any] = [None] * self.size
+        with self._watched():
+            dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Result of ``work``, which every rank does; where one fails, all raise its error."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:  # it is raised below
+            error = raised
+        failed = next((each for each in self.all(_portable(error)) if each is not None), None)
+        if (first := error or failed) is not None:
+            raise first
+        return result
+
+    def _say(self, message: Any) -> Any:
+        buffer = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
+        body = b""
+        if self.is_first:
+            body = pickle.dumps(message)
+            head = len(body).to_bytes(8, "little") + body[: INLINE_BYTES - 8]
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        with self._watched():
+            dist.broadcast(buffer, 0, group=self._control)
+            head = buffer.numpy().tobytes()
+            count = int.from_bytes(head[:8], "little")
+            if count <= INLINE_BYTES - 8:
+                return message if self.is_first else pickle.loads(head[8 : 8 + count])
+            rest = torch.frombuffer(bytearray(body or bytes(count)), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self._control)
+        return message if self.is_first else pickle.loads(rest.numpy().tobytes())
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Turn errors of a collective into one of people's words."""
+        if self.lost is not None:
+            raise RankLost(self.lost)
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            text = str(error).lower()
+            if "timed out" in text or "timeout" in text:
+                self.lost = f"A rank has not answered for {self.timeout_s:g} seconds."
+            else:
+                self.lost = "A rank has ended."
+            raise RankLost(self.lost) from error
+
+    def close(self) -> None:
+        """Leave the group; where others wait for this rank, they find out."""
+        self.lost = self.lost or "The group was closed."
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or one of its words where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does not like
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def connect(
+    rank: int, size: int, device: torch.device, *, timeout_s: float, address: str | None = None
+) -> Ranks:
+    """Join the other processes.
+
+    Args:
+        address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` gives.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo",
+            init_method=address or "env://",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return Ranks(rank, size, device, timeout_s)
+
+
+COLLECTIVES = {"all_sum": Ranks._sum, "all_stack": Ranks._stack, "of_first": Ranks._first}
+
+
+def _op(collective: Callable[[Ranks, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, number: collective(_ranks[number], x)
+
+
+for _name, _collective in COLLECTIVES.items():
+    library.define(f"{_name}(Tensor x, int ranks) -> Tensor")
+    library.impl(_name, _op(_collective), "CPU")

@@ -1,0 +1,122 @@
+"""A target cut by tensor parallelism: slices are the checkpoint, and ranks compute what one process does."""
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from transformers import Qwen3ForCausalLM as Qwen3
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.collectives import Share
+from eagle_kit.models.loading.loader import load_target, read_published, read_target_config
+from eagle_kit.models.loading.published import Part
+from eagle_kit.models.loading.share import load_share
+from eagle_kit.models.sharding import cut_of, shard_config, share_heads
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 98,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+TARGETS = {
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama, all biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
+    "qwen3": lambda: Qwen3(Qwen3Config(**SIZES)),
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def folder(request, tmp_path_factory):
+    torch.manual_seed(3)
+    model = TARGETS[request.param]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases begin at 0, norms at 1
+                parameter += 0.3 * torch.randn_like(parameter)
+    place = tmp_path_factory.mktemp("target")
+    model.save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_slices_reassemble_the_checkpoint(folder, size):
+    """Bit for bit; only keys and values may be there twice."""
+    config = read_target_config(folder)
+    for name, tensor in read_published(folder).items():
+        cuts = [cut_of(Part(name, tuple(tensor.shape)), config, Share(rank, size)) for rank in range(size)]
+        if any(cut is None for cut in cuts):
+            assert cuts == [None] * size and "norm" in name
+            continue
+        whole = torch.full_like(tensor, torch.nan)
+        times = torch.zeros(tensor.shape[cuts[0].dim])
+        for cut in cuts:
+            part = tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            whole.narrow(cut.dim, cut.start, cut.stop - cut.start).copy_(part)
+            times[cut.start : cut.stop] += 1
+        assert torch.equal(whole, tensor)
+        assert (times == 1).all() or (size > config.num_kv_heads and ("k_proj" in name or "v_proj" in name))
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (6, 2), (8, 8), (32, 8), (5, 1), (64, 4)])
+def test_every_query_head_is_once_among_the_ranks_beside_its_key_value_head(heads):
+    num_heads, num_kv_heads = heads
+    for size in range(1, num_heads + 1):
+        if size > num_kv_heads and -(-size // num_kv_heads) > num_heads // num_kv_heads:
+            continue
+        mine = [share_heads(*heads, Share(rank, size)) for rank in range(size)]
+        assert [head for each in mine for head in each.query] == list(range(num_heads))
+        for query, kv in mine:
+            assert query and len(query) % len(kv) == 0  # a smaller model of the same kind
+            group, local = num_heads // num_kv_heads, len(query) // len(kv)
+            assert all(head // group == kv[i // local] for i, head in enumerate(query))
+
+
+def test_more_ranks_than_heads_are_refused(folder):
+    config = read_target_config(folder)
+    with pytest.raises(UserError, match="7 ranks cannot share 6 query heads"):
+        for rank in range(7):
+            shard_config(config, Share(rank, 7))
+
+
+def _forward(ranks, folder, ids, capture):
+    target = load_share(folder, ranks)
+    with torch.inference_mode():
+        out = target(ids, torch.arange(len(ids)), target.causal(), capture)
+        before = dict(ranks.volume)
+        logits = target.logits(out.hidden)
+        whole = target.with_whole_ends()
+        ends = whole.embed_tokens.weight, whole.lm_head.weight
+        target.take_embedding(whole.embed_tokens)
+        again = target(ids, torch.arange(len(ids)), target.causal(), capture)
+    assert torch.equal(out.hidden, again.hidden)
+    parts = {name: tuple(tensor.shape) for name, tensor in target.named_parameters()}
+    return out, logits, ends, before, parts, target.config
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
+    """In fp64's neighbourhood: fp32 sums in another order."""
+    ids = torch.randint(0, 131, (29,), generator=torch.Generator().manual_seed(1))
+    whole = load_target(folder)
+    with torch.inference_mode():
+        out = whole(ids, torch.arange(29), whole.causal(), (1, 3))
+        logits = whole.logits(out.hidden)
+    found = run_ranks(size, _forward, folder, ids, (1, 3))
+    for mine, my_logits, (embedding, output), volume, parts, config in found:
+        torch.testing.assert_close(my_logits, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.hidden, out.hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.aux, out.aux, rtol=1e-4, atol=1e-4)
+        assert torch.equal(embedding, whole.embed_tokens.weight) and torch.equal(output, whole.head_weight)
+        layers = whole.config.num_layers
+        assert volume == {"sum": (2 * layers + 1) * 29 * 48 * 4}
+        assert config.num_kv_heads == 1 and parts["layers.0.self_attn.o_proj.weight"][1] < 48
+    for each in found[1:]:  # what is whole on every rank has the same bits there
+        assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(each[0].aux, found[0][0].aux)
+        assert torch.equal(each[1], found[0][1])
