@@ -126,7 +126,10 @@ class EngineConfig(Options):
             widens them, fp8 also casts the others when they are loaded, with a scale for each output. LOSSY:
             the target is another one then, near the unquantised. Embedding, output layer, norms, routers and
             routed experts stay in dtype; slow on a CPU, which widens the weights in every step.
-        device: auto, cpu or cuda.
+        device: auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank.
+        tensor_parallel: processes that share the target, each with a part of its weights and of the
+            key-value pool.
+        rank_timeout_s: seconds after which a process of them that does not answer is given up.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
             fixed tree, whose shape is 5,4,26.
         sampled_drafts: sample drafts from the draft's own distribution where requests sample (chains and
@@ -162,6 +165,8 @@ class EngineConfig(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "fp8", "none"] = "auto"
     device: str = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)
+    rank_timeout_s: float = Field(default=120.0, gt=0)
     tree: Literal["dynamic", "static"] = "dynamic"
     sampled_drafts: bool = False
     verifier: Literal["target-only", "relaxed", "rejection", "block"] | None = None

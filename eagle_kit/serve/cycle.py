@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Accepted, Outcome, outcome
+from eagle_kit.kernels.accept import Accepted, Outcome, accept_greedy, outcome
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.states import StatePool, StateWindow
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput
+from eagle_kit.serve.agreement import agree_path, agree_tree, most_likely
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Missed
 from eagle_kit.speculation.state import CycleState
@@ -90,7 +92,7 @@ class CycleOutput(NamedTuple):
 
 class WindowRead(NamedTuple):
     """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` that made
-    it, and the ``logits [B, N, V]``."""
+    it, and the ``logits [B, N, V]``, of tensor parallelism this rank's part of them."""
 
     out: TargetOutput
     attend: Attend
@@ -112,17 +114,23 @@ def cycle(
     models: CycleModels, state: CycleState, settings: CycleSettings, sampling: SamplingBatch | None = None
 ) -> CycleOutput:
     """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
-    window = propose(models.drafter, state, settings, sampling)
+    window = propose(models.drafter, state, settings, sampling, models.target.ranks)
     return finish_cycle(models, state, window, settings, sampling)
 
 
 def propose(
-    drafter: Drafter | None, state: CycleState, settings: CycleSettings, sampling: SamplingBatch | None
+    drafter: Drafter | None,
+    state: CycleState,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None,
+    ranks: Ranks | None = None,
 ) -> DraftOutput:
-    """Make the window to verify; without a draft model it is the root alone."""
+    """Make the window to verify, that of the first of ``ranks``; without a draft model it is the root
+    alone."""
     if drafter is None or state.draft is None or not settings.shape.steps:
         return DraftOutput(root_only(state.roots), Deterministic())
-    return drafter.propose(state, settings.shape, settings.num_columns, sampling)
+    window = drafter.propose(state, settings.shape, settings.num_columns, sampling)
+    return window._replace(tree=agree_tree(window.tree, ranks))
 
 
 def finish_cycle(
@@ -167,7 +175,7 @@ def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: Cy
     """Run the target over the window's nodes."""
     b, n = tree.tokens.shape
     out, attend = _forward(models, tree, state, settings.num_columns)
-    return WindowRead(out, attend, models.target.logits(out.hidden).view(b, n, -1))
+    return WindowRead(out, attend, models.target.own_logits(out.hidden).view(b, n, -1))
 
 
 def accept_and_commit(
@@ -181,8 +189,15 @@ def accept_and_commit(
 ) -> Verified:
     """Accept a path of the window that the target has read, and commit it to the pool."""
     out, attend, logits = read
-    steps, seq_lens = settings.shape.steps, state.seq_lens
-    accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+    steps, seq_lens, ranks = settings.shape.steps, state.seq_lens, models.target.ranks
+    if ranks is not None and sampling is None and allowed is None and settings.num_logprobs is None:
+        best = most_likely(models.target, logits)
+        accepted = accept_greedy(best.tokens, window.tree.tokens, window.tree.parents, steps)
+        logits = best.values.float()
+    else:
+        logits = models.target.whole_logits(logits)
+        accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+    accepted = agree_path(accepted, ranks)
     after = outcome(logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
     models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)

@@ -153,15 +153,20 @@ class Engine:
         drafter = self.runner.models.drafter
         room, speculates = self.config.room(self.runner.steps), drafter is not None
         model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
+        costs = {
+            "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
+            "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
+            "weights_cost": WEIGHTS_COST[self.runner.device.type],
+        }
+        if self.target.ranks is not None:  # their parts may differ, and what they schedule must not
+            costs = self.target.ranks.agree(costs)
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
             room=room,
             needs_last=speculates,
             lookback=0 if drafter is None else drafter.lookback,
-            attention_cost=2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
-            reading_cost=READING_COST * self.runner.kv.numbers_per_token / size,
-            weights_cost=WEIGHTS_COST[self.runner.device.type],
+            **costs,
         )
 
     def _check_shape(self, shape: SpecShape) -> None:
@@ -234,7 +239,11 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now, waiting or running; its tokens so far stay."""
         if request.finish_reason is None:
-            self._finish(request, "abort")
+            self.end(request, "abort")
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request that has not ended, between steps."""
+        self._finish(request, reason)
 
     def stop(self, request: Request) -> None:
         """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
@@ -243,7 +252,7 @@ class Engine:
             self._note_read(request)
             assert request.stream is not None
             if request.stream.stopped or request.stream.failure:
-                self._finish(request, "stop")
+                self.end(request, "stop")
 
     def drain(self) -> None:
         """Drop pending results and unread news of aborted requests."""
@@ -402,8 +411,9 @@ class Engine:
             self._news[request] = None
             if reason is not None:
                 self._finish(request, reason)
-            elif has_stops and not self.config.lag:
-                # Nothing runs meanwhile, and a cycle in vain would cost more than to read here.
+            elif has_stops and not self.config.lag and self.target.ranks is None:
+                # Nothing runs meanwhile, and a cycle in vain would cost more than to read here. (Other ranks
+                # make no text; they are told before the next step.)
                 request.read()
                 self.stop(request)
         self._sum_up()

@@ -3,7 +3,8 @@
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,21 @@ from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_sha
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.backend import current_device
+from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
+from eagle_kit.serve.leading import Ask, LeadingEngine, Leave
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.ranks import Group, Start, follow, join_ranks
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.serve.tune import can_tune, tuned_policy
@@ -54,11 +60,14 @@ class LLM:
             None for ordinary decoding.
         config: options of the engine.
         tokenizer: for text prompts when ``target`` is a loaded model.
+        start: of a rank that another has started (:mod:`eagle_kit.serve.ranks`).
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
 
     Attributes:
         config: the options with everything filled in that the target, the draft and the device decide.
         draft, head: the draft model in use, and its head where it has one.
+        group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
+            Under ``torchrun`` the program goes on in the first of them only.
         memory_plan: of the engine, once it has been made.
 
     Raises:
@@ -72,34 +81,38 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
+        start: Start | None = None,
         **options: Any,
     ) -> None:
         self._options = (config or EngineConfig()).replace(**options)
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
+        self.group: Group | None = None
         if isinstance(target, Target):
             self.target = target
+            if self._options.tensor_parallel > 1:
+                raise UserError(
+                    "Tensor parallelism reads parts of a target from files, and a loaded model was given.",
+                    "Give the target as a folder or name.",
+                )
             if self._options.quantization == "fp8" and not target.fp8_layers:
                 raise UserError(
                     "The quantization fp8 was asked for, and the target is a loaded model without it.",
                     "Give the target as a folder or name, or load it with load_target(quantization='fp8').",
                 )
         else:
-            from eagle_kit.models.loading.loader import load_target
             from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
-            place = choose_device(self._options.device)
             folder = resolve_target(str(target))
             self._target_name = folder
-            if place.startswith("cuda:"):
-                torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
-            self.target = load_target(
-                folder,
-                dtype=_dtype(self._options.dtype, place),
-                device=place,
-                quantization=self._options.quantization,
-            )
+            if self._options.tensor_parallel > 1:
+                self.group = join_ranks(folder, draft, self._options, start)
+            try:
+                self.target = self._load(folder)
+            except BaseException:
+                self.close()
+                raise
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(folder)
         if self.target.embed_tokens.weight.device.type == "cpu":
@@ -114,7 +127,60 @@ class LLM:
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
-        self.set_draft(draft, algorithm=self._options.algorithm, token_map=self._options.token_map)
+        try:
+            self._set_draft(draft, self._options.algorithm, self._options.token_map)
+        except BaseException:
+            self.close()
+            raise
+        if self.group is not None and not self.group.ranks.is_first:
+            self._follow(self.group, is_launched=start is None)
+
+    def _load(self, folder: Path) -> Target:
+        """Load the target, or this rank's part of it."""
+        options, place = self._options, choose_device(self._options.device)
+        if self.group is not None:
+            device, ranks = self.group.ranks.device, self.group.ranks
+            dtype = _dtype(options.dtype, device.type)
+            target: Target = ranks.together(
+                lambda: load_share(folder, ranks, dtype, device, quantization=options.quantization)
+            )
+            return target
+        if place.startswith("cuda:"):
+            torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
+        dtype = _dtype(options.dtype, place)
+        return load_target(folder, dtype=dtype, device=place, quantization=options.quantization)
+
+    def _follow(self, group: Group, *, is_launched: bool) -> None:
+        """Do what the first rank says until it leaves; a process of ``torchrun`` ends then."""
+        try:
+            follow(self, group.ranks)
+        finally:
+            self.close()
+        if is_launched:
+            raise SystemExit(0)
+
+    @contextmanager
+    def _leading(self, method: str, *args: Any) -> Iterator[None]:
+        """Context manager: the other ranks, if there are any, call ``method`` as this one does within."""
+        engine, ask = self._engine, Ask(method, args)
+        if self.group is None or not self.group.ranks.is_first:
+            yield
+        elif isinstance(engine, LeadingEngine):
+            with engine.telling(ask):
+                yield
+        else:
+            self.group.ranks.tell([ask])
+            yield
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; the model is of no use afterwards."""
+        group, self.group = self.group, None
+        if group is None:
+            return
+        with suppress(RankLost):
+            if group.ranks.is_first and group.ranks.lost is None:
+                group.ranks.tell([Leave()])
+        group.close()
 
     def set_draft(
         self,
@@ -124,6 +190,21 @@ class LLM:
         token_map: str | Path | None = None,
     ) -> None:
         """Use another draft from now on. Raise UserError when it does not fit the target."""
+        if self.group is not None and isinstance(draft, DraftModel):
+            raise UserError(
+                "With tensor parallelism every rank loads the draft, and a loaded model was given.",
+                "Give it as a folder, a name or a head.",
+            )
+        with self._leading("_set_draft", draft, algorithm, token_map):
+            self._set_draft(draft, algorithm, token_map)
+
+    def _set_draft(
+        self,
+        draft: "str | Path | DraftHead | DraftModel | None",
+        algorithm: str,
+        token_map: str | Path | None,
+    ) -> None:
+        """:meth:`set_draft` of this rank."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
         known = ("auto", *algorithms(), "NGRAM", "NONE")
         if algorithm not in known:
@@ -147,12 +228,28 @@ class LLM:
         if isinstance(draft, str | Path):
             draft = self._draft_folder = resolve_draft(draft, self.target.config)
         if draft is not None:
-            self.draft = load_draft_model(
-                draft, self.target, target_name=self._target_name, algorithm=algorithm, token_map=token_map
-            )
+            self.draft = self._load_draft(draft, algorithm, token_map)
             self.head = self.draft.head
         self._options = self._options.replace(algorithm=algorithm, token_map=token_map)
         self.config = self._resolved()
+
+    def _load_draft(
+        self, draft: "str | Path | DraftHead | DraftModel", algorithm: str, token_map: str | Path | None
+    ) -> DraftModel:
+        """Load a draft, all of it on every rank, and whole ends of the target for it."""
+        target = self.target.with_whole_ends()
+
+        def load() -> DraftModel:
+            name = self._target_name
+            return load_draft_model(draft, target, target_name=name, algorithm=algorithm, token_map=token_map)
+
+        if self.group is None:
+            return load()
+        found: DraftModel = self.group.ranks.together(load)
+        target.lm_head = self.target.lm_head  # the whole one stays with drafts that have none of their own
+        if not found.is_whole_model:
+            self.target.take_embedding(target.embed_tokens)
+        return found
 
     def _resolved(self) -> ResolvedConfig:
         """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
@@ -194,7 +291,8 @@ class LLM:
     @property
     def chooses_shapes(self) -> bool:
         """True if :meth:`generate` chooses shapes by measurements when it is given none."""
-        return self._options.shape is None and self.draft is not None and can_tune(self.engine())
+        is_free = self._options.shape is None and self.draft is not None and self.group is None
+        return is_free and can_tune(self.engine())
 
     @property
     def max_batch_size(self) -> int:
@@ -210,15 +308,9 @@ class LLM:
         """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
         ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
         if self._engine is None:
-            chooses = self._options.shape is None and self.draft is not None
-            self.memory_plan = plan_memory(self.target, self.draft, self.config, chooses_shapes=chooses)
-            steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
-            self.config = _fit_context(self.config.replace(**self.memory_plan.sizes), steps)
-            grammars = None
-            if self.tokenizer is not None:
-                model = self.target.config
-                grammars = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
-            self._engine = Engine(self.target, self.draft, self.config, grammars)
+            with self._leading("_make_engine"):
+                self._make_engine()
+        assert self._engine is not None
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.shape is None):
             wanted = self._auto(self._engine, is_asked=shape == "auto")
@@ -228,15 +320,43 @@ class LLM:
             self._engine.use_shape(wanted)
         return self._engine
 
+    @property
+    def current_engine(self) -> Engine | None:
+        """The engine, None before it was first used."""
+        return self._engine
+
+    def _make_engine(self) -> None:
+        """Allocate the engine's memory."""
+        group, chooses = self.group, self._options.shape is None and self.draft is not None
+        plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
+        if group is None:
+            self.memory_plan = plan()
+        else:
+            mine: MemoryPlan = group.ranks.together(plan)
+            self.memory_plan = mine.smallest(group.ranks.all(mine))
+        steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
+        self.config = _fit_context(self.config.replace(**self.memory_plan.sizes), steps)
+        grammars = None
+        if self.tokenizer is not None:
+            model = self.target.config
+            grammars = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
+        parts = self.target, self.draft, self.config, grammars
+        if group is not None and group.ranks.is_first:
+            self._engine = LeadingEngine(*parts, why=group.why)
+        else:
+            self._engine = Engine(*parts)
+
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
         """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
         a warning where it ``is_asked`` for."""
-        if engine.draft is None or not can_tune(engine):
+        if engine.draft is None or not can_tune(engine) or self.group is not None:
             default = self._default_shape()
             if is_asked and engine.draft is not None:
+                why = "With tensor parallelism shapes are not chosen by measurements yet"
+                if self.group is None:
+                    why = "The shape of this draft cannot change between cycles"
                 warnings.warn(
-                    f"The shape of this draft cannot change between cycles, so {default} is used in place of "
-                    "auto. Give a shape to use another.",
+                    f"{why}, so {default} is used in place of auto. Give a shape to use another.",
                     stacklevel=4,
                 )
             return ShapeTable.parse(default)
@@ -339,10 +459,14 @@ class LLM:
             )
         return Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
 
-    @torch.inference_mode()
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
+        with self._leading("_logits", ids):
+            return self._logits(ids)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> torch.Tensor:
         device = self.target.embed_tokens.weight.device
         tokens = torch.tensor(ids, device=device)
         with current_device(device):
@@ -383,7 +507,7 @@ def _fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
     warnings.warn(
         f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
         f"{config.max_context}.",
-        stacklevel=3,
+        stacklevel=4,
     )
     return config.replace(max_context=most)
 

@@ -2,8 +2,8 @@
 buffers."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -84,6 +84,17 @@ class MemoryPlan:
     def pool(self) -> int:
         """Bytes of the pool."""
         return self.kv_tokens * self.bytes_per_token
+
+    def smallest(self, plans: "Sequence[MemoryPlan]") -> "MemoryPlan":
+        """This plan with the fewest tokens and snapshots, and the least preparation, of all ranks' plans."""
+        extents = get_args(WarmUpExtent)
+        snapshots = [plan.state_snapshots for plan in plans if plan.state_snapshots is not None]
+        return replace(
+            self,
+            kv_tokens=min(plan.kv_tokens for plan in plans),
+            state_snapshots=min(snapshots, default=None),
+            extent=extents[max(extents.index(plan.extent) for plan in plans)],
+        )
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -173,6 +184,8 @@ def plan_memory(
     ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
     if weight.device.type == "cpu":
         free = max(0, free - ngram_log)
+        if target.ranks is not None:  # which share the machine's memory
+            free //= target.ranks.size
     room = int(FREE_SHARE[weight.device.type] * free) - needed
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:

@@ -24,6 +24,7 @@ from eagle_kit.kv.open import open_store
 from eagle_kit.kv.states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
+from eagle_kit.serve.agreement import agree_tree
 from eagle_kit.serve.batch_kind import BatchKind, kind_of
 from eagle_kit.serve.cycle import (
     CycleModels,
@@ -269,6 +270,8 @@ class Runner:
             bits = allowed_bits(matches, tree, self.vocab_size)
             allowed = unpacked(to_device(bits, self.device, bits.dtype), self.vocab_size)
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
+        if (ranks := self.target.ranks) is not None:
+            tokens = ranks.first(tokens)
         counts = self._tensor([0 if request.token_ids else 1 for request in requests])
         logprobs = None
         if (top := self._num_logprobs(requests, kind)) is not None:
@@ -311,6 +314,7 @@ class Runner:
         if ngram is not None and steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
+            tree = agree_tree(tree, self.target.ranks)  # the log may have what a stop text took back
         emitted = self._run(batch.matches, batch.inputs, settings, tree)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
@@ -489,7 +493,7 @@ class Runner:
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
         state, sampling = self._state(inputs)
-        return propose(self.models.drafter, state, settings, sampling)
+        return propose(self.models.drafter, state, settings, sampling, self.target.ranks)
 
     def _state(self, inputs: CycleInputs) -> tuple[CycleState, SamplingBatch | None]:
         """Gather the rows of the slots, and of their tables where logits are adjusted."""

@@ -17,8 +17,8 @@ _processes = multiprocessing.get_context("fork")
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """What ``work(ranks, *args)`` returns in each of ``size`` processes. Raises AssertionError where one
-    fails, with its traceback."""
+    """What ``work(ranks, *args)`` returns in each of ``size`` processes, which look as those of ``torchrun``;
+    None where it exits. Raises AssertionError where one fails, with its traceback."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_processes.Pipe(duplex=False) for _ in range(size)]
         children = [
@@ -48,11 +48,14 @@ def _child(
 ) -> None:
     torch.set_num_threads(1)
     address = f"file://{Path(folder) / 'store'}"
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     try:
         ranks = connect(rank, size, torch.device("cpu"), timeout_s=20, address=address)
         result = work(ranks, *args)
         pipe.send_bytes(pickle.dumps(("", result)))  # tensors by value
         ranks.all(None)  # nobody leaves before all are done
+    except SystemExit:  # of ranks that followed the first one to its end
+        pipe.send_bytes(pickle.dumps(("", None)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
     finally:

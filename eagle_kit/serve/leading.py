@@ -1,0 +1,216 @@
+"""Engines of tensor parallelism. Every rank runs the same deterministic engine; the first one, which
+:class:`LeadingEngine` is, tells the others what it is asked to do, and they do it in the same order.
+
+A step of the first rank is one message with the requests that arrived, the ends that it was told or read from
+text, and the step itself. Others make no text and look at no clock.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eagle_kit.core.output import FinishReason
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.kernels.collectives import RankLost, Ranks
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.request import Request
+from eagle_kit.tuning.policy import ShapePolicy
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.llm import LLM
+
+
+class Message(Protocol):
+    """What the first rank tells the others to do."""
+
+    def do(self, follower: "Follower") -> None:
+        """Do it."""
+
+
+class LeadingEngine(Engine):
+    """Engine of the first rank. Its target has ``ranks``, all of which make their engines together.
+
+    Args:
+        args: of :class:`Engine`.
+        why: finds out which of the others has ended.
+    """
+
+    def __init__(self, *args: Any, why: Callable[[RankLost], RankLost] = lambda error: error) -> None:
+        self._events: list[Message] = []
+        self._why, self._is_silent = why, True  # others make the same calls by themselves
+        super().__init__(*args)
+        self._is_silent = False
+
+    def add_request(self, request: Request) -> None:
+        """See :class:`Engine`."""
+        super().add_request(request)
+        arrival = request.number, request.prompt_ids, request.params, request.priority, request.group
+        self._note(Arrival(*arrival, request.seed))
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """See :class:`Engine`."""
+        super().end(request, reason)
+        self._note(End(request.number, reason))
+
+    def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
+        """See :class:`Engine`."""
+        with self.telling(UseShape(shapes)):
+            super().use_shape(shapes)
+
+    def drain(self) -> None:
+        """See :class:`Engine`."""
+        with self.telling(Drain()):
+            super().drain()
+
+    def step(self) -> list[Request]:
+        """See :class:`Engine`."""
+        with self.telling(Step()):
+            return super().step()
+
+    @contextmanager
+    def telling(self, message: Message) -> Iterator[None]:
+        """Context manager: tell the others to do what is done within, and nothing of its parts.
+
+        Raises:
+            RankLost: one of them has ended, or does not answer.
+        """
+        if self._is_silent:
+            yield
+            return
+        ranks = self.target.ranks
+        assert ranks is not None
+        events, self._events = self._events, []
+        self._is_silent = True
+        try:
+            ranks.tell([*events, message])
+            yield
+        except Exception as error:
+            if ranks.lost is None:
+                raise
+            raise self._why(RankLost(ranks.lost)) from error  # a recording raises errors of its own
+        finally:
+            self._is_silent = False
+
+    def _note(self, event: Message) -> None:
+        """Tell the others before the next message."""
+        if not self._is_silent:
+            self._events.append(event)
+
+
+class Follower:
+    """A rank that is not the first.
+
+    Args:
+        llm: of the same arguments as that of the first rank.
+
+    Attributes:
+        requests: those that are served, by number.
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        self.llm = llm
+        self.requests: dict[int, Request] = {}
+        self.has_ended = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once it was made."""
+        assert self.llm.current_engine is not None
+        return self.llm.current_engine
+
+    def run(self, ranks: Ranks) -> None:
+        """Do what the first rank says until it leaves. Raise RankLost where it ends without a word."""
+        while not self.has_ended:
+            for message in ranks.hear():
+                message.do(self)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that the first rank has taken."""
+
+    number: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int
+    group: int
+    seed: int
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`; the request makes no text."""
+        request = Request(self.number, self.prompt_ids, self.params, self.priority, group=self.group)
+        follower.engine.add_request(request)
+        request.seed = self.seed
+        follower.requests[self.number] = request
+
+
+@dataclass(frozen=True)
+class End:
+    """A request that the first rank has ended outside of a step."""
+
+    number: int
+    reason: FinishReason
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        request = follower.requests.pop(self.number, None)
+        if request is not None:  # else the first rank had not taken it
+            follower.engine.end(request, self.reason)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the engine."""
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        for request in follower.engine.step():
+            if request.finish_reason is not None:
+                follower.requests.pop(request.number, None)
+
+
+@dataclass(frozen=True)
+class UseShape:
+    """Shapes from now on."""
+
+    shapes: ShapeTable | SpecShape | ShapePolicy
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        follower.engine.use_shape(self.shapes)
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Pending results are dropped."""
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        follower.engine.drain()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A method of the ``LLM``, called with ``args``; its result is not used."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`; every rank raises the same errors, and the first one's user reads them."""
+        try:
+            getattr(follower.llm, self.method)(*self.args)
+        except ValueError as error:
+            logging.getLogger(__name__).info("%s", error)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The first rank has done its work."""
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        follower.has_ended = True

@@ -1,0 +1,253 @@
+"""Processes of tensor parallelism: started by ``torchrun``, or by the first of them on its own machine.
+
+Under ``torchrun`` all processes run the same program; those that are not the first stay in the constructor of
+``LLM``, where they do what the first one says, and end there. Otherwise the program is the first rank, and
+starts the others as ``python -m eagle_kit.serve.ranks``, which read what to load from their standard input.
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import num_cores
+from eagle_kit.kernels.collectives import RankLost, Ranks, connect
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.llm import LLM
+
+LEAVE_S = 10.0
+"""Seconds that other ranks get to end after the first one has left."""
+NAMING_S = 2.0
+"""Seconds to find out which process has ended, once a collective has failed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is started with: the arguments of ``LLM``, and where the others meet."""
+
+    rank: int
+    address: str
+    target: Path
+    draft: Any
+    config: EngineConfig
+
+
+class Workers:
+    """The other ranks of this machine, as child processes.
+
+    Args:
+        start: of the first rank; the others get their own numbers.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._is_closing, self._tell = threading.Event(), list[Callable[[str], None]]()
+        self._ended: str | None = None
+        self._lock = threading.Lock()
+        ranks = range(1, start.config.tensor_parallel)
+        environ = {"OMP_NUM_THREADS": str(own_threads(len(ranks) + 1)), **os.environ}
+        self._children = {}
+        for rank in ranks:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "eagle_kit.serve.ranks"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # the first rank's program has it
+                env=environ,
+                start_new_session=True,  # Ctrl-C is the first rank's
+            )
+            self._children[rank] = child
+            assert child.stdin is not None
+            with suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(pickle.dumps(replace(start, rank=rank)))
+            threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
+        atexit.register(self.close)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, from rank 1 on."""
+        return [child.pid for child in self._children.values()]
+
+    def on_end(self, tell: Callable[[str], None]) -> None:
+        """Call ``tell`` with a sentence, in another thread, when a process ends before it should."""
+        with self._lock:
+            self._tell.append(tell)
+            ended = self._ended
+        if ended is not None:
+            tell(ended)
+
+    def ended(self, timeout_s: float = 0.0) -> str | None:
+        """Which process has ended, as a sentence; None if none has within the time."""
+        known = threading.Event()
+        self.on_end(lambda _: known.set())
+        known.wait(timeout_s)
+        return self._ended
+
+    def close(self) -> None:
+        """End the processes: they have been told to leave, or have no use any more."""
+        self._is_closing.set()
+        for child in self._children.values():
+            try:
+                child.wait(LEAVE_S if self._ended is None else 0.1)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        atexit.unregister(self.close)
+
+    def _watch(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
+        code = child.wait()
+        if self._is_closing.is_set():
+            return
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = f"Rank {rank} of tensor parallelism (process {child.pid}) {how}."
+            tell = list(self._tell)
+        for each in tell:
+            each(self._ended)
+
+
+@dataclass
+class Group:
+    """The ranks of a model; and where the first one has started the others, these, and the folder of the file
+    by which they met."""
+
+    ranks: Ranks
+    workers: Workers | None = None
+    folder: "tempfile.TemporaryDirectory[str] | None" = None
+
+    def why(self, error: RankLost) -> RankLost:
+        """The error, with the name of the process that has ended where it can be known."""
+        ended = None if self.workers is None else self.workers.ended(NAMING_S)
+        return error if ended is None else RankLost(ended)
+
+    def close(self) -> None:
+        """Leave the others, and end child processes."""
+        self.ranks.close()
+        if self.workers is not None:
+            self.workers.close()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Rank of this process among those that ``torchrun`` started; None without it."""
+    return int(environ["RANK"]) if "RANK" in environ and "WORLD_SIZE" in environ else None
+
+
+def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | None = None) -> Group:
+    """Meet the other ranks, starting them where ``torchrun`` has not.
+
+    Args:
+        start: of a rank that was started by the first one.
+
+    Raises:
+        UserError: ``torchrun`` has started another number of processes, or one that was started ends.
+    """
+    size, rank = config.tensor_parallel, launched_rank()
+    if start is not None:
+        return Group(_connect(start.rank, start.address, config, start.rank))
+    if rank is not None:
+        if (launched := int(os.environ["WORLD_SIZE"])) != size:
+            raise UserError(
+                f"torchrun has started {launched} processes, and tensor_parallel is {size}.",
+                f"Give --nproc-per-node {size}, or tensor_parallel={launched}.",
+            )
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        return Group(_connect(rank, None, config, local))
+    if device_of(config.device, 0, size).type == "cuda" and torch.cuda.device_count() < size:
+        raise UserError(
+            f"tensor_parallel is {size}, and there are {torch.cuda.device_count()} CUDA devices.",
+            "Use fewer ranks, or start one on each machine's device with torchrun.",
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder = tempfile.TemporaryDirectory(prefix="eagle-kit-ranks-")
+    start = Start(0, f"file://{Path(folder.name) / 'store'}", target, draft, config)
+    if device_of(config.device, 0, size).type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(own_threads(size))
+    workers = Workers(start)
+    try:
+        ranks = _connect(0, start.address, config, 0)
+    except RuntimeError as error:
+        ended = workers.ended(NAMING_S)
+        workers.close()
+        raise UserError(
+            ended or f"The other ranks were not there after {config.rank_timeout_s:g} seconds.",
+            "Read what they wrote above.",
+        ) from error
+    return Group(ranks, workers, folder)
+
+
+def _connect(rank: int, address: str | None, config: EngineConfig, local: int) -> Ranks:
+    size = config.tensor_parallel
+    device = device_of(config.device, local, size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return connect(rank, size, device, timeout_s=config.rank_timeout_s, address=address)
+
+
+def device_of(name: str, local: int, size: int) -> torch.device:
+    """Device of the rank that is number ``local`` on its machine: of a list such as ``cuda:2,cuda:3`` its
+    own, of ``cuda`` the one of its number.
+
+    Raises:
+        UserError: a list of another length.
+    """
+    names = name.split(",")
+    if len(names) not in (1, size):
+        raise UserError(
+            f"{len(names)} devices were given for {size} ranks.", "Give one for each, or cuda, cpu or auto."
+        )
+    mine = names[local] if len(names) > 1 else name
+    if mine == "auto":
+        mine = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(mine, local) if mine == "cuda" else torch.device(mine)
+
+
+def own_threads(size: int) -> int:
+    """Threads of each of ``size`` processes that share the cores of a machine."""
+    return max(1, num_cores() // size)
+
+
+def follow(llm: "LLM", ranks: Ranks) -> None:
+    """Do what the first rank says until it leaves. Signals are the first rank's, which takes its time to end.
+
+    Raises:
+        RankLost: it has ended without a word.
+    """
+    from eagle_kit.serve.leading import Follower
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    Follower(llm).run(ranks)
+
+
+def main() -> int:
+    """Run a rank that the first one has started; returns the exit code."""
+    start: Start = pickle.loads(sys.stdin.buffer.read())
+    warnings.simplefilter("ignore")  # the first rank has the same
+    from eagle_kit.serve.llm import LLM
+
+    try:
+        LLM(start.target, start.draft, start.config, start=start)
+    except (UserError, RankLost):
+        return 1  # which the first rank tells
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Tensor parallelism: replies of two and four processes are those of one, and all ranks see the same."""
+
+import hashlib
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from tiny import tiny_head
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.ranks import Start
+
+PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
+ALPHABET = "0123456789-"
+OPTIONS = {"max_batch_size": 3, "max_context": 128, "page_size": 4, "seed": 5}
+SHAPES = ("none", "4,1,5", "4,4,12")
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.2}
+MIXED = (
+    SamplingParams(max_tokens=14),
+    SamplingParams(max_tokens=14, temperature=0.9, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=14, temperature=0.8, **PENALTIES, logit_bias={3: 1.5}),
+    SamplingParams(max_tokens=14, grammar=Grammar("regex", "[0-4]{3,5}-[5-9]+"), temperature=1.1, seed=1),
+    SamplingParams(max_tokens=14, logprobs=3, stop=("77", "1")),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A vocabulary of 12 lets random heads guess right; 6 query and 2 key-value heads are shared unevenly."""
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=12,
+        hidden_size=48,
+        intermediate_size=97,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=11,
+    )
+    place = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate((*ALPHABET, "<end>"))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(place)
+    return place
+
+
+def head_of(folder):
+    return tiny_head(load_target(folder), draft_vocab_size=9)
+
+
+def make_llm(ranks, folder, head, **options):
+    """The model of a rank, and the hash of all tokens that its engine takes in; ranks that are not the first
+    are done then."""
+    digest, take = hashlib.sha256(), Engine._take
+
+    def watched(engine, request, tokens, now):
+        digest.update(f"{request.number} {tokens};".encode())
+        return take(engine, request, tokens, now)
+
+    Engine._take = watched
+    given = {**OPTIONS, **options}
+    start = Start(ranks.rank, "", folder, None, None)
+    return LLM(folder, head, tensor_parallel=ranks.size, start=start, **given), digest
+
+
+def replies(llm, params, shapes, prompts=PROMPTS):
+    found = {}
+    for shape in shapes:
+        outputs = llm.generate(prompts, params, shape=shape)
+        found[shape] = [(each.token_ids, each.text, each.finish_reason) for each in outputs]
+    return found
+
+
+def serve(ranks, folder, head, work, options):
+    llm, digest = make_llm(ranks, folder, head, **options)
+    found = None
+    if ranks.is_first:
+        found = work(llm), llm.engine().totals
+        llm.close()
+    return found, digest.hexdigest()
+
+
+def compare(folder, size, work, head=None, **options):
+    """What ``work(llm)`` says of one process and of several, and the first of these ranks' counters."""
+    expected = work(LLM(folder, head, **{**OPTIONS, **options}))
+    ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options)
+    assert [digest for _, digest in others] == [first] * (size - 1)
+    assert found == expected
+    return totals
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replies_are_those_of_one_process(folder, size):
+    """Greedy for every shape, then greedy, seeded, penalised, by a grammar and with stop texts in one batch,
+    with a pool so small that requests give way, and prompts that the prefix cache has by then."""
+
+    def work(llm):
+        greedy = replies(llm, SamplingParams(max_tokens=14), SHAPES)
+        return greedy, replies(llm, MIXED, ("none", "4,1,5"))
+
+    totals = compare(folder, size, work, head_of(folder), kv_tokens=104)
+    assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
+    assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
