@@ -52,6 +52,8 @@ ENGINE_FLAGS = {
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
+    "tensor_parallel": "--tensor-parallel",
+    "rank_timeout_s": "--rank-timeout",
     **LOADING,
 }
 SHAPE_FLAGS = {
@@ -106,19 +108,31 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.api.server import bind, run_forever
     from eagle_kit.serve.api.startup import find_model, warnings_as_lines
     from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.ranks import RankLost, launched_rank
 
     check_packages()
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
-    sock = bind(args.host, args.port)
+    is_first = config.tensor_parallel == 1 or not launched_rank()
+    sock = bind(args.host, args.port) if is_first else None
     draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
     model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
-    with warnings_as_lines(say):
-        llm = LLM(model.target, model.draft, config)
-        engine = llm.engine()
-    introduce(args, model, llm, server_config.warm_up)
-    return run_forever(create_app(llm, engine, server_config), sock)
+    try:
+        with warnings_as_lines(say):
+            llm = LLM(model.target, model.draft, config)  # where other ranks of torchrun end
+        assert sock is not None
+        try:
+            engine = llm.engine()
+            introduce(args, model, llm, server_config.warm_up)
+            app = create_app(llm, engine, server_config)
+            llm.on_lost(app.state.service.engine.fail)
+            return run_forever(app, sock)
+        finally:
+            llm.close()
+    except RankLost as error:
+        say(f"error: {error} The server has ended.\n  -> Start it again.")
+        return 1
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -168,8 +182,6 @@ def introduce(
     args: argparse.Namespace, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all"
 ) -> None:
     """Print the served model and its options, test it, and prepare it for all that may come."""
-    from eagle_kit.serve.warm_up import warm_up
-
     config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
     drafts = "shapes by measurements" if llm.chooses_shapes else drafts
@@ -184,7 +196,7 @@ def introduce(
     if llm.default_shape.steps and not args.no_self_test:
         say_self_test(model, llm, dtype)
     engine = llm.engine()
-    prepared = warm_up(engine, extent, progress("warm-up"))
+    prepared = llm.warm_up(extent, progress("warm-up"))
     if str(prepared):
         say(str(prepared))
     for line in engine.runner.linear_forms.report():

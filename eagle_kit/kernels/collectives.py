@@ -23,6 +23,8 @@ import torch.distributed as dist
 from eagle_kit.kernels.recording import library
 
 FOREVER = timedelta(days=365)
+START_TIMEOUT = timedelta(minutes=30)
+"""Time to meet the others, and to load what they load: some may read slower."""
 INLINE_BYTES = 1024
 """Size of the buffer that begins a message: short ones are sent in it."""
 ONE_SHOT_BYTES = 256 * 1024
@@ -172,10 +174,10 @@ class Ranks:
         return self._say(value)
 
     def all(self, value: Any) -> list[Any]:
-        """``value`` of every rank, which is pickled."""
+        """``value`` of every rank, which is pickled; ranks may take long to come here."""
         found: list[Any] = [None] * self.size
         with self._watched():
-            dist.all_gather_object(found, value, group=self._control)
+            dist.all_gather_object(found, value)
         return found
 
     def together(self, work: Callable[[], Any]) -> Any:
@@ -252,7 +254,7 @@ def connect(
             init_method=address or "env://",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=START_TIMEOUT,
         )
     return Ranks(rank, size, device, timeout_s)
 

@@ -19,6 +19,7 @@ from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
 from eagle_kit.serve.text_thread import News, Progress, TextThread
 
@@ -69,11 +70,14 @@ class AsyncEngine:
 
     Attributes:
         draining: set when it begins to shut down.
+        on_failure: called with the error when the engine has failed, in the engine's thread.
     """
 
     def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
         self.engine, self.capacity = engine, capacity
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._lost: RankLost | None = None
         self._text = TextThread(self._deliver_soon, self._stop, self._tell, observer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
@@ -178,6 +182,12 @@ class AsyncEngine:
         if self._thread.is_alive():
             await self._ended.wait()  # which can be cancelled, should a step never end
             self._thread.join()
+
+    def fail(self, error: RankLost) -> None:
+        """End the engine, which has lost another rank, also while it has no work. Any thread may call it."""
+        with self._wake:
+            self._lost = error
+            self._wake.notify()
 
     def check_room(self, count: int) -> None:
         """Raise the errors of :meth:`add` for ``count`` requests."""
@@ -320,8 +330,10 @@ class AsyncEngine:
         except BaseException as error:
             # Whatever it is, the state of the engine is unknown now: every reader hears of it, none waits.
             self.failure = error
-            logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
+            if not isinstance(error, RankLost):  # whose sentence ends the server
+                logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
             self._fail_everything(error)
+            self.on_failure(error)
         finally:
             self._text.then(partial(self._call, self._ended.set))
             self._text.end()
@@ -329,8 +341,10 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Process the inbox and step once; returns False at the end of the thread."""
         with self._wake:
-            while not (self._inbox or self._closed or self.engine.has_work):
+            while not (self._inbox or self._closed or self.engine.has_work or self._lost):
                 self._wake.wait()
+            if self._lost is not None:
+                raise self._lost
             self._todo.extend(self._inbox)
             self._inbox.clear()
             if self._closed and not self._todo and not self._progress:

@@ -13,6 +13,7 @@ import torch
 
 from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
+from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.process import warn_of_spinning
@@ -39,6 +40,7 @@ from eagle_kit.serve.ranks import Group, Start, follow, join_ranks
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 from eagle_kit.serve.tune import can_tune, tuned_policy
+from eagle_kit.serve.warm_up import Prepared, warm_up
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
@@ -171,6 +173,25 @@ class LLM:
         else:
             self.group.ranks.tell([ask])
             yield
+
+    def warm_up(
+        self, extent: WarmUpExtent = "all", on_step: Callable[[int, int], None] = lambda number, total: None
+    ) -> Prepared:
+        """Prepare the idle engine in its present shapes (:func:`~eagle_kit.serve.warm_up.warm_up`)."""
+        self.engine()
+        with self._leading("_warm_up", extent):
+            return self._warm_up(extent, on_step)
+
+    def _warm_up(
+        self, extent: WarmUpExtent, on_step: Callable[[int, int], None] = lambda number, total: None
+    ) -> Prepared:
+        assert self._engine is not None
+        return warm_up(self._engine, extent, on_step)
+
+    def on_lost(self, call: Callable[[RankLost], None]) -> None:
+        """Call ``call``, in another thread, when another rank that this one has started ends too soon."""
+        if self.group is not None and self.group.workers is not None:
+            self.group.workers.on_end(lambda sentence: call(RankLost(sentence)))
 
     def close(self) -> None:
         """End the other ranks, if there are any; the model is of no use afterwards."""

@@ -184,10 +184,7 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
     except RuntimeError as error:
         ended = workers.ended(NAMING_S)
         workers.close()
-        raise UserError(
-            ended or f"The other ranks were not there after {config.rank_timeout_s:g} seconds.",
-            "Read what they wrote above.",
-        ) from error
+        raise UserError(ended or "The other ranks were not there in time.", "See what they say.") from error
     return Group(ranks, workers, folder)
 
 

@@ -1,6 +1,7 @@
 """Tensor parallelism: replies of two and four processes are those of one, and all ranks see the same."""
 
 import hashlib
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import LLM
@@ -114,3 +116,67 @@ def test_replies_are_those_of_one_process(folder, size):
     totals = compare(folder, size, work, head_of(folder), kv_tokens=104)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
+    """Two sums of the window's states in every layer; then a pair of numbers a node, or its logits where
+    tokens are sampled; the first rank's tree where it drafts, and its path."""
+    size, hidden, layers, vocab = 2, 48, 3, 12
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
+    (steps, _, nodes), length = SpecShape.parse(shape), 4
+
+    def work(llm):
+        engine, ranks = llm.engine(shape), llm.group.ranks
+        request = llm.make_request(PROMPTS[2], params)
+        engine.add_request(request)
+        engine.step()  # the prompt
+        before = ranks.volume.copy()
+        engine.step()
+        assert len(request.token_ids) > 1
+        found = dict(ranks.volume - before)
+        engine.abort(request)
+        engine.drain()
+        return found
+
+    ((per_cycle, _), _), _ = run_ranks(size, serve, folder, head_of(folder), work, {})
+    assert per_cycle == {
+        "sum": 2 * layers * nodes * hidden * length,
+        "stack": nodes * (vocab // size * length if temperature else 16),
+        "first": 8 * (2 * (steps + 1) + 1 + 4 * nodes * (steps > 0)),
+    }
+
+
+@pytest.mark.parametrize(("size", "num_events"), [(2, 120), pytest.param(4, 5000, marks=pytest.mark.slow)])
+def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
+    """Requests of all kinds arrive, are aborted, and give way, in shapes that change."""
+
+    def work(llm):
+        rng, live, engine = random.Random(4), [], llm.engine("none")
+        for event in range(num_events):
+            if not engine.has_work:
+                engine.use_shape(SpecShape.parse(rng.choice(SHAPES)))
+            if rng.random() < 0.6 and event % 40 < 10:
+                prompt = rng.choice(PROMPTS)[: rng.randint(1, 39)] + [rng.randrange(11)]
+                request = llm.make_request(prompt, rng.choice(MIXED))
+                engine.add_request(request)
+                live.append(request)
+            if live and rng.random() < 0.05:
+                engine.abort(rng.choice(live))
+            if engine.has_work:
+                for request in engine.step():
+                    if request.has_stops:
+                        request.read()
+                        engine.stop(request)
+                engine.check()
+            live = [request for request in live if request.finish_reason is None]
+        for request in live:
+            engine.abort(request)
+        engine.drain()
+
+    results = run_ranks(size, serve, folder, head_of(folder), work, {"kv_tokens": 88}, timeout_s=250)
+    (_, totals), first = results[0]
+    assert [digest for _, digest in results] == [first] * size
+    assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
+    assert len(totals.shapes) > 1

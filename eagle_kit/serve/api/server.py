@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.kernels.collectives import RankLost
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -95,14 +96,25 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
 
 def run_forever(app: "FastAPI", sock: socket.socket) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code: 0, or 130 after Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        RankLost: another process of tensor parallelism has ended, or does not answer; all readers were told.
+    """
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def ready() -> None:
         print(f"Serving {app.state.service.config.model_name} on {url}", file=sys.stderr, flush=True)
 
-    server = make_server(app, ready)
+    server, lost = make_server(app, ready), list[RankLost]()
+
+    def end(error: BaseException) -> None:
+        if isinstance(error, RankLost):
+            lost.append(error)
+            server.should_exit = True
+
+    app.state.service.engine.on_failure = end
     # When it has shut down, uvicorn raises the signal that stopped it once more, for the handlers before it.
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
@@ -114,4 +126,6 @@ def run_forever(app: "FastAPI", sock: socket.socket) -> int:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
         sock.close()
+    if lost:
+        raise lost[0]
     return 0

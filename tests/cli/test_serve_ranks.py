@@ -1,0 +1,112 @@
+"""`eagle-kit serve --tensor-parallel`: ranks that it starts itself or torchrun does, one that dies, one that
+hangs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tiny_run import make_target
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.serve.llm import LLM
+
+SERVE = (
+    *("serve", "--tensor-parallel", "2", "--rank-timeout", "5"),
+    *("--port", "0", "--max-context", "128", "--served-model-name", "tiny"),
+)
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@contextmanager
+def server(folder, *launcher):
+    """A server's process and its address, once it is ready."""
+    command = [sys.executable, "-m", *(launcher or ("eagle_kit.cli",)), *SERVE, str(folder)]
+    with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = []
+            while (line := process.stderr.readline()) and "Serving" not in line:
+                lines.append(line)
+            assert line, "".join(lines)
+            yield process, re.search(r"http://\S+", line)[0]
+        finally:
+            process.kill()
+
+
+def complete(address, **options):
+    body = {"model": "tiny", "prompt": "The cat sees", "max_tokens": 12, "temperature": 0, **options}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def children_of(process):
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def expected(folder):
+    llm = LLM(folder, max_context=128)
+    ids = llm.tokenizer("The cat sees")["input_ids"]
+    return llm.generate([ids], SamplingParams(max_tokens=12))[0].text
+
+
+def is_there(pid):
+    return Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_server_of_two_ranks_answers_and_ends_with_one_sentence_when_one_is_killed(folder):
+    with server(folder) as (process, address):
+        assert complete(address) == expected(folder)
+        (child,) = children_of(process)
+        os.kill(child, signal.SIGKILL)
+        assert process.wait(30) == 1
+        last = process.stderr.read()
+    assert f"error: Rank 1 of tensor parallelism (process {child}) was ended by SIGKILL." in last
+    assert "Traceback" not in last
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_found(folder):
+    with server(folder) as (process, address):
+        (child,) = children_of(process)
+        os.kill(child, signal.SIGSTOP)
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            complete(address)
+        assert process.wait(30) == 1
+        last = process.stderr.read()
+        assert "error: A rank has not answered for 5 seconds." in last and "Traceback" not in last
+        assert not is_there(child)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
+    with server(folder) as (process, _):
+        (child,) = children_of(process)
+        process.terminate()
+        assert process.wait(30) == 0
+        time.sleep(0.2)
+        assert not is_there(child)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_server(folder):
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit.cli"
+    with server(folder, *launcher) as (process, address):
+        assert complete(address) == expected(folder)
+        process.terminate()
+        process.wait(60)
