@@ -6,7 +6,8 @@ adds them. Embedding and output layer are cut by vocabulary.
 
 Ranks have whole groups of query heads with their key-value head, as evenly as these are divisible. Where
 there are more ranks than key-value heads, several ranks have a copy of one, and a part of its query heads
-each.
+each. Latent attention shares query heads over latents that every rank has. Of a mixture every rank has all
+experts and a part of each one's inner values, so that ranks have equal work whatever the router chooses.
 """
 
 import re
@@ -34,9 +35,9 @@ class Heads(NamedTuple):
     kv: range
 
 
-Unit = Literal["query", "kv", "values", "first"]
-"""What a dimension consists of: heads, or single values; all of ``first`` is the first rank's, others have
-zeros."""
+Unit = Literal["query", "kv", "values", "halves", "first"]
+"""What a dimension consists of: heads, or single values, or two halves of such; all of ``first`` is the first
+rank's, others have zeros."""
 
 CUTS: tuple[tuple[str, int, Unit], ...] = (
     (r"embed_tokens\.weight", 0, "values"),
@@ -48,6 +49,10 @@ CUTS: tuple[tuple[str, int, Unit], ...] = (
     (r"(mlp|shared_experts)\.(gate|up)_proj\.(weight|bias)", 0, "values"),
     (r"(mlp|shared_experts)\.down_proj\.weight", 1, "values"),
     (r"(self_attn\.o_proj|mlp\.down_proj|shared_experts\.down_proj)\.bias", 0, "first"),
+    (r"experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight", 0, "values"),
+    (r"experts\.\d+\.(down_proj|w2)\.weight", 1, "values"),
+    (r"experts\.gate_up_proj", 1, "halves"),
+    (r"experts\.down_proj", 2, "values"),
 )
 """Published names as they end, the dimension that is cut, and its unit; every rank has the others whole."""
 
@@ -84,35 +89,44 @@ def shard_config(config: TargetConfig, share: Share) -> TargetConfig:
             f"Tensor parallelism does not cut the recurrent layers of {config.model_type}.",
             "Leave tensor_parallel at 1.",
         )
-    if config.moe is not None:
-        raise UserError(
-            f"Tensor parallelism does not cut mixtures of experts such as {config.model_type} yet.",
-            "Leave tensor_parallel at 1.",
-        )
     query, kv = share_heads(config.num_heads, config.num_kv_heads, share)
-    inner = share.of(config.intermediate_size)
-    if not inner or not share.of(config.vocab_size):
-        raise UserError(
-            f"{share.size} ranks are more than the {config.intermediate_size} values of an MLP or the "
-            f"{config.vocab_size} tokens.",
-            "Use fewer.",
-        )
-    return replace(config, num_heads=len(query), num_kv_heads=len(kv), intermediate_size=len(inner))
+    _check_size("the tokens", config.vocab_size, share)
+    moe, has_mlp = config.moe, config.moe is None or len(config.moe.dense_layers) > 0
+    if has_mlp:
+        _check_size("the values of an MLP", config.intermediate_size, share)
+    if moe is not None:
+        _check_size("the values of an expert", moe.intermediate_size, share)
+        inner, shared = share.of(moe.intermediate_size), share.of(moe.shared_intermediate_size)
+        moe = replace(moe, intermediate_size=len(inner), shared_intermediate_size=len(shared))
+    return replace(
+        config,
+        num_heads=len(query),
+        num_kv_heads=len(kv),
+        intermediate_size=len(share.of(config.intermediate_size)) if has_mlp else 1,
+        moe=moe,
+    )
 
 
-def cut_of(part: Part, config: TargetConfig, share: Share) -> Cut | None:
-    """What a rank has of a published tensor of ``config``; None for all of it."""
+def cuts_of(part: Part, config: TargetConfig, share: Share) -> list[Cut] | None:
+    """What a rank has of a published tensor of ``config``, along one dimension; None for all of it."""
     rules = (rule for rule in CUTS if re.search(rf"(^|\.){rule[0]}$", part.name))
     if (rule := next(rules, None)) is None:
         return None
     _, dim, unit = rule
     count = part.shape[dim]
-    if unit == "values":
-        mine = share.of(count)
-        return Cut(dim, mine.start, mine.stop)
     if unit == "first":
-        return Cut(dim, 0, count if share.rank == 0 else 0)
+        return [Cut(dim, 0, count)] if share.rank == 0 else []
+    if unit in ("values", "halves"):
+        parts = 2 if unit == "halves" else 1
+        size = count // parts
+        mine = share.of(size)
+        return [Cut(dim, i * size + mine.start, i * size + mine.stop) for i in range(parts)]
     heads = share_heads(config.num_heads, config.num_kv_heads, share)
     mine, total = (heads.query, config.num_heads) if unit == "query" else (heads.kv, config.num_kv_heads)
     size = count // total
-    return Cut(dim, mine.start * size, mine.stop * size)
+    return [Cut(dim, mine.start * size, mine.stop * size)]
+
+
+def _check_size(what: str, count: int, share: Share) -> None:
+    if count < share.size:
+        raise UserError(f"{share.size} ranks are more than {what}, {count}.", "Use fewer.")

@@ -1,9 +1,21 @@
 """A target cut by tensor parallelism: slices are the checkpoint, and ranks compute what one process does."""
 
+import itertools
+import re
+
 import pytest
 import torch
 from rank_processes import run_ranks
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from tiny_mixtures import randomised, v2, v3
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from eagle_kit.core.errors import UserError
@@ -11,8 +23,10 @@ from eagle_kit.kernels.collectives import Share
 from eagle_kit.models.loading.loader import load_target, read_published, read_target_config
 from eagle_kit.models.loading.published import Part
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.models.sharding import cut_of, shard_config, share_heads
+from eagle_kit.models.sharding import cuts_of, shard_config, share_heads
 
+WHOLE = r"norm|(mlp|block_sparse_moe)\.gate\.|_a_proj|correction_bias"
+"""Names of tensors that every rank has whole."""
 SIZES = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -29,6 +43,14 @@ TARGETS = {
     "llama, all biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
     "qwen3": lambda: Qwen3(Qwen3Config(**SIZES)),
+    "mixtral": lambda: randomised(MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)),
+    "qwen3-moe": lambda: randomised(
+        Qwen3MoeConfig(**SIZES, num_experts=9, num_experts_per_tok=4, moe_intermediate_size=21)
+    ),
+    "deepseek-v2, all biases": lambda: randomised(
+        v2(vocab_size=131, q_lora_rank=None, attention_bias=True, mlp_bias=True, first_k_dense_replace=0)
+    ),
+    "deepseek-v3": lambda: randomised(v3(vocab_size=131)),
 }
 
 
@@ -50,13 +72,13 @@ def test_slices_reassemble_the_checkpoint(folder, size):
     """Bit for bit; only keys and values may be there twice."""
     config = read_target_config(folder)
     for name, tensor in read_published(folder).items():
-        cuts = [cut_of(Part(name, tuple(tensor.shape)), config, Share(rank, size)) for rank in range(size)]
+        cuts = [cuts_of(Part(name, tuple(tensor.shape)), config, Share(rank, size)) for rank in range(size)]
         if any(cut is None for cut in cuts):
-            assert cuts == [None] * size and "norm" in name
+            assert cuts == [None] * size and re.search(WHOLE, name)
             continue
         whole = torch.full_like(tensor, torch.nan)
-        times = torch.zeros(tensor.shape[cuts[0].dim])
-        for cut in cuts:
+        times = torch.zeros(tensor.shape[cuts[0][0].dim])
+        for cut in itertools.chain(*cuts):
             part = tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
             whole.narrow(cut.dim, cut.start, cut.stop - cut.start).copy_(part)
             times[cut.start : cut.stop] += 1
@@ -116,7 +138,10 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
         assert torch.equal(embedding, whole.embed_tokens.weight) and torch.equal(output, whole.head_weight)
         layers = whole.config.num_layers
         assert volume == {"sum": (2 * layers + 1) * 29 * 48 * 4}
-        assert config.num_kv_heads == 1 and parts["layers.0.self_attn.o_proj.weight"][1] < 48
+        assert parts["layers.1.self_attn.o_proj.weight"][1] == config.num_heads * 48 // 6 or config.mla
+        assert config.num_heads in (1, 2, 3) and config.num_kv_heads == (
+            config.num_heads if config.mla else 1
+        )
     for each in found[1:]:  # what is whole on every rank has the same bits there
         assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(each[0].aux, found[0][0].aux)
         assert torch.equal(each[1], found[0][1])

@@ -2,16 +2,19 @@
 
 import hashlib
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from rank_processes import run_ranks
-from tiny import tiny_head
+from tiny import randomise, tiny_head
+from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import LLM
@@ -22,6 +25,7 @@ ALPHABET = "0123456789-"
 OPTIONS = {"max_batch_size": 3, "max_context": 128, "page_size": 4, "seed": 5}
 SHAPES = ("none", "4,1,5", "4,4,12")
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.2}
+DEMO_HEAD = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
 MIXED = (
     SamplingParams(max_tokens=14),
     SamplingParams(max_tokens=14, temperature=0.9, top_p=0.9, seed=3),
@@ -50,6 +54,10 @@ def folder(tmp_path_factory):
     )
     place = tmp_path_factory.mktemp("target")
     LlamaForCausalLM(config).save_pretrained(place)
+    return save_tokenizer(place)
+
+
+def save_tokenizer(place):
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate((*ALPHABET, "<end>"))}, merges=[])
     )
@@ -98,7 +106,7 @@ def serve(ranks, folder, head, work, options):
 def compare(folder, size, work, head=None, **options):
     """What ``work(llm)`` says of one process and of several, and the first of these ranks' counters."""
     expected = work(LLM(folder, head, **{**OPTIONS, **options}))
-    ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options)
+    ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options, timeout_s=280)
     assert [digest for _, digest in others] == [first] * (size - 1)
     assert found == expected
     return totals
@@ -116,6 +124,53 @@ def test_replies_are_those_of_one_process(folder, size):
     totals = compare(folder, size, work, head_of(folder), kv_tokens=104)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
+
+
+def test_recorded_cycles_contain_the_collectives(folder):
+    def work(llm):
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        found = replies(llm, params, ("none",), PROMPTS[:1])
+        assert llm.engine().num_graphs > 0
+        return found
+
+    compare(folder, 2, work)
+
+
+MIXTURES = {
+    "deepseek-v3": v3(vocab_size=12, num_hidden_layers=3, num_nextn_predict_layers=0),
+    "mixtral": MixtralConfig(**GROUPED | {"vocab_size": 12}, num_local_experts=5, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_mixtures_and_latents_are_shared(name, size, tmp_path):
+    randomised(MIXTURES[name]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    def work(llm):
+        return replies(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("none", "4,4,12")), replies(
+            llm, MIXED, ("4,1,5",)
+        )
+
+    compare(tmp_path, size, work, head_of(tmp_path))
+
+
+def eagle1_head():
+    config = Eagle1Config(48, 6, 2, 8, 100, 12, 1e-5, 1e4, None, max_position_embeddings=512)
+    return randomise(Eagle1Head(config), 3, 0.2)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE", "NGRAM"])
+def test_other_drafts_are_whole_on_every_rank(folder, algorithm):
+    """A head without an output layer of its own, a whole model, and the text itself."""
+    drafts = {"EAGLE": eagle1_head(), "STANDALONE": folder, "NGRAM": None}
+
+    def work(llm):
+        return replies(llm, MIXED, ("3,1,4",))
+
+    totals = compare(folder, 2, work, drafts[algorithm], algorithm=algorithm)
+    assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -180,3 +235,19 @@ def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     assert [digest for _, digest in results] == [first] * size
     assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
     assert len(totals.shapes) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize(("size", "shape"), [(2, "4,1,5"), (3, "5,4,16")])
+def test_the_demo_speaks_the_same_on_several_ranks(size, shape):
+    """9 query and 3 key-value heads: on two ranks 6 and 3."""
+    prompts = ["What is the capital of France?", "Write the numbers from one to ten as words."]
+    options = {"max_batch_size": 2, "max_context": 256}
+    params = [SamplingParams(max_tokens=48), SamplingParams(max_tokens=48, temperature=0.8, seed=3)]
+
+    def work(llm):
+        return replies(llm, params, (shape,), prompts)
+
+    totals = compare("smollm2-135m-instruct", size, work, DEMO_HEAD, **options)
+    assert totals.spec.accept_length > 1.3

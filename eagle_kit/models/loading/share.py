@@ -1,6 +1,6 @@
 """Loading of a rank's part of a target: only its slices are read from the files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eagle_kit.models.loading.loader import (
 )
 from eagle_kit.models.loading.published import Part, expected_shapes, is_mtp, published_parts
 from eagle_kit.models.loading.quantize import Quantization
-from eagle_kit.models.sharding import Cut, cut_of, shard_config
+from eagle_kit.models.sharding import Cut, cuts_of, shard_config
 from eagle_kit.models.targets.llama import LlamaModel
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -64,15 +64,17 @@ class SlicedTensors(AbstractContextManager["SlicedTensors"]):
         """Ignore a tensor."""
         self.shapes.pop(name, None)
 
-    def read(self, part: Part, cut: Cut | None) -> torch.Tensor:
-        """A tensor, or what ``cut`` says of it; in place of nothing, zeros for the whole."""
+    def read(self, part: Part, cuts: Sequence[Cut] | None) -> torch.Tensor:
+        """A tensor, or what ``cuts`` say of it; in place of nothing, zeros for the whole."""
         file, published = self._files[part.name]
-        if cut is None:
-            return file.get_tensor(published)
-        if cut.start == cut.stop:
+        if cuts is None:
+            whole: torch.Tensor = file.get_tensor(published)
+            return whole
+        if not cuts:
             return torch.zeros(part.shape, dtype=self.shapes[part.name].dtype)
-        rows = slice(cut.start, cut.stop)
-        return file.get_slice(published)[rows if cut.dim == 0 else (slice(None), rows)]
+        about = file.get_slice(published)
+        pieces = [about[(*[slice(None)] * dim, slice(start, stop))] for dim, start, stop in cuts]
+        return torch.cat(pieces, cuts[0].dim) if len(pieces) > 1 else pieces[0]
 
 
 def load_share(
@@ -113,7 +115,8 @@ def load_share(
         for name, parameter in list(model.named_parameters()):
             kind = torch.float32 if stays_exact(model, name) else dtype
             pieces = [
-                tensors.read(part, cut_of(part, config, ranks.share)).to(device, kind) for part in parts[name]
+                tensors.read(part, cuts_of(part, config, ranks.share)).to(device, kind)
+                for part in parts[name]
             ]
             value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
             owner, _, leaf = name.rpartition(".")
