@@ -56,7 +56,8 @@ def make_engines(
     from eagle_kit.checkpoints.validate import validate_draft
     from eagle_kit.kinds.support.findings import raise_on_errors
     from eagle_kit.models.loading.source import resolve_target
-    from eagle_kit.serve.llm import LLM, choose_device
+    from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.options import choose_device
 
     folder: Path = resolve_target(target)
     for draft in drafts:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +101,8 @@ class Engine:
         self._news: dict[Request, None] = {}
         self._counted: list[tuple[int, int | None, int]] = []
         self._clock, self._is_timing = time.perf_counter(), False
+        self.graphs_in_use: Hashable = None
+        self._graphs: dict[Hashable, CycleGraphs] = {}
         self.use_shape(NO_SPECULATION)
 
     @property
@@ -168,6 +170,21 @@ class Engine:
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
         )
+
+    def use_graphs(self, name: Hashable) -> None:
+        """Run cycles from graphs that are kept apart under ``name``, made anew at first, or with ``"off"``
+        without any; None goes back to the usual ones and drops all others."""
+        if self.graphs_in_use is None:
+            self._graphs = {None: self.runner.graphs}
+        if name not in self._graphs:
+            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
+        self.runner.graphs, self.graphs_in_use = self._graphs[name], name
+        if name is None:
+            self._graphs = {}
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.page_pool.clear()
 
     def _check_shape(self, shape: SpecShape) -> None:
         if shape.steps and self.draft is None and self.ngram is None:
@@ -302,7 +319,10 @@ class Engine:
             request.ease = request.ease or self.shapes.new_request()
             request.ease.num_missed = request.num_missed
             eases.append(request.ease)
-        return self.shapes.choose(eases, _mean_context(decoding))
+        shape = self.shapes.choose(eases, _mean_context(decoding))
+        if self.target.ranks is not None:  # choices depend on time
+            shape = self.target.ranks.agree(shape)
+        return shape
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""

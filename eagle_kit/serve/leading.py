@@ -6,7 +6,7 @@ text, and the step itself. Others make no text and look at no clock.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,7 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.collectives import RankLost, Ranks
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.tuning.policy import ShapePolicy, ToldPolicy
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
@@ -57,8 +57,19 @@ class LeadingEngine(Engine):
 
     def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
         """See :class:`Engine`."""
-        with self.telling(UseShape(shapes)):
+        told = shapes.menus if isinstance(shapes, ShapePolicy) else shapes
+        with self.telling(UseShape(told)):
             super().use_shape(shapes)
+
+    def use_graphs(self, name: Hashable) -> None:
+        """See :class:`Engine`."""
+        with self.telling(UseGraphs(name)):
+            super().use_graphs(name)
+
+    def forget_prefixes(self) -> None:
+        """See :class:`Engine`."""
+        with self.telling(ForgetPrefixes()):
+            super().forget_prefixes()
 
     def drain(self) -> None:
         """See :class:`Engine`."""
@@ -174,13 +185,34 @@ class Step:
 
 @dataclass(frozen=True)
 class UseShape:
-    """Shapes from now on."""
+    """Shapes from now on, or the menus from which the first rank chooses one for each cycle."""
 
-    shapes: ShapeTable | SpecShape | ShapePolicy
+    shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]
 
     def do(self, follower: Follower) -> None:
         """See :class:`Message`."""
-        follower.engine.use_shape(self.shapes)
+        given = self.shapes
+        follower.engine.use_shape(ToldPolicy(given) if isinstance(given, dict) else given)
+
+
+@dataclass(frozen=True)
+class UseGraphs:
+    """Graphs from now on."""
+
+    name: Hashable
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        follower.engine.use_graphs(self.name)
+
+
+@dataclass(frozen=True)
+class ForgetPrefixes:
+    """The prefix cache is emptied."""
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        follower.engine.forget_prefixes()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """``LLM``: a target, perhaps a draft, and ``generate``."""
 
 import itertools
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,6 @@ from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
-from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
@@ -36,6 +34,14 @@ from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.options import (
+    check_fp8,
+    choose_device,
+    draft_in_target,
+    dtype_of,
+    fit_context,
+    without_graphs,
+)
 from eagle_kit.serve.ranks import Group, Start, follow, join_ranks
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
@@ -142,14 +148,14 @@ class LLM:
         options, place = self._options, choose_device(self._options.device)
         if self.group is not None:
             device, ranks = self.group.ranks.device, self.group.ranks
-            dtype = _dtype(options.dtype, device.type)
+            dtype = dtype_of(options.dtype, device.type)
             target: Target = ranks.together(
                 lambda: load_share(folder, ranks, dtype, device, quantization=options.quantization)
             )
             return target
         if place.startswith("cuda:"):
             torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
-        dtype = _dtype(options.dtype, place)
+        dtype = dtype_of(options.dtype, place)
         return load_target(folder, dtype=dtype, device=place, quantization=options.quantization)
 
     def _follow(self, group: Group, *, is_launched: bool) -> None:
@@ -227,22 +233,7 @@ class LLM:
     ) -> None:
         """:meth:`set_draft` of this rank."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
-        known = ("auto", *algorithms(), "NGRAM", "NONE")
-        if algorithm not in known:
-            raise UserError(f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(known)}.")
-        if algorithm in ("NGRAM", "NONE") and draft is not None:
-            raise UserError(
-                f"The algorithm {algorithm} takes no draft, and {draft} was given.",
-                "Leave the draft out, or the algorithm.",
-            )
-        if draft is None and algorithm in algorithms():
-            if kind_in_target(algorithm) is None:
-                raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
-            if self._target_name is None:
-                raise UserError(
-                    f"{algorithm} without a draft takes the modules in the target's folder: none is known.",
-                    "Give the target as a folder, or a draft.",
-                )
+        if draft_in_target(draft, algorithm, self._target_name):
             draft = self._target_name
         self._engine = self._policy = self._draft_folder = None
         self.head, self.draft = None, None
@@ -312,8 +303,7 @@ class LLM:
     @property
     def chooses_shapes(self) -> bool:
         """True if :meth:`generate` chooses shapes by measurements when it is given none."""
-        is_free = self._options.shape is None and self.draft is not None and self.group is None
-        return is_free and can_tune(self.engine())
+        return self._options.shape is None and self.draft is not None and can_tune(self.engine())
 
     @property
     def max_batch_size(self) -> int:
@@ -356,7 +346,7 @@ class LLM:
             mine: MemoryPlan = group.ranks.together(plan)
             self.memory_plan = mine.smallest(group.ranks.all(mine))
         steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
-        self.config = _fit_context(self.config.replace(**self.memory_plan.sizes), steps)
+        self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
         grammars = None
         if self.tokenizer is not None:
             model = self.target.config
@@ -370,14 +360,12 @@ class LLM:
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
         """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
         a warning where it ``is_asked`` for."""
-        if engine.draft is None or not can_tune(engine) or self.group is not None:
+        if engine.draft is None or not can_tune(engine):
             default = self._default_shape()
             if is_asked and engine.draft is not None:
-                why = "With tensor parallelism shapes are not chosen by measurements yet"
-                if self.group is None:
-                    why = "The shape of this draft cannot change between cycles"
                 warnings.warn(
-                    f"{why}, so {default} is used in place of auto. Give a shape to use another.",
+                    f"The shape of this draft cannot change between cycles, so {default} is used in place of "
+                    "auto. Give a shape to use another.",
                     stacklevel=4,
                 )
             return ShapeTable.parse(default)
@@ -493,70 +481,6 @@ class LLM:
         with current_device(device):
             out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
             return self.target.logits(out.hidden)
-
-
-def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:
-    """Turn graphs off for a target whose forward cannot be captured, which is logged. Raise UserError where
-    they were asked for."""
-    if options.graph_mode == "off" or (reason := target.host_read()) is None:
-        return options
-    if options.graph_mode is not None:
-        raise UserError(
-            f"The code of this {target.config.model_type} reads numbers on the host ({reason}), so that its "
-            "cycles cannot be captured.",
-            "Give --graph-mode off.",
-        )
-    logging.getLogger(__name__).warning(
-        "The code of this %s reads numbers on the host (%s): cycles run without graphs.",
-        target.config.model_type,
-        reason,
-    )
-    return options.replace(graph_mode="off")
-
-
-def _fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
-    """Shorten the context to what one request alone, with drafts of ``steps`` or of its shape, may have of
-    the pool. Raise UserError where that is nothing."""
-    most = config.num_pages * config.page_size - config.room(max(config.shape.at(1).steps, steps))
-    if most < 2:
-        raise UserError(
-            f"The key-value pool holds {config.kv_tokens} tokens, too few for any request.",
-            "Give it more, or free memory.",
-        )
-    if most >= config.max_context:
-        return config
-    warnings.warn(
-        f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
-        f"{config.max_context}.",
-        stacklevel=4,
-    )
-    return config.replace(max_context=most)
-
-
-def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def check_fp8(device: torch.device) -> None:
-    """Raise UserError for a GPU that cannot read keys and values in fp8."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(
-            "Keys and values in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or later.",
-            "Leave the key-value dtype at auto.",
-        )
-
-
-def choose_device(name: str) -> str:
-    """Choose the device of ``name`` on this machine. Raise UserError for one that does not exist."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise UserError(f"The device {name!r} is not known.", "Use cpu, cuda or auto.")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"The device {name} was asked for, but CUDA is not there.", "Use cpu or auto.")
-    return name
 
 
 def _progress_bar(total: int) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
@@ -74,7 +75,7 @@ class Workers:
             with suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(pickle.dumps(replace(start, rank=rank)))
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
-        atexit.register(self.close)
+        atexit.register(self.kill)
 
     @property
     def pids(self) -> list[int]:
@@ -104,7 +105,13 @@ class Workers:
                 child.wait(LEAVE_S if self._ended is None else 0.1)
             except subprocess.TimeoutExpired:
                 child.kill()
-        atexit.unregister(self.close)
+        atexit.unregister(self.kill)
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        self._is_closing.set()
+        for child in self._children.values():
+            child.kill()
 
     def _watch(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
         code = child.wait()
@@ -168,6 +175,11 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
             )
         local = int(os.environ.get("LOCAL_RANK", rank))
         return Group(_connect(rank, None, config, local))
+    if dist.is_initialized():
+        raise UserError(
+            "This process is a member of a process group already, of another model with tensor parallelism.",
+            "Close that one first, or use another process.",
+        )
     if device_of(config.device, 0, size).type == "cuda" and torch.cuda.device_count() < size:
         raise UserError(
             f"tensor_parallel is {size}, and there are {torch.cuda.device_count()} CUDA devices.",

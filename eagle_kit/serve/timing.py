@@ -18,11 +18,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import GraphRunner
 from eagle_kit.serve.request import Request
-from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import Timing
-from eagle_kit.tuning.policy import Ease, ShapePolicy
+from eagle_kit.tuning.policy import ToldPolicy
 
 SECONDS_OF_A_VISIT, LEAST_ROUNDS = 15.0, 2
 MOST_ACCEPTED = 0.75
@@ -83,14 +81,13 @@ def time_cycles(
         done: visits that were made before.
         on_visit: called with the timings of each other visit.
     """
-    found, runner = dict(done), engine.runner
+    found = dict(done)
     with _dictation(engine, [NO_SPECULATION, *plan.shapes]) as dictated:
-        graphs = {point: runner.graphs.anew() for point in plan.points}
         for visit in plan.visits:
             if visit in found:
                 continue
             shapes = _worth_timing(engine, plan, visit.point, found)
-            runner.graphs = graphs[visit.point]
+            engine.use_graphs(visit.point)
             found[visit] = _time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
             on_visit(visit, found[visit])
     points = [[found[Visit(number, point)] for number in plan.passes] for point in plan.points]
@@ -129,22 +126,22 @@ def _joined(visits: Sequence[Sequence[Timing]]) -> list[Timing]:
 
 
 @contextmanager
-def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator["_Dictated"]:
+def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ToldPolicy]:
     """Have an engine use the shapes that it is told."""
-    before, totals, graphs = engine.shapes, engine.totals, engine.runner.graphs
-    dictated = _Dictated(shapes)
+    before, totals = engine.shapes, engine.totals
+    dictated = ToldPolicy({1: shapes})
     engine.use_shape(dictated)
     engine.totals = type(totals)()
     try:
         yield dictated
     finally:
         engine.use_shape(before)
-        engine.runner.graphs = graphs
-        engine.page_pool.clear()  # random prompts are of no use to anyone
+        engine.use_graphs(None)
+        engine.forget_prefixes()  # random prompts are of no use to anyone
         engine.totals = totals
 
 
-def _time_point(engine: Engine, dictated: "_Dictated", point: Point, plan: Plan) -> list[Timing]:
+def _time_point(engine: Engine, dictated: ToldPolicy, point: Point, plan: Plan) -> list[Timing]:
     batch, begun = _Batch(engine, dictated, point), time.perf_counter()
     shapes = (NO_SPECULATION, *plan.shapes)
     rounds: list[list[tuple[float, int]]] = []
@@ -185,15 +182,15 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
     Raises:
         UserError: the target's logits are not finite.
     """
-    runner = engine.runner
-    graphs, runner.graphs = runner.graphs, GraphRunner("off")
+    before = engine.graphs_in_use
+    engine.use_graphs("off")
     try:
         for request in requests:
             engine.add_request(request)
         while any(not request.token_ids and request.finish_reason is None for request in requests):
             engine.step()
     finally:
-        runner.graphs = graphs
+        engine.use_graphs(before)
     if any(request.finish_reason == "error" for request in requests):
         raise UserError(
             "The target's logits are not finite, so its cycles cannot be timed.",
@@ -204,7 +201,7 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 class _Batch:
     """Requests of random tokens at a point. Their lengths differ, as those of requests do."""
 
-    def __init__(self, engine: Engine, dictated: "_Dictated", point: Point) -> None:
+    def __init__(self, engine: Engine, dictated: ToldPolicy, point: Point) -> None:
         self._engine, self._dictated = engine, dictated
         self._requests: list[Request] = []
         rng, top, count = random.Random(0), engine.target.config.vocab_size, point.batch_size
@@ -253,17 +250,3 @@ class _Batch:
             self._engine.abort(request)
         self._engine.drain()
         self._requests = []
-
-
-class _Dictated(ShapePolicy):
-    """Policy that is told the shape."""
-
-    def __init__(self, shapes: Sequence[SpecShape]) -> None:
-        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
-
-    def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
-        """See :class:`ShapePolicy`."""
-        return self.shape
-
-    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
-        """See :class:`ShapePolicy`."""

@@ -173,7 +173,9 @@ def engine_key(engine: Engine) -> dict[str, Any]:
     config, weight = engine.config, engine.target.embed_tokens.weight
     device = str(weight.device)
     is_gpu = device.startswith("cuda")
+    ranks = {} if engine.target.ranks is None else {"tensor_parallel": engine.target.ranks.size}
     return {
+        **ranks,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
         "threads": None if is_gpu else torch.get_num_threads(),
         "dtype": str(weight.dtype).removeprefix("torch."),

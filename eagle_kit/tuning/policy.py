@@ -158,6 +158,11 @@ class ShapePolicy:
         self._shared_variance = min(self._shared_variance + SHARED_CHANGE, VARIANCE)
         return Ease(self.shared_ease, self.shared_mix)
 
+    @property
+    def menus(self) -> dict[int, list[SpecShape]]:
+        """Shapes to choose from, by the batch sizes that have their own."""
+        return {size: self.menu(size) for size in self._sizes}
+
     def menu(self, batch_size: int) -> list[SpecShape]:
         """List the shapes for a batch size, plain decoding among them."""
         return [shape for shape, on in zip(self.shapes, self._allowed(batch_size), strict=True) if on]
@@ -353,6 +358,23 @@ class ShapePolicy:
                 Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
             )
         return choices
+
+
+class ToldPolicy(ShapePolicy):
+    """Policy that is told the ``shape`` of every cycle: by a measurement, or by the first rank of tensor
+    parallelism."""
+
+    def __init__(self, menus: Mapping[int, Sequence[SpecShape]]) -> None:
+        shapes = [shape for menu in menus.values() for shape in menu]
+        even = AcceptanceTable.even([NO_SPECULATION, *dict.fromkeys(s for s in shapes if s.steps)])
+        super().__init__(lambda batch_size, shape, context: 1.0, even, menus)
+
+    def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
+        """See :class:`ShapePolicy`."""
+        return self.shape
+
+    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
+        """See :class:`ShapePolicy`."""
 
 
 def _drafting_probe(batch_size: int) -> int:

@@ -15,7 +15,8 @@ from eagle_kit.kernels.rope import reference as rope
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.kv.keys_values import PagedKV, Segment
 from eagle_kit.kv.store import PoolLayout
-from eagle_kit.serve.llm import LLM, check_fp8
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.options import check_fp8
 
 FP8 = torch.float8_e4m3fn
 CHUNKS = ((1, 4, 1), (5, 30, 12), (9, 10, 9))

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import run_ranks
-from tiny import randomise, tiny_head
+from tiny import randomise, tiny_head, tiny_hybrid
 from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.collectives import Share
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
+from eagle_kit.models.sharding import shard_config
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.ranks import Start
+from eagle_kit.serve.ranks import Start, device_of
+from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 ALPHABET = "0123456789-"
@@ -126,6 +131,7 @@ def test_replies_are_those_of_one_process(folder, size):
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
 
 
+@pytest.mark.slow
 def test_recorded_cycles_contain_the_collectives(folder):
     def work(llm):
         params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -141,17 +147,20 @@ MIXTURES = {
     "mixtral": MixtralConfig(**GROUPED | {"vocab_size": 12}, num_local_experts=5, num_experts_per_tok=2),
 }
 
+SLOW_MIXTURES = ("deepseek-v3", 4), ("mixtral", 2), ("mixtral", 4)
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("deepseek-v3", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MIXTURES)],
+)
 def test_mixtures_and_latents_are_shared(name, size, tmp_path):
     randomised(MIXTURES[name]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
 
     def work(llm):
-        return replies(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("none", "4,4,12")), replies(
-            llm, MIXED, ("4,1,5",)
-        )
+        greedy = replies(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("4,4,12",))
+        return greedy, replies(llm, MIXED, ("4,1,5",))
 
     compare(tmp_path, size, work, head_of(tmp_path))
 
@@ -161,7 +170,9 @@ def eagle1_head():
     return randomise(Eagle1Head(config), 3, 0.2)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize(
+    "algorithm", ["EAGLE", *(pytest.param(name, marks=pytest.mark.slow) for name in ("STANDALONE", "NGRAM"))]
+)
 def test_other_drafts_are_whole_on_every_rank(folder, algorithm):
     """A head without an output layer of its own, a whole model, and the text itself."""
     drafts = {"EAGLE": eagle1_head(), "STANDALONE": folder, "NGRAM": None}
@@ -235,6 +246,39 @@ def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     assert [digest for _, digest in results] == [first] * size
     assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
     assert len(totals.shapes) > 1
+
+
+def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
+    with pytest.raises(UserError, match="a loaded model was given"):
+        LLM(load_target(folder), tensor_parallel=2)
+    with pytest.raises(UserError, match="recurrent layers of llama"):
+        shard_config(tiny_hybrid().config, Share(0, 2))
+    with pytest.raises(UserError, match="3 devices were given for 2 ranks"):
+        device_of("cpu,cpu,cpu", 0, 2)
+    for errors in run_ranks(2, load_in_fp8, folder):
+        assert "does not cut weights in fp8" in errors
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="torchrun has started 3 processes, and tensor_parallel is 2"):
+        LLM(folder, tensor_parallel=2)
+
+
+def load_in_fp8(ranks, folder):
+    """Of each rank, the error of what only the first one finds."""
+    quantization = "fp8" if ranks.is_first else "auto"
+    with pytest.raises(UserError) as error:
+        ranks.together(lambda: load_share(folder, ranks, quantization=quantization))
+    return error.value.cause
+
+
+@pytest.mark.slow
+def test_shapes_that_the_first_rank_measures_are_those_of_all(folder):
+    def work(llm):
+        found = replies(llm, SamplingParams(max_tokens=30, ignore_eos=True), ("auto", "none", "auto"))
+        assert isinstance(llm.engine().shapes, ShapePolicy)
+        return found
+
+    compare(folder, 2, work, head_of(folder))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import LogitForm
-from eagle_kit.serve.llm import without_graphs
+from eagle_kit.serve.options import without_graphs
 from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
 
 
