@@ -145,7 +145,7 @@ class LLM:
 
     def _load(self, folder: Path) -> Target:
         """Load the target, or this rank's part of it."""
-        options, place = self._options, choose_device(self._options.device)
+        options = self._options
         if self.group is not None:
             device, ranks = self.group.ranks.device, self.group.ranks
             dtype = dtype_of(options.dtype, device.type)
@@ -153,6 +153,7 @@ class LLM:
                 lambda: load_share(folder, ranks, dtype, device, quantization=options.quantization)
             )
             return target
+        place = choose_device(options.device)
         if place.startswith("cuda:"):
             torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
         dtype = dtype_of(options.dtype, place)

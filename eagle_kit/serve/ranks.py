@@ -27,6 +27,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
 from eagle_kit.kernels.collectives import RankLost, Ranks, connect
+from eagle_kit.serve.options import choose_device
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
@@ -213,16 +214,14 @@ def device_of(name: str, local: int, size: int) -> torch.device:
     own, of ``cuda`` the one of its number.
 
     Raises:
-        UserError: a list of another length.
+        UserError: a list of another length, or a device that is not there.
     """
     names = name.split(",")
     if len(names) not in (1, size):
         raise UserError(
             f"{len(names)} devices were given for {size} ranks.", "Give one for each, or cuda, cpu or auto."
         )
-    mine = names[local] if len(names) > 1 else name
-    if mine == "auto":
-        mine = "cuda" if torch.cuda.is_available() else "cpu"
+    mine = choose_device(names[local] if len(names) > 1 else name)
     return torch.device(mine, local) if mine == "cuda" else torch.device(mine)
 
 

@@ -20,7 +20,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 
 SERVE = (
-    *("serve", "--tensor-parallel", "2", "--rank-timeout", "5"),
+    *("serve", "--tensor-parallel", "2", "--rank-timeout", "5", "--device", "cpu"),
     *("--port", "0", "--max-context", "128", "--served-model-name", "tiny"),
 )
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,7 @@ def children_of(process):
 
 
 def expected(folder):
-    llm = LLM(folder, max_context=128)
+    llm = LLM(folder, max_context=128, device="cpu")
     ids = llm.tokenizer("The cat sees")["input_ids"]
     return llm.generate([ids], SamplingParams(max_tokens=12))[0].text
 

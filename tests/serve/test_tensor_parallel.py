@@ -27,7 +27,7 @@ from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 ALPHABET = "0123456789-"
-OPTIONS = {"max_batch_size": 3, "max_context": 128, "page_size": 4, "seed": 5}
+OPTIONS = {"device": "cpu", "max_batch_size": 3, "max_context": 128, "page_size": 4, "seed": 5}
 SHAPES = ("none", "4,1,5", "4,4,12")
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.2}
 DEMO_HEAD = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
@@ -214,7 +214,7 @@ def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
     }
 
 
-@pytest.mark.parametrize(("size", "num_events"), [(2, 120), pytest.param(4, 5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "num_events"), [(2, 120), pytest.param(4, 1200, marks=pytest.mark.slow)])
 def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     """Requests of all kinds arrive, are aborted, and give way, in shapes that change."""
 
@@ -255,6 +255,8 @@ def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
         shard_config(tiny_hybrid().config, Share(0, 2))
     with pytest.raises(UserError, match="3 devices were given for 2 ranks"):
         device_of("cpu,cpu,cpu", 0, 2)
+    with pytest.raises(UserError, match="device 'tpu' is not known"):
+        device_of("cpu,tpu", 1, 2)
     for errors in run_ranks(2, load_in_fp8, folder):
         assert "does not cut weights in fp8" in errors
     monkeypatch.setenv("RANK", "0")
