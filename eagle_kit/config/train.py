@@ -177,9 +177,11 @@ class HeadConfig(Section):
 
     Attributes:
         kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
-            targets that have it), ``eagle1`` (EAGLE-1 and 2, with a Llama layer), or ``mtp`` (DeepSeek's
-            multi-token prediction modules). The last two propose any token through the target's own output
-            layer. What follows is for EAGLE-3, except where it says otherwise.
+            targets that have it), ``p-eagle`` (P-EAGLE: several Llama layers, all steps in one pass),
+            ``eagle1`` (EAGLE-1 and 2, with a Llama layer), or ``mtp`` (DeepSeek's multi-token prediction
+            modules). The last two propose any token through the target's own output layer. What follows is
+            for EAGLE-3, except where it says otherwise; of it, P-EAGLE has no ``norm_output``,
+            ``sliding_window`` and ``start_from``.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
@@ -194,6 +196,9 @@ class HeadConfig(Section):
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
         start_from: a draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary
             the run begins with: all but ``kind`` is left to it.
+        num_layers: of ``p-eagle``: decoder layers, the one over embedding and feature included.
+        mask_token_id: of ``p-eagle``: token whose embedding is the mask's in exported heads; choose one that
+            texts do not have. Null is the last one of the target's vocabulary.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -213,6 +218,8 @@ class HeadConfig(Section):
     sliding_window: int | None = Field(default=None, ge=33)
     fc_bias: bool = True
     start_from: str | None = None
+    num_layers: int = Field(default=4, ge=1, le=64)
+    mask_token_id: int | None = Field(default=None, ge=0)
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 

@@ -5,6 +5,7 @@ import torch
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.models.targets.llama import LlamaModel
 
 
@@ -48,15 +49,26 @@ def tiny_head(
     target: LlamaModel, draft_vocab_size: int = 67, seed: int = 1, std: float = 0.2, **changes
 ) -> Eagle3Head:
     """A random head for ``target`` with a random, unsorted hot-token map."""
-    head = randomise(
-        Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size, **changes)), seed, std
-    )
-    hot = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))[
-        :draft_vocab_size
-    ]
-    t2d = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    config = Eagle3Config.for_target(target.config, draft_vocab_size, **changes)
+    return with_random_map(randomise(Eagle3Head(config), seed, std), seed)
+
+
+def tiny_p_eagle(
+    target: LlamaModel, draft_vocab_size: int = 67, seed: int = 1, std: float = 0.2, **changes
+) -> PEagleHead:
+    """The same of P-EAGLE."""
+    sizes = {"num_layers": 3, "mask_token_id": 7, **changes}
+    config = PEagleConfig.for_target(target.config, draft_vocab_size, **sizes)
+    return with_random_map(randomise(PEagleHead(config), seed, std), seed)
+
+
+def with_random_map(head: Eagle3Head, seed: int) -> Eagle3Head:
+    """Give a head a random, unsorted hot-token map."""
+    size, vocab_size = head.config.draft_vocab_size, head.config.vocab_size
+    hot = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:size]
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[hot] = True
-    head.set_vocab_map(hot - torch.arange(draft_vocab_size), t2d)
+    head.set_vocab_map(hot - torch.arange(size), t2d)
     return head
 
 

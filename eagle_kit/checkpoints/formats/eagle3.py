@@ -15,9 +15,9 @@ from eagle_kit.checkpoints.formats.files import (
     with_dtype,
     zeros_for,
 )
-from eagle_kit.kinds.eagle3 import (
+from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.fused_states import (
     CONVENTION,
-    EAGLE3,
     FLAGS,
     LATENT_LAYER,
     LAYER_IDS,
@@ -79,7 +79,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
             refuse(peer, "its draft vocabulary is the target's in another order")
         del tensors["d2t"], tensors["t2d"]
     if config.attention_bias:
-        tensors |= zeros_for(tensors, OUTPUT_BIAS, config.hidden_size)
+        tensors |= zeros_for(tensors, f"midlayer{OUTPUT_BIAS}", config.hidden_size)
     if peer in ("vllm", "speculators"):
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     own = {**raw[OWN], "format": peer}

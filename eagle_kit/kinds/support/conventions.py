@@ -105,7 +105,7 @@ def _rotates_by(size: int, theta: float, scaling: dict[str, Any] | None) -> Call
 
 def _rope_pairs(head: DraftHead) -> list[Convention]:
     """Pairs of rotated elements are ``(d, d + D/2)``, or ``(2d, 2d + 1)`` in weights of other origin."""
-    modules = [block.self_attn for block in head.blocks]
+    modules = head.attentions
     if not all(isinstance(module, Attention) for module in modules):
         return []
     order = torch.arange(head.config.layer.head_dim)
@@ -113,9 +113,9 @@ def _rope_pairs(head: DraftHead) -> list[Convention]:
 
     def reorder(by: torch.Tensor) -> Callable[[DraftHead], None]:
         def change(head: DraftHead) -> None:
-            for block in head.blocks:
-                assert isinstance(block.self_attn, Attention)
-                _reorder_heads(block.self_attn, by)
+            for module in head.attentions:
+                assert isinstance(module, Attention)
+                _reorder_heads(module, by)
 
         return change
 

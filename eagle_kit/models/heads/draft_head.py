@@ -8,6 +8,7 @@ embedding of the token *after* it, and predicts the token after that one. Its de
 """
 
 from abc import ABC, abstractmethod
+from enum import Enum
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,6 +20,16 @@ from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.config_parts import CacheSpec
+
+
+class StepForm(Enum):
+    """How the steps of a draft come about: ``FED_BACK``, one block reads its own output of the step before;
+    ``MODULES``, each step has a block of its own; ``MASKED``, all steps are rows of one pass, the later ones
+    over masks."""
+
+    FED_BACK = "fed back"
+    MODULES = "modules"
+    MASKED = "masked"
 
 
 class StepOutput(NamedTuple):
@@ -97,7 +108,17 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Decoder layers; one per step if there are several."""
+        """Decoder layers that read features and embeddings; one per step if there are several."""
+
+    @property
+    def step_form(self) -> StepForm:
+        """How its steps come about."""
+        return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
+
+    @property
+    def attentions(self) -> list[Attention | LatentAttention]:
+        """Attention of every layer."""
+        return [block.self_attn for block in self.blocks]
 
     @property
     @abstractmethod

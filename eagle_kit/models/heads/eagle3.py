@@ -8,15 +8,15 @@ decoder layer is a Llama layer, or has latent attention. EAGLE-3.1 (arXiv 2605.0
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.linear import Linear
-from eagle_kit.models.blocks.layers import MLP, RMSNorm
-from eagle_kit.models.blocks.mla import make_attention
+from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
+from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.heads.draft_head import Block, DraftHead, StepOutput
@@ -57,7 +57,7 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
     @classmethod
     def for_target(
         cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
-    ) -> "Eagle3Config":
+    ) -> Self:
         """Default head for a target: its sizes, its RoPE, its default captured layers.
 
         The head's layer is a Llama layer for any target, or, with ``latent``, has latent attention of the
@@ -91,7 +91,26 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
         return replace(base, **overrides)
 
 
-class Eagle3Layer(Block):
+class AfterAttention(nn.Module):
+    """Rest of a Llama layer after its attention."""
+
+    self_attn: Attention | LatentAttention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
+        h, added = self.parts(residual, attended)
+        return h + added
+
+    def parts(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`finish` as two summands, for a norm that adds them: the states after attention, and the
+        MLP's output."""
+        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
+        return h, self.mlp(normed)
+
+
+class Eagle3Layer(AfterAttention, Block):
     """Decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -121,17 +140,6 @@ class Eagle3Layer(Block):
         norms = self.input_layernorm.weight, self.hidden_norm.weight
         x, hidden = draft_inputs(features, feature_rows, tokens, embedding, norms, self.hidden_norm.eps)
         return x, x[:, features.shape[1] :] if self.norm_before_residual else hidden
-
-    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """See :class:`~eagle_kit.models.heads.draft_head.Block`."""
-        h, added = self.parts(residual, attended)
-        return h + added
-
-    def parts(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`finish` as two summands, for a norm that adds them: the states after attention, and the
-        MLP's output."""
-        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
-        return h, self.mlp(normed)
 
 
 class Eagle3Head(DraftHead):
@@ -217,7 +225,7 @@ class Eagle3Head(DraftHead):
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
         """See :class:`DraftHead`; the last addition is the norm's."""
-        assert isinstance(layer, Eagle3Layer)
+        assert isinstance(layer, AfterAttention)
         h, added = layer.parts(residual, attended)
         normed, out = self.norm.add(added, h)
         return StepOutput(normed if self.config.norm_output else out, normed)

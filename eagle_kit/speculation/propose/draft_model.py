@@ -14,7 +14,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.config_parts import CacheSpec
-from eagle_kit.models.heads.draft_head import DraftHead, StepOutput
+from eagle_kit.models.heads.draft_head import DraftHead, StepForm, StepOutput
 from eagle_kit.models.targets.target import Target, TargetOutput
 
 
@@ -52,6 +52,7 @@ class DraftModel(ABC):
         variants: how each layer of the store attends.
         feature_size: F; 0 for a model that reads no states.
         num_modules: 1, or one for every step of a draft.
+        step_form: how the steps of a draft come about.
         is_whole_model: every drafted token costs a pass through a model of several layers.
         head: the draft head; None of a whole model.
         token_map: the target id of each draft id, int64 ``[Vd]``; None when they are the same.
@@ -62,6 +63,7 @@ class DraftModel(ABC):
     capture: tuple[int, ...] = ()
     feature_size: int = 0
     num_modules: int = 1
+    step_form: StepForm = StepForm.FED_BACK
     head: DraftHead | None = None
     cache: CacheSpec
     variants: Sequence[AttentionVariant]
@@ -124,8 +126,8 @@ class HeadDraftModel(DraftModel):
         super().__init__(head.bind(target.lm_head).output, token_map)
         self.head, self.target = head, target
         self.capture, self.num_modules, self.cache = head.capture, len(head.blocks), head.cache
-        self.feature_size = head.config.hidden_size
-        self.variants = [head.config.layer.attention] * self.num_modules
+        self.feature_size, self.step_form = head.config.hidden_size, head.step_form
+        self.variants = [head.config.layer.attention] * self.cache.num_layers
         if token_map is None:
             self.token_map = head.token_map
 

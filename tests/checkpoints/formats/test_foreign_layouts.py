@@ -251,7 +251,6 @@ OTHERS = {
     "norm of all states": ({"eagle_config": {"norm_before_fc": True}}, {}, "norm_before_fc"),
     "its tensor": ({}, {"input_norm.weight": (144,)}, "norm_before_fc"),
     "Qwen3's norms": ({}, {"midlayer.self_attn.q_norm.weight": (8,)}, "norms of queries and keys"),
-    "parallel drafting": ({}, {"mask_hidden": (1, 144)}, "parallel drafting"),
     "no states": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no captured states"),
     "a bias": ({}, {"midlayer.self_attn.o_proj.bias": (48,)}, "bias behind its attention"),
     "two layers": ({"num_hidden_layers": 2}, {}, "has 2 layers"),

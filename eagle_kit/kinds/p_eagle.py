@@ -1,0 +1,147 @@
+"""P-EAGLE heads: EAGLE-3's layout with more layers and a mask.
+
+The mask's embedding is a parameter here, ``mask_embedding``. Other projects keep it as a row, that of
+``mask_token_id`` (``ptd_token_id``, ``pard_token``), of an embedding of the head's own; the other rows of
+that one are taken for copies of the target's.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from eagle_kit.config.train import HeadConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kinds.fused_states import (
+    ARCHITECTURES,
+    FLAGS,
+    FusedStatesKind,
+    chosen_fields,
+    start_new_head,
+)
+from eagle_kit.kinds.kind import EMBEDDING, Start, Weights, describe_attention
+from eagle_kit.kinds.support.files import DraftFiles, without_keys
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import MAX_LAYERS, read_size, read_table, wrong_value
+from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
+from eagle_kit.models.targets.target import Target
+
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Keys of configs for the token whose row is the mask's embedding; ours and speculators', vLLM's, and one
+that vLLM reads too."""
+MASK_EMBEDDING, MASK_HIDDEN, LAYERS = "mask_embedding", "mask_hidden", "num_hidden_layers"
+
+
+class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
+    """P-EAGLE (arXiv 2602.01469), with Llama layers."""
+
+    name, title = "p-eagle", "P-EAGLE draft head"
+    algorithms, vllm_method = ("P-EAGLE",), "eagle3"
+    config_class, head_class = PEagleConfig, PEagleHead
+    speculators_model_type = "peagle"
+    trained_as = ("p-eagle",)
+    settings = frozenset(
+        {
+            *(f"head.{name}" for name in (*FLAGS[::2], "draft_vocab_size", "vocab_map", "aux_layer_ids")),
+            *("head.lm_head_init", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
+            *("training.loss", "training.feature_noise"),
+            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
+        }
+    )
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
+        if files.config.get("speculators_model_type") == self.speculators_model_type:
+            return True
+        is_fused = files.architecture in ARCHITECTURES or "Eagle" in files.architecture
+        keys = ("parallel_drafting", *MASK_KEYS)
+        return is_fused and (any(files.config.get(key) for key in keys) or MASK_HIDDEN in files.names)
+
+    def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.fused_states.FusedStatesKind`."""
+        config, where = files.config, files.where
+        inner = read_table(config, "transformer_layer_config", where)
+        one_layer = without_keys(config, (LAYERS,))
+        if inner:
+            one_layer |= {"transformer_layer_config": without_keys(inner, (LAYERS,))}
+        fields = super().read_fields(replace(files, config=one_layer), target)
+        if fields["mla"] is not None:
+            raise UserError(
+                f"The P-EAGLE draft in {where} has latent attention.", "Use a head with Llama layers."
+            )
+        if fields["sliding_window"] is not None or fields["norm_output"]:
+            raise UserError(
+                f"The P-EAGLE draft in {where} has a sliding window or norm_output, which ours has not.",
+                "Serve it with the engine it was made for.",
+            )
+        named = {key: config[key] for key in MASK_KEYS if config.get(key) is not None}
+        if not named:
+            raise UserError(
+                f"The P-EAGLE draft in {where} does not say which token is its mask.",
+                f"Write ptd_token_id into its config.json (one of {', '.join(MASK_KEYS)}).",
+            )
+        key, number = next(iter(named.items()))
+        if len(set(map(str, named.values()))) > 1:
+            raise wrong_value(key, number, where, f"the same token as {', '.join([*named][1:])}")
+        if type(number) is not int or not 0 <= number < fields["vocab_size"]:
+            raise wrong_value(key, number, where, f"a token below {fields['vocab_size']}")
+        layers = read_size(inner or config, LAYERS, where, most=MAX_LAYERS)
+        return {**fields, "num_layers": layers, "mask_token_id": number}
+
+    def write_config(self, config: PEagleConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        raw = super().write_config(config)
+        masks = {"parallel_drafting": True, "ptd_token_id": config.mask_token_id}
+        return without_keys(raw, ("norm_output",)) | {LAYERS: config.num_layers, **masks}
+
+    def take(self, files: DraftFiles, config: PEagleConfig, target: Target | None) -> Weights:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's embedding may be a row of an embedding."""
+        found = super().take(files, config, target)
+        tensors, copies = found.tensors, dict(found.copies)
+        if MASK_HIDDEN in tensors:  # its published shapes differ in leading ones
+            tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
+        embedding = copies.get(EMBEDDING)
+        if MASK_EMBEDDING not in tensors and embedding is not None and config.mask_token_id < len(embedding):
+            tensors[MASK_EMBEDDING] = embedding[config.mask_token_id].clone()
+            if target is not None:  # the rest is what must be the target's
+                copies[EMBEDDING] = embedding.clone()
+                copies[EMBEDDING][config.mask_token_id] = target.embed_tokens.weight[config.mask_token_id].to(
+                    embedding.device, embedding.dtype
+                )
+        return found._replace(copies=copies)
+
+    def describe(self, config: PEagleConfig, dtype: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return (
+            f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
+            f"({describe_attention(config)}) and a draft vocabulary of {config.draft_vocab_size} of "
+            f"{config.vocab_size} tokens, in {dtype}. It reads the inputs of target layers "
+            f"{', '.join(map(str, config.aux_layer_ids))} and drafts all steps in one pass, the later ones "
+            f"over masks (token {config.mask_token_id})."
+        )
+
+    def suggested_shape(self, config: PEagleConfig) -> SpecShape:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`: a chain."""
+        return SpecShape(5, 1, 6)
+
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> PEagleConfig:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
+        mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
+        if mask >= target.vocab_size:
+            raise UserError(
+                f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
+                "Name a token of the target that its texts do not have.",
+            )
+        fields = chosen_fields(settings, target) | {"mask_token_id": mask, "num_layers": settings.num_layers}
+        return PEagleConfig.for_target(target, settings.draft_vocab_size, **fields)
+
+    def new_head(self, settings: HeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's embedding begins as the mean of all."""
+        head = start_new_head(PEagleHead(config), settings, start)
+        with torch.no_grad():
+            head.mask_embedding.copy_(start.target.embed_tokens.weight.float().mean(0))
+        return head
+
+
+P_EAGLE = PEagleKind()
