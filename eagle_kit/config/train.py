@@ -310,6 +310,8 @@ class TrainingConfig(Section):
         dpace_alpha: weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810,
             there 0.5), in place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step
             takes from those behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
+        down_sample_ratio, down_sample_ratio_min: of ``p-eagle``: step k is trained at a share
+            ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser step.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
@@ -373,6 +375,8 @@ class TrainingConfig(Section):
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
+    down_sample_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
+    down_sample_ratio_min: float = Field(default=0.2, ge=0.0, le=1.0)
     detach_steps: bool = False
     regression: RegressionConfig | None = None
     loss: str | dict[str, float] = "ce"

@@ -37,7 +37,10 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
     config_class, head_class = Eagle1Config, Eagle1Head
     trained_as = ("eagle1",)
     settings = frozenset(
-        {"head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"}
+        {
+            *("head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"),
+            "training.detach_steps",
+        }
     )
 
     def recognises(self, files: DraftFiles) -> bool:

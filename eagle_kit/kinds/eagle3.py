@@ -34,6 +34,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
             *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
             *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
             *("training.loss", "training.dpace_alpha", "training.feature_noise"),
+            "training.detach_steps",
         }
     )
 

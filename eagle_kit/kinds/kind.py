@@ -333,6 +333,13 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             return None
         return config.training.regression or RegressionConfig()
 
+    def down_sampling(self, config: TrainConfig) -> tuple[float, float] | None:
+        """Ratio and least share of the rows that deeper steps are trained at; None for kinds that need
+        all."""
+        if "training.down_sample_ratio" not in self.settings:
+            return None
+        return config.training.down_sample_ratio, config.training.down_sample_ratio_min
+
     def runs_target(self, config: TrainConfig) -> bool:
         """True when training needs the target's layers: not with captured states and nothing to judge."""
         return config.data.store is None or config.judge.every > 0 or self.needs_layers

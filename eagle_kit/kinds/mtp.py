@@ -67,7 +67,12 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
     algorithms, vllm_method, is_in_target = ("NEXTN", "EAGLE"), "mtp", True
     config_class, head_class = MTPConfig, MTPHead
     trained_as, needs_layers = ("mtp",), True
-    settings = frozenset({"head.num_modules", "head.init", "training.loss", "training.dpace_alpha"})
+    settings = frozenset(
+        {
+            *("head.num_modules", "head.init", "training.loss", "training.dpace_alpha"),
+            "training.detach_steps",
+        }
+    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; only folders of their own are recognised."""

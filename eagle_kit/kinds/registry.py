@@ -36,6 +36,7 @@ OTHERS = {
 KIND_SETTINGS = (
     *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
     *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
+    *("training.down_sample_ratio", "training.down_sample_ratio_min", "training.detach_steps"),
 )
 """Keys of a training config that have a meaning for some kinds of head only."""
 

@@ -79,7 +79,8 @@ def every_row(work: DenseInputs) -> DenseInputs:
     needed = torch.ones_like(work.plan.needed)
     # Row i is at place i of every step.
     return work._replace(
-        plan=RowPlan(rows, rows, rows, attention, needed, work.plan.doc_start), row_weights=weights
+        plan=RowPlan(rows, rows, rows, attention, needed, work.plan.doc_start, work.plan.shares),
+        row_weights=weights,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.kernels.transfer import to_device
+from eagle_kit.train.algorithm.row_drop import RowDrop
 from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 
 
@@ -54,8 +55,10 @@ def make_micro_batch(
     ttt_length: int,
     device: torch.device,
     loss_rows: str = "serving",
+    drop: RowDrop | None = None,
 ) -> MicroBatch:
-    """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart."""
+    """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart; ``drop`` leaves
+    rows of deeper steps out."""
     lengths: list[int] = []
     reply: list[np.ndarray] = []
     ids, doc_start, group = [], [], []
@@ -69,7 +72,10 @@ def make_micro_batch(
         group.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
     packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
-    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows)
+    shares = uniforms = None
+    if drop is not None:
+        shares, uniforms = drop.shares(ttt_length), drop.uniforms(numbers, lengths)
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, shares, uniforms)
     counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
     moved, groups, plan = plan.to(device, packed[0], packed[3])
     return MicroBatch(numbers, lengths, moved, plan.doc_start, plan, groups, counts)

@@ -130,7 +130,7 @@ class TTTOutput(NamedTuple):
 
     @property
     def leading(self) -> torch.Tensor:
-        """Number of rows that match at this step and at all before."""
+        """Number of rows that match at this step and at all before; an estimate where rows were dropped."""
         return self.sums[2]
 
     @property
@@ -189,7 +189,7 @@ def ttt_loss(
         if not on_gpu:
             is_match = torch.zeros_like(sayable).index_copy_(0, learned, is_match)
             row_losses = row_losses.new_zeros(sayable.shape).index_copy_(0, learned, row_losses)
-        still = _count(sums, block, plan.rows, (is_match, row_losses, sayable), len(plan.needed))
+        still = _count(sums, block, plan, (is_match, row_losses, sayable))
         leading_of.index_add_(0, group, still)
     if weight_grad is not None and total.requires_grad:
         total = total + carried(weight, weight_grad)
@@ -223,13 +223,13 @@ def _block_loss(
 def _count(
     sums: torch.Tensor,
     block: LossBlock,
-    rows: list[torch.Tensor],
+    plan: RowPlan,
     figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    num_tokens: int,
 ) -> torch.Tensor:
     """Add the figures of a block to ``sums [4, K]``: whether a row matches, its loss and whether it
-    learns, all ``[M]``; ``rows`` are those of all steps. Returns the number of leading steps that match at
-    every position, fp64 ``[T]``."""
+    learns, all ``[M]``. Returns the number of leading steps that match at every position, fp64 ``[T]``. A
+    row that was kept at a step counts for those that were dropped there."""
+    rows, num_tokens = plan.rows, len(plan.needed)
     is_match, row_losses, learns = figures
     sizes = [b - a for a, b in block.pieces]
     alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
@@ -241,6 +241,7 @@ def _count(
         still = torch.zeros_like(alive)
         still[rows[step][a:b]] = hits & alive[rows[step][a:b]]
         alive = still
-        leading += alive
-        sums[:, step] += torch.stack((mine.sum(), hits.sum(), alive.sum(), learned.sum()))
+        leading += alive / plan.shares[step]
+        matching = alive.sum() / plan.shares[step]
+        sums[:, step] += torch.stack((mine.sum(), hits.sum(), matching, learned.sum()))
     return leading

@@ -7,11 +7,11 @@ rows beside it, on the device, or on what was sampled before. So a run resumes t
 Legend: T packed tokens of a micro_batch, L captured layers, H hidden of the target.
 """
 
-import numpy as np
 import torch
 
 from eagle_kit.config.train import FeatureNoise
 from eagle_kit.train.algorithm.batch import MicroBatch
+from eagle_kit.train.algorithm.row_drop import row_generator
 
 _STREAM = 0x6E6F6973
 """Keeps these draws apart from others that begin with the run's seed."""
@@ -32,7 +32,7 @@ def add_noise(
     scales = _scales(noise, micro_batch.doc_start)
     return torch.cat(
         [
-            _noisy(part, noise, num_layers, scale, _generator(seed, step, number))
+            _noisy(part, noise, num_layers, scale, row_generator(_STREAM, seed, step, number))
             for part, scale, number in zip(
                 aux.split(micro_batch.lengths),
                 scales.split(micro_batch.lengths),
@@ -49,11 +49,6 @@ def _scales(noise: FeatureNoise, doc_start: torch.Tensor) -> torch.Tensor:
         return torch.full((len(doc_start), 1), noise.amount, device=doc_start.device)
     lengths = torch.bincount(doc_start, minlength=len(doc_start))[doc_start]
     return (noise.amount * noise.per_tokens / lengths.float())[:, None]
-
-
-def _generator(seed: int, step: int, number: int) -> torch.Generator:
-    words = np.random.SeedSequence([_STREAM, seed, step, number]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(words[0]) >> 1)
 
 
 def _noisy(

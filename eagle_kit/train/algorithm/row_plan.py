@@ -53,6 +53,7 @@ class RowPlan:
         attention: attention plan of each step, of the computed rows.
         needed: bool ``[T]``, positions that some row learns from.
         doc_start: int64 ``[T]``.
+        shares: part of the rows of each step that was kept, K numbers; 1 without a drop.
         host: the same plan on the host, whose ``needed`` this one shares; None where this one is it.
     """
 
@@ -62,6 +63,7 @@ class RowPlan:
     attention: list[QueryPlan]
     needed: torch.Tensor
     doc_start: torch.Tensor
+    shares: tuple[float, ...]
     host: "RowPlan | None" = None
 
     @property
@@ -127,7 +129,8 @@ class RowPlan:
         rows, kept, computed = parts[:steps], parts[steps : 2 * steps - 1], parts[2 * steps - 1 :]
         computed = rows if nested else computed
         attention = [plan_rows(mine, doc_start) for mine in computed]
-        plan = RowPlan(rows, computed, [computed[0], *kept], attention, self.needed, doc_start, self)
+        kept = [computed[0], *kept]
+        plan = RowPlan(rows, computed, kept, attention, self.needed, doc_start, self.shares, self)
         vars(plan)["taught"] = taught  # of the same copy
         return ids, group, plan
 
@@ -142,7 +145,12 @@ def _moved(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
 
 
 def plan_row(
-    reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int, loss_rows: str = "serving"
+    reply: torch.Tensor,
+    doc_start: torch.Tensor,
+    ttt_length: int,
+    loss_rows: str = "serving",
+    shares: tuple[float, ...] | None = None,
+    uniforms: torch.Tensor | None = None,
 ) -> RowPlan:
     """Plan of a packed row.
 
@@ -150,15 +158,21 @@ def plan_row(
         reply, doc_start: int64 ``[T]``, see :mod:`eagle_kit.train.algorithm.align`.
         ttt_length: K.
         loss_rows: ``serving`` or ``published``, see there.
+        shares, uniforms: of :class:`~eagle_kit.train.algorithm.row_drop.RowDrop`; None keeps all rows.
     """
-    if loss_rows == "published":
+    is_published, shares = loss_rows == "published", shares or (1.0,) * ttt_length
+    if is_published:
         rows = published_rows(reply, doc_start, ttt_length)
-        computed = [torch.unique(torch.cat(rows[k:])) for k in range(ttt_length)]
     else:
-        rows = computed = supervised_rows(reply, ttt_length)
+        rows = supervised_rows(reply, ttt_length)
+    if uniforms is not None:
+        rows = [mine[uniforms[mine] < share] for mine, share in zip(rows, shares, strict=True)]
+    computed = rows
+    if is_published:
+        computed = [torch.unique(torch.cat(rows[k:])) for k in range(ttt_length)]
     kept = [torch.searchsorted(before, after) for before, after in pairwise(computed)]
     needed = torch.zeros_like(reply, dtype=torch.bool)
     for step, mine in enumerate(rows):
         needed[teacher_of(mine, step)] = True
     attention = [plan_rows(r, doc_start) for r in computed]
-    return RowPlan(rows, computed, [computed[0], *kept], attention, needed, doc_start)
+    return RowPlan(rows, computed, [computed[0], *kept], attention, needed, doc_start, shares)

@@ -3,8 +3,12 @@
 Step 0 runs over all rows, because its keys and values are everybody's prefix; everything after its attention,
 and all later steps, run over the rows that carry loss only, now or later.
 
-A head of several layers (MTP modules) has one for every step: layer k reads, at every row, the state of layer
-k - 1 and the token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
+A head with a layer for every step (MTP modules) runs it at every row: layer k reads the state of layer k - 1
+and the token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
+
+P-EAGLE (arXiv 2602.01469) feeds nothing back: rows of step k >= 1 are masks at position i + k, which attend
+to rows of step 0 up to row i and to their own row's masks, as above. So each of its layers runs once, over
+the rows of all steps.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Hkv heads, Dv size of a value.
 """
@@ -18,7 +22,8 @@ from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.heads.draft_head import DraftHead, StepForm
+from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.train.algorithm.align import token_of
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch, TTTOutput, ttt_loss
 from eagle_kit.train.algorithm.row_plan import RowPlan
@@ -55,8 +60,7 @@ def run_steps(
     head: DraftHead, batch: TTTBatch, *, detach_steps: bool = False, recompute: bool = False
 ) -> list[torch.Tensor]:
     """The head's output at the rows of each step that carry loss, K tensors ``[R_k, H]``."""
-    run = _run_one_layer if len(head.blocks) == 1 else _run_layers
-    return run(head, batch, detach_steps, recompute)
+    return _RUNS[head.step_form](head, batch, detach_steps, recompute)
 
 
 def _call(recompute: bool, function: Callable[..., Any], *args: torch.Tensor) -> Any:
@@ -143,6 +147,63 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
         outputs.append(hidden[rows])
         hidden = hidden.detach() if detach_steps else hidden
     return outputs
+
+
+def _run_masked(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute: bool) -> list[torch.Tensor]:
+    """:func:`run_steps` of a head whose later steps are masks, layer by layer."""
+    assert isinstance(head, PEagleHead) and not detach_steps, "no state is handed on"
+    ids, plan, features = batch.ids, batch.plan, batch.inputs or batch.features
+    length, scale, stack = plan.length, head.config.attention_scale, head.stack
+    everything, masked = torch.arange(length, device=ids.device), plan.computed[1:]
+    causal = plan_rows(everything, plan.doc_start)
+    positions = positions_of(plan.doc_start)
+    depths = [positions[:length], *(positions[rows] + step for step, rows in enumerate(masked, start=1))]
+    rotation = head.rope.at(torch.cat(depths))
+
+    def joined(hidden: torch.Tensor, aux: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds = embedding(ids[token_of(everything, 0)], batch.embed_weight)
+        x, residual = head.midlayer.inputs(head.features(hidden, aux), embeds)
+        masks = [part.expand(sum(map(len, masked)), -1) for part in head.mask_inputs()]
+        return torch.cat((x, masks[0])), torch.cat((residual, masks[1]))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: QueryPlan) -> torch.Tensor:
+        """Attention of the rows ``first`` of step 0 and of all rows of later ones."""
+        sizes = [length, *map(len, masked)]
+        (k0, *later_k), (v0, *later_v) = k.split(sizes), v.split(sizes)
+        q0, *later_q = q.split([len(first.rows), *map(len, masked)])
+        out, own = [_attention(q0, k0, v0, None, None, first, scale)], list[torch.Tensor]()
+        for step, each in enumerate(later_q, start=1):
+            if not len(each):
+                break
+            if step > 1:
+                own = [part[plan.kept[step]] for part in own]
+            own += [later_k[step - 1], later_v[step - 1]]
+            own_k, own_v = torch.stack(own[::2], 2), torch.stack(own[1::2], 2)
+            out.append(_attention(each, k0, v0, own_k, own_v, plan.attention[step], scale))
+        return torch.cat(out)
+
+    def one(i: int, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = stack[i].self_attn.qkv(x, rotation)
+        return head.next_inputs(i, residual, stack[i].self_attn.gated(attend(q, k, v, causal), x))
+
+    def last(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        q, k, v = stack[-1].self_attn.qkv(x, rotation)
+        q, x, residual = (torch.cat((part[plan.computed[0]], part[length:])) for part in (q, x, residual))
+        attended = stack[-1].self_attn.gated(attend(q, k, v, plan.attention[0]), x)
+        return stack[-1].finish(residual, attended)
+
+    x, residual = _call(recompute, joined, features.hidden[:length], features.aux[:length])
+    for i in range(len(stack) - 1):
+        x, residual = _call(recompute, partial(one, i), x, residual)
+    out = _call(recompute, last, x, residual).split([len(rows) for rows in plan.computed])
+    return [_at_rows(mine, plan, step) for step, mine in enumerate(out)]
+
+
+_RUNS = {
+    StepForm.FED_BACK: _run_one_layer,
+    StepForm.MODULES: _run_layers,
+    StepForm.MASKED: _run_masked,
+}
 
 
 def _attention(

@@ -21,6 +21,7 @@ from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_we
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
 from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.noise import add_noise
+from eagle_kit.train.algorithm.row_drop import RowDrop
 from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.optim.choose import make_strategy
 from eagle_kit.train.optim.ema import Ema
@@ -148,7 +149,9 @@ class Stepper:
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
         objective = Objective.of(training.losses, training.lk_eta, head, self.target.head_weight.to(device))
-        regression = training_kind(config).regression(config)
+        kind = training_kind(config)
+        regression, down_sampling = kind.regression(config), kind.down_sampling(config)
+        self._drop = None if down_sampling is None else RowDrop(*down_sampling, config.seed, 0)
         objective = replace(
             objective,
             regression=regression,
@@ -255,9 +258,10 @@ class Stepper:
         self.features.close()
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
-        length, rule = self._ttt_length(step), self.training.loss_rows
+        length, rule, drop = self._ttt_length(step), self.training.loss_rows, self._drop
+        drop = None if drop is None else drop._replace(step=step)
         return [
-            make_micro_batch(self.data, rows, length, self.accelerator.device, rule)
+            make_micro_batch(self.data, rows, length, self.accelerator.device, rule, drop)
             for rows in self._rows_of(step, self.order)
         ]
 

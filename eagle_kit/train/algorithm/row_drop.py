@@ -1,0 +1,47 @@
+"""Conditional drop of deeper rows (COD; P-EAGLE, arXiv 2602.01469, section 4): depth d of a draft is trained
+at a share max(r^d, floor) of the rows that could learn there, so that K depths cost little more than a few.
+
+A row's uniform random number decides for all depths, so rows of a depth are among those of the depth before,
+whose keys they attend to. It depends on the seed, the optimiser step and the packed row's number alone: not
+on the process that has the row, nor on the rows beside it. So a run resumes to the bit.
+
+Legend: T packed tokens of a micro_batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_STREAM = 0x64726F70
+"""Keeps these draws apart from others that begin with the run's seed."""
+
+
+class RowDrop(NamedTuple):
+    """Shares of the rows that are kept, ``max(ratio ** depth, floor)``, in the optimiser step behind ``step``
+    finished ones of a run with ``seed``."""
+
+    ratio: float
+    floor: float
+    seed: int
+    step: int
+
+    def shares(self, num_depths: int) -> tuple[float, ...]:
+        """Share of the rows of each depth that is kept."""
+        return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
+
+    def uniforms(self, numbers: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """A number in [0, 1) for each token of the packed rows ``numbers`` of ``lengths`` tokens, fp32
+        ``[T]``; a row stays at the depths whose share is above its number."""
+        parts = [
+            torch.rand(length, generator=row_generator(_STREAM, self.seed, self.step, number))
+            for number, length in zip(numbers, lengths, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def row_generator(stream: int, seed: int, step: int, number: int) -> torch.Generator:
+    """Generator for the packed row ``number`` in one optimiser step of one purpose, the ``stream``."""
+    words = np.random.SeedSequence([stream, seed, step, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]) >> 1)
