@@ -11,11 +11,13 @@ from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.kind import DraftKind, HeadKind
 from eagle_kit.kinds.mtp import MTP
+from eagle_kit.kinds.p_eagle import P_EAGLE
 from eagle_kit.kinds.standalone import STANDALONE
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import HeadArchitecture
 
 KINDS: tuple[DraftKind, ...] = (
+    P_EAGLE,
     EAGLE3,
     MTP,
     EAGLE1,
@@ -25,7 +27,6 @@ KINDS: tuple[DraftKind, ...] = (
 OTHERS = {
     "medusa": "Medusa heads",
     "dflash": "a DFlash draft",
-    "peagle": "a P-EAGLE draft",
     "dspark": "a DSpark draft",
     "mlpspeculator": "an MLP speculator",
     "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",

@@ -43,10 +43,11 @@ class CycleSettings(NamedTuple):
 
     Attributes:
         shape: draft and window; without a draft it must be a window of one.
-        num_columns: bound on ``seq_lens + tokens`` and ``seq_lens + steps + 1 + modules`` of the draft.
+        num_columns: bound on ``seq_lens + tokens``, and on ``seq_lens + steps + 2`` with the rows that
+            draft-extend appends.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
-        num_candidates: tokens of depth 1 that the draft keeps for the next cycle, whatever its shape.
+        num_candidates: tokens that the draft keeps for the next cycle, whatever its shape.
         tells_confidence: emit the draft's confidence.
     """
 
@@ -220,7 +221,7 @@ def draft_extend(
     accepted, num_emitted = verified.accepted, verified.emitted.num_emitted
     draft = state.draft
     if drafter is not None and draft is not None:
-        topk = settings.num_candidates or settings.shape.topk
+        topk = settings.num_candidates or drafter.num_candidates([settings.shape])
         draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, topk, settings.num_columns)
     after = verified.outcome
     return state._replace(seq_lens=after.seq_lens, roots=after.roots, draft=draft)

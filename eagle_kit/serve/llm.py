@@ -17,7 +17,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.backend import current_device
@@ -49,12 +49,10 @@ from eagle_kit.serve.tune import can_tune, tuned_policy
 from eagle_kit.serve.warm_up import Prepared, warm_up
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.static import EAGLE1_CHOICES, Topology
 from eagle_kit.tuning.policy import ShapePolicy
 from eagle_kit.tuning.shapes import MOST_STEPS
 
 Prompt = str | list[int] | list[dict[str, Any]] | ChatPrompt
-EAGLE1_SHAPE = Topology.parse(EAGLE1_CHOICES).shape
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 
 
@@ -269,9 +267,8 @@ class LLM:
         options, model = self._options, self.target.config
         if self.draft is not None:
             kind = drafter_class(self.draft, options)
-            if self.draft.num_modules > 1 and options.shape is not None:
-                for shape in options.shape.shapes:
-                    kind.check_shape(self.draft, shape)
+            for shape in options.shape.shapes if options.shape is not None else ():
+                kind.check_shape(self.draft, shape)
         if options.state_snapshots is not None and model.states is None:
             raise UserError(
                 f"state_snapshots is {options.state_snapshots}, but the target has no recurrent layers.",
@@ -289,12 +286,8 @@ class LLM:
     def _default_shape(self) -> SpecShape:
         if self.draft is None:
             return NGRAM_SHAPE if self._options.algorithm == "NGRAM" else NO_SPECULATION
-        if (modules := self.draft.num_modules) > 1:
-            return SpecShape(modules, 1, modules + 1)
-        if self._options.tree == "static":
-            return EAGLE1_SHAPE
-        expensive = self.draft.is_whole_model
-        return auto_shape(self.target.config.model_type, drafts_are_expensive=expensive)
+        kind = drafter_class(self.draft, self._options)
+        return kind.default_shape(self.draft, self.target.config.model_type)
 
     @property
     def default_shape(self) -> SpecShape:

@@ -181,10 +181,10 @@ class Runner:
         """
         self.steps = max(shape.steps for shape in shapes)
         self._tells_confidence = tells_confidence and self.steps > 0
-        self.topk = max(shape.topk for shape in shapes)
-        if self._tells_confidence:
-            self.topk = max(2, self.topk)  # a single candidate is not weighed
         drafter = self.models.drafter
+        self.topk = 1
+        if drafter is not None:
+            self.topk = drafter.num_candidates(shapes, tells_confidence=self._tells_confidence)
         kind = (drafter is not None, self.topk)
         if kind not in self._slots:  # graphs know the slots that they were captured with
             sizes = self.config.max_batch_size, self.config.max_pages, self.kv.dummy_page
@@ -307,8 +307,7 @@ class Runner:
             if not steps:
                 for request in requests:
                     request.num_missed += 1
-        lookback = drafter.lookback if drafter is not None else 0
-        behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + lookback)
+        behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + self._appended)
         settings = self._settings(shape, self._columns(requests, behind), batch.num_logprobs)
         tree, num_drafts = None, [tokens - 1] * len(requests)
         if ngram is not None and steps:
@@ -414,7 +413,13 @@ class Runner:
             unseen = self.config.lag * (self.steps + 2)
             longest = max((request.num_tokens for request in requests), default=1)
             return round_columns(longest - 1 + unseen + behind)
-        return self.config.max_pages * self.kv.page_size
+        return self.config.max_pages * self.kv.page_size + self._appended
+
+    @property
+    def _appended(self) -> int:
+        """Rows that draft-extend has behind the emitted ones."""
+        drafter = self.models.drafter
+        return 0 if drafter is None else drafter.num_appended(self.topk)
 
     def _run(
         self,

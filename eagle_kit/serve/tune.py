@@ -18,8 +18,6 @@ from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter
-from eagle_kit.speculation.propose.sampled import SampledDrafter
 from eagle_kit.tuning.costs import CostTable, join
 from eagle_kit.tuning.files import (
     Costs,
@@ -66,7 +64,7 @@ class Tuned:
 
 def can_tune(engine: Engine) -> bool:
     """Return True for drafts whose shape can change from cycle to cycle."""
-    return type(engine.runner.drafter) in (Drafter, SampledDrafter)
+    return engine.runner.drafter is not None and engine.runner.drafter.has_any_shape
 
 
 def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:

@@ -13,9 +13,10 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.llm import EAGLE1_SHAPE, LLM
+from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.proposal import DraftOutput
+from eagle_kit.speculation.propose.static import StaticDrafter
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
@@ -134,6 +135,7 @@ class KnowsTheAnswer:
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
         self.check_shape, self.confidence = proposer.check_shape, lambda state: None
+        self.num_appended = proposer.num_appended
 
     def propose(self, state, shape, num_columns, sampling):
         tree, proposal = self.real.propose(state, shape, num_columns)
@@ -262,7 +264,7 @@ ADAPTIVE = "5,4,16 2:4,1,5 3:1,2,3 4:none"
         (ADAPTIVE, {"lag": 0}),
         (ADAPTIVE, {"lag": 1}),
         ("4,1,5 2:2,1,3 4:none", {"sampled_drafts": True, "lag": 1}),
-        (f"{EAGLE1_SHAPE} 3:none", {"tree": "static", "lag": 1}),
+        (f"{StaticDrafter.topology.shape} 3:none", {"tree": "static", "lag": 1}),
     ],
 )
 def test_the_shape_may_follow_the_batch(models, shapes, options):

@@ -9,8 +9,8 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch
 from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.llm import EAGLE1_SHAPE
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.speculation.propose.static import StaticDrafter
 
 BATCH, NUM_LOGPROBS = 3, 3
 SAMPLING_PARAMS = {
@@ -21,8 +21,8 @@ SAMPLING_PARAMS = {
 POLICIES = {
     "block": ("4,1,5", {"sampled_drafts": True}),
     "rejection": ("4,1,5", {"sampled_drafts": True, "verifier": "rejection"}),
-    "static": (str(EAGLE1_SHAPE), {"tree": "static"}),
-    "static sampled": (str(EAGLE1_SHAPE), {"tree": "static", "sampled_drafts": True}),
+    "static": (str(StaticDrafter.topology.shape), {"tree": "static"}),
+    "static sampled": (str(StaticDrafter.topology.shape), {"tree": "static", "sampled_drafts": True}),
     "relaxed": ("5,4,16", {"accept_threshold_single": 0.5, "accept_threshold_acc": 0.9}),
 }
 

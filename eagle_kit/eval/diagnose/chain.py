@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 from eagle_kit.eval.diagnose.row import Row, States
 from eagle_kit.kernels.packed_attention import document_spans, packed_attention
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.heads.draft_head import DraftHead, StepForm
+from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.target import Target
 
 LOGIT_ROWS = 256
@@ -162,9 +164,18 @@ def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.
 
     attention = _Attention(head, doc_start)
     positions = everywhere - doc_start
+    if isinstance(head, PEagleHead):
+        inputs = head.midlayer.inputs(hidden, embeds(everywhere, 0))
+
+        def of_layer() -> tuple[Attend, Attend]:
+            mine = _Attention(head, doc_start)
+            mine.rows = plan_rows(rows, doc_start)
+            return mine.first, mine.later
+
+        return head.chain(inputs, positions, rows, steps, of_layer)
     out = head(hidden, embeds(everywhere, 0), positions, attention.first)
     outs = [out[rows]]
-    if len(head.blocks) > 1:
+    if head.step_form is StepForm.MODULES:
         for step in range(1, steps):
             out = head(out, embeds(everywhere, step), positions + step, attention.first, step)
             outs.append(out[rows])

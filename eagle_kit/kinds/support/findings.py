@@ -102,7 +102,8 @@ def _wrong_value(name: str, tensor: torch.Tensor, of_head: bool) -> str:
         places = tensor.isfinite().logical_not().nonzero()
         return f"has {len(places)} values that are not finite, the first at {places[0].tolist()}"
     gain = rms * tensor.shape[-1] ** 0.5
-    if of_head and tensor.ndim > 1 and not (rms <= MATRIX_RMS and gain >= MATRIX_GAIN):
+    is_matrix = tensor.ndim > 1 and tensor.numel() > tensor.shape[-1]  # a single row is a state
+    if of_head and is_matrix and not (rms <= MATRIX_RMS and gain >= MATRIX_GAIN):
         least = MATRIX_GAIN / tensor.shape[-1] ** 0.5
         return f"has a root mean square of {rms:.3g}, and a head's lie between {least:.1g} and {MATRIX_RMS}"
     least, most = NORM_RMS

@@ -7,6 +7,7 @@ embedding, and a learned state in place of the captured ones, which passes throu
 joins embedding and feature, as EAGLE-3's does; the others are Llama layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,39 @@ class PEagleHead(Eagle3Head):
         h, added = self.stack[layer].parts(residual, attended)
         norms = [*(plain.input_layernorm for plain in self.plain), self.norm]
         return norms[layer].add(added, h)
+
+    def chain(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        steps: int,
+        attention: Callable[[], tuple[Attend, Attend]],
+    ) -> list[torch.Tensor]:
+        """Run step 0 at all T rows and masks behind some of them.
+
+        Args:
+            inputs: of step 0, as of :meth:`step`.
+            positions: int64 ``[T]``.
+            rows: int64 ``[R]``, those that masks follow.
+            steps: S, step 0 included.
+            attention: makes a layer's attention of step 0, and that of later steps, called in their order.
+
+        Returns:
+            S tensors ``[R, H]``, inputs of :meth:`logits`.
+        """
+        masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
+        states = [inputs, *[(masks[0], masks[1])] * (steps - 1)]
+        rotations = [self.rope.at(positions)]
+        rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
+        for i, layer in enumerate(self.stack):
+            first, later = attention()
+            attends = [first, *[later] * (steps - 1)]
+            states = [
+                self.next_inputs(i, residual, layer.self_attn.attended(x, rotation, 0, attend))
+                for (x, residual), rotation, attend in zip(states, rotations, attends, strict=True)
+            ]
+        return [states[0][1][rows], *(fed_back for _, fed_back in states[1:])]
 
     def step(
         self,

@@ -2,26 +2,34 @@
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.heads.draft_head import StepForm
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.masked import MaskedDrafter
 from eagle_kit.speculation.propose.modules import ModulesDrafter
 from eagle_kit.speculation.propose.sampled import SampledDrafter
 from eagle_kit.speculation.propose.static import SampledStaticDrafter, StaticDrafter
 
+_CHAINS: dict[StepForm, tuple[type[Drafter], str]] = {
+    StepForm.MODULES: (ModulesDrafter, "{0.num_modules} modules"),
+    StepForm.MASKED: (MaskedDrafter, "masks for its later steps"),
+}
+"""Drafters whose chains are made during draft-extend, and what a model of theirs has."""
+
 
 def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
-    """Choose the drafter of ``model`` by its number of modules, the topology, and the sampling of drafts.
+    """Choose the drafter of ``model`` by how its steps come about, the topology, and the sampling of drafts.
 
     Raises:
-        UserError: several modules were asked for other drafts than plain chains.
+        UserError: a draft that has its chain after draft-extend was asked for something else.
     """
-    if model.num_modules > 1:
+    if (made_at_once := _CHAINS.get(model.step_form)) is not None:
         if config.tree == "static" or config.sampled_drafts:
             raise UserError(
-                f"The draft has {model.num_modules} modules, which draft plain chains only.",
+                f"The draft has {made_at_once[1].format(model)}, which draft plain chains only.",
                 "Leave static trees and sampled drafts out.",
             )
-        return ModulesDrafter
+        return made_at_once[0]
     if config.tree == "static":
         return SampledStaticDrafter if config.sampled_drafts else StaticDrafter
     return SampledDrafter if config.sampled_drafts else Drafter

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape, auto_shape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
@@ -61,6 +61,8 @@ class Drafter:
 
     can_wait = True
     """Whether tokens of plain cycles can be read later, all at once."""
+    has_any_shape = True
+    """Whether the shape can change from cycle to cycle, to any that :meth:`check_shape` allows."""
     lookback = 0
     """Prompt tokens before those that the stores lack that must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
@@ -93,6 +95,24 @@ class Drafter:
                 "tokens.",
                 "Lower topk.",
             )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """Shape where none is asked for; ``model_type`` of the target."""
+        return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
+
+    @classmethod
+    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
+        """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
+
+        Args:
+            tells_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
+        """
+        return max(1 + tells_confidence, *(shape.topk for shape in shapes))
+
+    def num_appended(self, num_candidates: int) -> int:
+        """Rows that draft-extend has behind the emitted ones, of a state of ``num_candidates``."""
+        return 0
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -248,6 +268,18 @@ class Drafter:
             segments: requests of the rows, as the target computed them.
             last: int64 ``[n]``, rows to return the draft state of; for none the result means nothing.
         """
+        return self._state(self._read_prompt(out, ids, next_ids, segments, last), topk)
+
+    def _read_prompt(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+    ) -> StepOutput:
+        """Run the draft over prompt rows and store its entries -> its output at the rows ``last``; arguments
+        as of :meth:`prefill`."""
         features = self.model.features(out)
         rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
@@ -266,7 +298,7 @@ class Drafter:
         given = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
         # Where no prompt ends, a row that nobody reads: not every layer takes none.
         wanted = _row_of(mine, segments, last) if len(last) else self.numbers[:1]
-        return self._state(self.model.step(given, attend, wanted=wanted), topk)
+        return self.model.step(given, attend, wanted=wanted)
 
     def _state(self, out: StepOutput, topk: int) -> tuple[torch.Tensor, ...]:
         tokens, scores = self._candidates(out.read, topk)

@@ -43,7 +43,7 @@ class ModulesDrafter(Drafter):
     """Several modules with a store each. Mutates only the stores."""
 
     model: HeadDraftModel
-    can_wait = False
+    can_wait = has_any_shape = False
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size
@@ -72,6 +72,15 @@ class ModulesDrafter(Drafter):
                 f"The shape {shape} was given for a draft of {count} modules, one a step of a chain.",
                 f"Use a chain of at most {count} steps, such as {SpecShape(count, 1, count + 1)}.",
             )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`: as deep as there are modules."""
+        return SpecShape(model.num_modules, 1, model.num_modules + 1)
+
+    def num_appended(self, num_candidates: int) -> int:
+        """See :class:`Drafter`."""
+        return self.model.num_modules - 1
 
     def empty_state(self, count: int, topk: int) -> ModulesState:
         """See :class:`Drafter`."""

@@ -99,6 +99,7 @@ class StaticDrafter(SampledDrafter):
 
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     topology = Topology.parse(EAGLE1_CHOICES)
+    has_any_shape = False
     samples = False
     """True if siblings are sampled for requests that sample."""
 
@@ -110,6 +111,11 @@ class StaticDrafter(SampledDrafter):
         self._depths = torch.tensor([topology.depths], device=device)
         self._bits = ancestor_bits(parents, max(topology.depths))
         self._levels = [self._level(depth) for depth in range(len(topology.inner))]
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`: the topology's."""
+        return cls.topology.shape
 
     @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:

@@ -15,7 +15,8 @@ import torch
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.heads.draft_head import DraftHead, StepForm
+from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.target import Target
 
 
@@ -94,13 +95,22 @@ def _chain(
     steps: int,
 ) -> Iterator[torch.Tensor]:
     """The head's states at ``rows``, ``[R, H]``, for every step; one layer goes on from its own states, of
-    several each runs over all rows."""
+    several each runs over all rows, and masks are rows of one pass."""
     variant, positions = head.config.layer.attention, torch.arange(len(features), device=ids.device)
 
     def embeds(at: torch.Tensor) -> torch.Tensor:
         return target.embed(ids[at.clamp(max=len(ids) - 1)]).to(features.dtype)
 
-    if len(head.blocks) > 1:
+    if isinstance(head, PEagleHead):
+        inputs = head.midlayer.inputs(features, embeds(positions + 1))
+
+        def attention() -> tuple[RowAttend, RowAttend]:
+            attend = RowAttend(rows, variant)
+            return attend, attend
+
+        yield from head.chain(inputs, positions, rows, steps, attention)
+        return
+    if head.step_form is StepForm.MODULES:
         for step in range(steps):
             attend = RowAttend(rows, variant)
             features = head(features, embeds(positions + 1 + step), positions + step, attend, step)

@@ -1,0 +1,184 @@
+"""Drafting all steps in one pass over masks (P-EAGLE, arXiv 2602.01469): chains, made during draft-extend.
+
+Legend: B requests, M emitted rows of a window, D drafted tokens, H hidden, L tokens in the target's pool.
+
+The window of draft-extend has the M emitted tokens and, behind them, D - 1 masks. Row n, the last emitted
+one, drafts the first token, and mask j the one j further: it has the position n + j, and attends to the rows
+up to n and to the masks up to itself. Entries of emitted tokens are committed, those of masks stay in the
+scratch. The chain to propose is then ready.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.sampling import SamplingBatch
+from eagle_kit.kernels.transfer import to_device
+from eagle_kit.kernels.tree_build import chain_build
+from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.models.heads.p_eagle import PEagleHead
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+from eagle_kit.speculation.propose.drafter import Drafter, Missed
+from eagle_kit.speculation.state import CycleState
+
+
+class MaskedState(NamedTuple):
+    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``."""
+
+    tokens: torch.Tensor
+
+
+class MaskedDrafter(Drafter):
+    """A head whose later steps are masks. The candidates that it keeps are the D tokens of the chain."""
+
+    model: HeadDraftModel
+    can_wait = False
+
+    def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
+        super().__init__(model, vocab_size, layout)
+        assert isinstance(model.head, PEagleHead)
+        self.head = model.head
+        with torch.no_grad():
+            self.masks = self.head.mask_inputs()
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        most = MAX_WINDOW // 2
+        if shape.topk > 1 or shape.steps > most:
+            steps = min(shape.steps, most)
+            raise UserError(
+                f"The shape {shape} was given for a draft of all steps in one pass, which is a chain of at "
+                f"most {most} steps.",
+                f"Use a chain such as {SpecShape(steps, 1, steps + 1)}.",
+            )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`."""
+        return SpecShape(5, 1, 6)
+
+    @classmethod
+    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
+        """See :class:`Drafter`; D, the steps of the longest chain."""
+        return max(1, *(shape.steps for shape in shapes))
+
+    def num_appended(self, num_candidates: int) -> int:
+        """See :class:`Drafter`."""
+        return num_candidates - 1
+
+    def empty_state(self, count: int, topk: int) -> MaskedState:
+        """See :class:`Drafter`."""
+        return MaskedState(torch.zeros(count, topk, dtype=torch.int64, device=self.model.device))
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`: None, a chain ranks nothing."""
+        return None
+
+    def propose(
+        self,
+        state: CycleState,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> DraftOutput:
+        """Return the chain that draft-extend has made; ``shape`` must have at most D steps."""
+        assert isinstance(state.draft, MaskedState)
+        assert shape.topk == 1 and shape.steps <= state.draft.tokens.shape[1]
+        return DraftOutput(chain_build(state.roots, state.draft.tokens[:, : shape.steps]), Deterministic())
+
+    def extend(
+        self, state: CycleState, missed: Missed, last: torch.Tensor, topk: int, num_columns: int
+    ) -> MaskedState:
+        """See :class:`Drafter`; ``topk`` is D."""
+        features, tokens, num_committed = missed
+        b, length = tokens.shape
+        embedding = self.model.target.embed_tokens.weight
+        inputs = self.head.midlayer.inputs_of(features.flatten(0, 1), None, tokens.reshape(-1), embedding)
+        read = self._window(inputs, state.page_table, state.seq_lens, last + 1, topk, num_columns)
+        nodes = self.numbers[:length].expand(b, length)
+        self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
+        return self._drafted(read, topk)
+
+    def prefill(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        topk: int,
+    ) -> MaskedState:
+        """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
+        stored."""
+        read = self._read_prompt(out, ids, next_ids, segments, last).read
+        if topk == 1 or not len(last):
+            return self._drafted(read, 1 if topk == 1 else len(read))
+        ends = list(accumulate(segment.stop - segment.start for segment in segments))
+        stops = [segment.stop for segment in segments]
+        which = torch.searchsorted(to_device(ends, last.device), last, right=True)
+        nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
+        masks = self._window(
+            nothing,
+            torch.stack([segment.page_table for segment in segments])[which],
+            to_device(stops, last.device)[which],
+            torch.zeros_like(which),
+            topk,
+            max(stops) + topk,
+        )
+        return self._drafted(torch.cat((read[:, None], masks.view(len(which), topk - 1, -1)), 1), topk)
+
+    def _window(
+        self,
+        emitted: tuple[torch.Tensor, torch.Tensor],
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        counts: torch.Tensor,
+        drafted: int,
+        num_columns: int,
+    ) -> torch.Tensor:
+        """Run emitted rows and masks behind slot ``seq_lens [B]`` -> what the output layer reads of the last
+        emitted row and of all masks, ``[B * D, H]``; where no row is emitted of the masks only, ``[B * (D -
+        1), H]``.
+
+        Args:
+            emitted: inputs of attention and residuals of ``[B * M]`` rows, M may be 0.
+            counts: int64 ``[B]``, valid rows of each request.
+            drafted: D.
+        """
+        b, num_masks = len(seq_lens), drafted - 1
+        length = len(emitted[0]) // b
+        size, first = length + num_masks, 1 - self.model.first_slot
+        inputs = [
+            torch.cat((rows.view(b, length, rows.shape[1]), mask.expand(b, num_masks, -1)), 1).flatten(0, 1)
+            for rows, mask in zip(emitted, self.masks, strict=True)
+        ]
+        offsets = torch.cat(
+            (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:num_masks]), 1
+        )
+        positions = (seq_lens[:, None] + first + offsets).view(-1)
+        # Bit j is row j: a mask sees the valid rows, and the masks behind them up to itself.
+        valid = (1 << counts[:, None]) - 1
+        bits = torch.cat(
+            (
+                self.chain_bits[:length].expand(b, length),
+                valid | (self.chain_bits[:num_masks] << length),
+            ),
+            1,
+        )
+        attend = self.kv.window_attend(page_table, seq_lens + 1, bits, size, num_columns)
+        own = self.numbers[length:size].expand(b, num_masks)
+        wanted = own if not length else torch.cat((counts[:, None] - 1, own), 1)
+        wanted = (wanted + size * self.numbers[:b, None]).view(-1)
+        return self.head.step((inputs[0], inputs[1]), positions, attend, wanted=wanted).read
+
+    def _drafted(self, read: torch.Tensor, count: int) -> MaskedState:
+        """Best tokens of ``count`` rows a request of ``read [B * count, H]``."""
+        return MaskedState(self._candidates(read.reshape(-1, read.shape[-1]), 1)[0].view(-1, count))
