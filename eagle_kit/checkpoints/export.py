@@ -133,7 +133,7 @@ def served_by(name: str) -> Served:
     packaged = PACKAGED_TARGETS.get(name.lower())
     hub_id = packaged.hub_id if packaged else split_revision(without_folders(name))[0]
     config, architectures = read_target_config(folder), read_object(folder / "config.json")["architectures"]
-    return Served(config, hub_id, tuple(architectures))
+    return Served(config, hub_id, tuple(architectures), folder)
 
 
 def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None) -> DraftFiles:

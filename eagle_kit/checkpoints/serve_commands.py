@@ -4,6 +4,7 @@ Flags are those of SGLang 0.5.23 (``sglang/srt/arg_groups/fields/spec.py``) and 
 (``vllm/config/speculative.py``).
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -67,5 +68,5 @@ def _vllm(draft: DraftInfo, folder: str) -> str:
     """vLLM drafts chains; of a tree's steps a chain as long is rarely worth the last one."""
     kind, shape = draft.kind, draft.shape
     count = shape.steps if shape.topk == 1 else shape.steps - 1
-    config = f'{{"method": "{kind.vllm_method}", "model": "{folder}", "num_speculative_tokens": {count}}}'
-    return f"vllm serve {draft.hub_id} --speculative-config '{config}'"
+    config = {"method": kind.vllm_method, "model": folder, "num_speculative_tokens": count}
+    return f"vllm serve {draft.hub_id} --speculative-config '{json.dumps(config | dict(kind.vllm_options))}'"

@@ -238,7 +238,14 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
             "Write the one that the head was trained with into it.",
         )
     extra = read_table(read_table(config, OWN, where), "extra", where)
-    flags = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "target_hidden_size")
+    flags = (
+        "fc_norm",
+        "norm_output",
+        "norm_before_residual",
+        "norm_before_fc",
+        "target_hidden_size",
+        "mask_token_id",
+    )
     ids = config.get(LAYER_IDS)
     return {
         **extra,

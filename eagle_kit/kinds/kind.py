@@ -6,7 +6,7 @@ kind in a file of this folder, and a line in :mod:`eagle_kit.kinds.registry`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -121,6 +121,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         head_class: of its module.
         title: for people.
         vllm_method: its name in vLLM's ``--speculative-config``, and the tag of its card.
+        vllm_options: what else it needs there.
         trained_as: the values of ``head.kind`` that train it.
         settings: keys of a training config that have a meaning for it, of those of :data:`KIND_SETTINGS`.
         needs_layers: its first weights are read from the target's layers.
@@ -130,6 +131,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     head_class: type[Head]
     title: ClassVar[str]
     vllm_method: ClassVar[str]
+    vllm_options: ClassVar[Mapping[str, Any]] = {}
     trained_as: ClassVar[tuple[str, ...]]
     settings: ClassVar[frozenset[str]]
     needs_layers: ClassVar[bool] = False

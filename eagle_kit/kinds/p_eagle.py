@@ -37,7 +37,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
     """P-EAGLE (arXiv 2602.01469), with Llama layers."""
 
     name, title = "p-eagle", "P-EAGLE draft head"
-    algorithms, vllm_method = ("P-EAGLE",), "eagle3"
+    algorithms, vllm_method, vllm_options = ("P-EAGLE",), "eagle3", {"parallel_drafting": True}
     config_class, head_class = PEagleConfig, PEagleHead
     speculators_model_type = "peagle"
     trained_as = ("p-eagle",)
@@ -102,13 +102,12 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         if MASK_HIDDEN in tensors:  # its published shapes differ in leading ones
             tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
         embedding = copies.get(EMBEDDING)
-        if MASK_EMBEDDING not in tensors and embedding is not None and config.mask_token_id < len(embedding):
-            tensors[MASK_EMBEDDING] = embedding[config.mask_token_id].clone()
+        row = config.mask_token_id
+        if embedding is not None and row < len(embedding):
+            tensors.setdefault(MASK_EMBEDDING, embedding[row].clone())
             if target is not None:  # the rest is what must be the target's
-                copies[EMBEDDING] = embedding.clone()
-                copies[EMBEDDING][config.mask_token_id] = target.embed_tokens.weight[config.mask_token_id].to(
-                    embedding.device, embedding.dtype
-                )
+                theirs = target.embed_tokens.weight[row].to(embedding.device, embedding.dtype)
+                copies[EMBEDDING] = embedding.index_copy(0, torch.tensor([row]), theirs[None])
         return found._replace(copies=copies)
 
     def describe(self, config: PEagleConfig, dtype: str) -> str:

@@ -23,6 +23,7 @@ from eagle_kit.kinds.fused_states import (
     LAYER_IDS,
     LLAMA_LAYER,
     OUTPUT_BIAS,
+    FusedStatesKind,
     flatten_config,
     is_usual,
     numbering,
@@ -69,7 +70,11 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     Raises:
         UserError: the peer has no place for a part of the head, or would read it otherwise.
     """
-    config = EAGLE3.read_config(files)
+    return write_fused(EAGLE3.read_config(files), files, peer, served)
+
+
+def write_fused(config: Eagle3Config, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
+    """:func:`write` of any head of ``config`` that reads fused states."""
     _check(config, files, peer)
     raw, tensors = dict(files.config), dict(files.tensors)
     ids = list(config.aux_layer_ids)
@@ -194,7 +199,14 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
         UserError: a part that our head has not; missing, unexpected or misshapen tensors; layer ids that
             cannot be known.
     """
-    raw = flatten_config(files.config, files.where)
+    return read_fused(EAGLE3, files, peer, target)
+
+
+def read_fused(
+    kind: FusedStatesKind[Any, Any], files: DraftFiles, peer: Format, target: TargetConfig | None
+) -> DraftFiles:
+    """:func:`read` of any kind of head that reads fused states."""
+    raw = flatten_config(files.config, files.where, kind.speculators_model_type)
     eagle = dict(raw.get("eagle_config") or {})
     if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
         del eagle[LAYER_IDS]
@@ -203,9 +215,9 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
     own = files.own
     is_ours = own.pop("format", None) is not None
     flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
-    config = EAGLE3.read_config(flat, target)
-    found = EAGLE3.weights(flat, config)
-    ours = EAGLE3.write_config(config)
+    config = kind.read_config(flat, target)
+    found = kind.weights(flat, config)
+    ours = kind.write_config(config)
     if found.borrows_output:
         ours["draft_vocab_size"] = None
     if is_ours:  # keys that we do not know were ours already

@@ -3,11 +3,14 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.kind import EMBEDDING
+from eagle_kit.kinds.support.files import FolderTensors
 from eagle_kit.models.config import TargetConfig
 
 Format = Literal["eagle-kit", "sglang", "vllm", "speculators", "eagle"]
@@ -25,16 +28,25 @@ class Served:
         config: its sizes; None when it is not at hand.
         name: a hub id or a name.
         architectures: as in its config.json; empty when unknown.
+        folder: of its files; None when they are not at hand.
     """
 
     config: TargetConfig | None = None
     name: str = ""
     architectures: tuple[str, ...] = ()
+    folder: Path | None = None
 
     @property
     def family(self) -> str:
         """``model_type``; empty when unknown."""
         return "" if self.config is None else self.config.model_type
+
+    def embedding(self) -> torch.Tensor | None:
+        """Its embedding ``[V, H]`` on the CPU; None when it is not at hand. Raises UserError for a file that
+        cannot be read."""
+        tensors = {} if self.folder is None else FolderTensors(self.folder)
+        names = [name for name in tensors if name.endswith(EMBEDDING)]
+        return tensors[names[0]] if len(names) == 1 else None
 
 
 def refuse(peer: Format, reason: str, remedy: str = "Export it in another format.") -> NoReturn:

@@ -3,10 +3,15 @@
 from types import ModuleType
 from typing import Any
 
-from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp, own
+from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp, own, p_eagle
 from eagle_kit.kinds.kind import HeadKind
 
-CONVERTERS: dict[str, ModuleType] = {"eagle3": eagle3, "eagle1": eagle1, "mtp": mtp}
+CONVERTERS: dict[str, ModuleType] = {
+    "eagle3": eagle3,
+    "p-eagle": p_eagle,
+    "eagle1": eagle1,
+    "mtp": mtp,
+}
 """Name of a kind -> its module here, with ``layout``, ``read`` and ``write``."""
 
 
