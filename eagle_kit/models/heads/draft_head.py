@@ -8,6 +8,7 @@ embedding of the token *after* it, and predicts the token after that one. Its de
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Self
 
@@ -114,6 +115,11 @@ class DraftHead(nn.Module, ABC):
     def step_form(self) -> StepForm:
         """How its steps come about."""
         return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
+
+    @property
+    def plain(self) -> Sequence[nn.Module]:
+        """Decoder layers behind a block, over its states."""
+        return ()
 
     @property
     def attentions(self) -> list[Attention | LatentAttention]:

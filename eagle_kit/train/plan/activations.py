@@ -55,6 +55,10 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
     layer = draft.layer
     if draft.num_modules > 1:
         return steps * tokens * (row.before + row.behind + row.key)
+    if (layers := draft.cache.num_layers) > 1:
+        everywhere = tokens + (steps - 1) * rows
+        own = rows * row.key * steps * (steps - 1) / 2
+        return layers * (everywhere * (row.before + row.behind + row.key) + own)
     shares = numerics.operand == FP32 and not numerics.is_gpu
     if shares and layer.mla is None:  # keys and values are views of the tensors they were made in
         prefix = tokens * (2 * layer.num_heads * layer.head_dim * FP32 + 1.5 * row.key)

@@ -66,7 +66,8 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
 
     Counted: the teacher's logits over Vd at R rows once; the head's fusion, keys and values at T tokens and
     everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). Of several
-    layers each runs over T tokens. A backward pass is twice its forward, but the fusion's input needs no
+    layers each runs over T tokens, and those behind the first over the rows of all steps too (what P-EAGLE
+    drops of them is not counted). A backward pass is twice its forward, but the fusion's input needs no
     gradient.
     """
     sizes, T, R = head_sizes(draft), work.tokens, work.rows
@@ -76,8 +77,12 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
     if sizes.num_layers > 1:
         everywhere = keys + 2.0 * sizes.behind + attention
         return flops + 3.0 * work.steps * (T * everywhere + R * 2.0 * sizes.output)
+    later = (work.steps - 1) * R
+    if sizes.num_plain:
+        everywhere = keys + 2.0 * (sizes.behind + sizes.plain) + (1 + sizes.num_plain) * attention
+        return flops + 3.0 * ((T + later) * everywhere + (R + later) * 2.0 * sizes.output)
     flops += 3.0 * (T * keys + R * row)
-    return flops + 3.0 * (work.steps - 1) * R * (keys + row)
+    return flops + 3.0 * later * (keys + row)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class HeadSizes(NamedTuple):
     """Matmul weights that a row meets: of ``fuse``, of one layer ``before`` and ``behind`` its attention, of
     the ``output`` layer; ``attended``, products of a row with each key, over all heads; ``inner``, values of
     a row between the matmuls of its MLP; ``total`` weights, and the layers, one for each step, or one for
-    all."""
+    all; ``plain``, matmul weights of the ``num_plain`` layers behind it."""
 
     fuse: int
     before: int
@@ -27,6 +27,8 @@ class HeadSizes(NamedTuple):
     inner: int
     total: int
     num_layers: int
+    plain: int
+    num_plain: int
 
 
 def num_weights(target: TargetConfig) -> tuple[int, int]:
@@ -62,6 +64,8 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
         inner=inner,
         total=sum(parameter.numel() for parameter in head.parameters()),
         num_layers=len(head.blocks),
+        plain=sum(_met(parameter, layer) for plain in head.plain for parameter in plain.parameters()),
+        num_plain=len(head.plain),
     )
 
 

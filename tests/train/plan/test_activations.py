@@ -12,6 +12,7 @@ from eagle_kit.kernels.backend import triton_available, use
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.train.algorithm.loss import LOSS_BLOCK, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import TargetFeatures
@@ -19,13 +20,15 @@ from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 from eagle_kit.train.plan.activations import Numerics, saved_bytes, training_bytes
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}
-KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp")
+KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp", "p-eagle")
 
 
 def make_head(kind):
     llama = tiny_target(vocab_size=901, **LLAMA).config
     raw = v3(hidden_size=64, vocab_size=701).to_dict()
     deepseek = TargetConfig.from_dict({**raw, "architectures": ["DeepseekV3ForCausalLM"]})
+    if kind == "p-eagle":
+        return PEagleHead(PEagleConfig.for_target(llama, 601, num_layers=3))
     if kind == "llama":
         return Eagle3Head(Eagle3Config.for_target(llama, 601))
     if "mtp" in kind:

@@ -6,6 +6,7 @@ import torch
 from eagle_kit.config.train import DataConfig, TrainConfig
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
@@ -73,6 +74,13 @@ def test_arithmetic_of_the_head_grows_with_steps() -> None:
     per_step = head_flops(draft, Workload(128, 70, 5, 40)) - head_flops(draft, WORK)
     matmuls = 6 * 70 * (2 * 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100 + 48 * 64)
     assert per_step == pytest.approx(matmuls + 3 * 70 * 4 * 40 * 48)
+
+
+def test_arithmetic_of_a_layer_behind_the_first_is_that_of_all_rows_of_all_steps() -> None:
+    two, three = (PEagleConfig.for_target(TARGET, 64, num_layers=n) for n in (2, 3))
+    work = Workload(128, 70, 5, 0)
+    matrices = 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100
+    assert head_flops(three, work) - head_flops(two, work) == 6 * (128 + 4 * 70) * matrices
 
 
 def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
