@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_hybrid, tiny_target
+from tiny import tiny_head, tiny_hybrid, tiny_p_eagle, tiny_target
 from tiny_cycle import (
     BATCH,
     POLICIES,
@@ -44,6 +44,12 @@ def test_no_policy_needs_the_host(shape, options, sampling, backend):
 @pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
 def test_recurrent_layers_need_no_host(shape, backend):
     _trace(backend, "greedy", shape, target=tiny_hybrid())
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("shape", ["1,1,2", "5,1,6"])
+def test_masks_need_no_host(shape, backend):
+    _trace(backend, "greedy", shape, make_head=tiny_p_eagle)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -91,9 +97,9 @@ def _trace(backend: str, sampling: str, shape: str, **options) -> None:
     assert [t.shape for t in out.state[:4]] == [t.shape for t in state[:4]]
 
 
-def _engine(shape: str, target=None, **options):
+def _engine(shape: str, target=None, make_head=tiny_head, **options):
     target = target or tiny_target()
-    engine = cycle_engine(target, head_draft(target), shape, **options)
+    engine = cycle_engine(target, head_draft(target, make_head), shape, **options)
     return target, engine, SpecShape.parse(shape), cycle_settings(engine, shape)
 
 

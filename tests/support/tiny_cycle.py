@@ -34,9 +34,9 @@ def cycle_engine(target, draft: HeadDraftModel, shape: str, **options) -> Engine
     return engine
 
 
-def head_draft(target) -> HeadDraftModel:
-    """A random EAGLE-3 head for ``target``."""
-    return HeadDraftModel(tiny_head(target), target)
+def head_draft(target, make_head=tiny_head) -> HeadDraftModel:
+    """A random head for ``target``, by default EAGLE-3's."""
+    return HeadDraftModel(make_head(target), target)
 
 
 def cycle_settings(engine: Engine, shape: str) -> CycleSettings:

@@ -1,18 +1,23 @@
 """Chains drafted in one pass over masks: the published forward's, and text that is that of plain decoding."""
 
+import re
+
 import pytest
 import torch
 from published_p_eagle import PublishedPEagle
 from tiny import tiny_p_eagle, tiny_target
 from tiny_engine import PROMPTS, decode, make_engine, serve
+from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import write_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.kinds.p_eagle import P_EAGLE
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
@@ -113,6 +118,15 @@ def test_a_cached_prefix_has_the_drafts_entries(models):
     assert second.num_cached_tokens == 20
     (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
     assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)
+
+
+def test_replies_match_their_grammar(tmp_path):
+    target = load_target(make_target(tmp_path / "target"))
+    head, tokenizer = tiny_p_eagle(target, 250), load_tokenizer(tmp_path / "target")
+    llm = LLM(target, head, tokenizer=tokenizer, max_context=300, max_batch_size=2)
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cd){3}[0-9]{2}"))
+    plain, drafted = (llm.generate(["Tell me."], params, shape=shape)[0] for shape in ("none", "4,1,5"))
+    assert re.fullmatch("(ab|cd){3}[0-9]{2}", drafted.text) and drafted.token_ids == plain.token_ids
 
 
 @pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
