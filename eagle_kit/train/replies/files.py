@@ -49,7 +49,11 @@ def left_out_path(path: Path) -> Path:
 
 
 def check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
-    """Raise UserError when the replies that are there were made with other settings."""
+    """Raise UserError when the replies of an earlier run were made with other settings.
+
+    Args:
+        num_found: conversations that it wrote or left out; of 0 there is nothing to compare.
+    """
     before = LATER_SETTINGS | read_object(settings_path(path), ANOTHER_FILE) if num_found else {}
     for name, value in settings.items():
         if before.get(name, value) != value and "" not in (before[name], value):

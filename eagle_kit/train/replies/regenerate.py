@@ -169,7 +169,8 @@ def regenerate(
 
     Raises:
         UserError: an unreadable source, or an ``out`` that holds something else, replies that were made
-            otherwise, with the setting, or is being written.
+            otherwise, with the setting, or is being written, or is gone while its list of what was left out
+            is there.
     """
     path = Path(out)
     check_out(path)
@@ -187,9 +188,15 @@ def _continue(
     done = read_done(path)
     report.num_found = sum(done.values())
     settings = options.settings(source, target)
-    check_settings(path, settings, report.num_found)
     left_out = left_out_path(path)
-    for key, reason, is_shortened in read_left_out(left_out):
+    not_again = read_left_out(left_out)
+    if not_again and not path.exists():
+        raise UserError(
+            f"{left_out} lists what was left out of {path}, which does not exist.",
+            f"Remove it to begin anew, or restore {path.name}.",
+        )
+    check_settings(path, settings, report.num_found + len(not_again))
+    for key, reason, is_shortened in not_again:
         (report.shortened if is_shortened else report.left_out)[reason] += 1
         if not is_shortened:
             done[key] += 1

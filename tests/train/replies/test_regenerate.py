@@ -342,6 +342,21 @@ def test_refusals_and_cut_replies_are_left_out_when_asked_and_not_asked_again(tm
         _ask(tmp_path, UNWANTED, skip_truncated=True)
 
 
+def test_settings_are_compared_where_everything_was_left_out(tmp_path):
+    source, out = _source(tmp_path, [["long one"], ["long two"]]), tmp_path / "out.jsonl"
+    short = SamplingParams(max_tokens=16, seed=0)
+    assert _run(Parrot(), source, out, skip_truncated=True, sampling=short).num_written == 0
+    before = (tmp_path / "out.settings.json").read_text()
+    with pytest.raises(UserError, match="max_tokens 16, but now it is 512"):
+        _run(Parrot(), source, out, skip_truncated=True)
+    assert (tmp_path / "out.settings.json").read_text() == before
+    out.unlink()
+    with pytest.raises(UserError, match="left-out.jsonl lists what was left out of .*, which does not exist"):
+        _run(Parrot(), source, out, skip_truncated=True, sampling=short)
+    (tmp_path / "out.left-out.jsonl").unlink()
+    assert _run(Parrot(), source, out).num_written == 2
+
+
 def test_near_duplicates_and_test_prompts_are_left_out_and_counted(tmp_path):
     long = "Write a short story about a cat who learns to sail a boat across the wide grey sea"
     asked = [
