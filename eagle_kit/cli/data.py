@@ -69,7 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     left_out = regenerate.add_argument_group("left out, and counted in the manifest")
     left_out.add_argument("--skip-refusals", action="store_true", help="replies that begin as refusals do")
-    left_out.add_argument("--skip-truncated", action="store_true", help="replies cut at --max-tokens")
+    left_out.add_argument(
+        "--skip-truncated", action="store_true", help="replies cut at --max-tokens or by the context"
+    )
     left_out.add_argument(
         "--near-duplicates",
         type=float,

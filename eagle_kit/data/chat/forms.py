@@ -32,6 +32,8 @@ from eagle_kit.data.chat.messages import (
 )
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+WHOLE = ("stop", "tool_calls", "function_call", "eos_token")
+"""Finish reasons of a reply that came to its own end: OpenAI's, and text-generation-inference's."""
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
@@ -44,9 +46,9 @@ class Conversation:
         messages: as chat templates take them.
         tools: definitions that the template shows the model.
         chat_template_kwargs: further arguments of the template.
-        complete: False when the last reply was cut off by a length limit, so that its end must not be
-        learned. from_start: False when the record began with replies to something it does not hold, which
-            were left out.
+        complete: False when the last reply did not come to its own end, so that its end must not be learned.
+        from_start: False when the record began with replies to something it does not hold, which were left
+            out.
         category: the record's own, or empty.
         remarks: what of the record was left out or read otherwise than it stands.
     """
@@ -99,7 +101,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
         where,
         tools,
         _template_kwargs(record.get("chat_template_kwargs", {})),
-        complete=reasons[-1] != "length",
+        complete=reasons[-1] in WHOLE,
         from_start=len(kept) == len(messages),
         category=category if isinstance(category, str) else "",
         remarks=tuple(remarks),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.forms import WHOLE, Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Message, on_the_wire
 from eagle_kit.train.replies.responder import Reply
 
@@ -19,7 +19,11 @@ REFUSAL = re.compile(
     rf"\A\W*(?:{OPENING}.{{0,60}}?\b)?{CANNOT} (?:\w+ )?(?:{DEEDS})(?! but\b)", re.IGNORECASE | re.DOTALL
 )
 """Beginning of a refusal, as English replies have it; a rule of thumb."""
-TRUNCATED, REFUSED = "a reply was cut at max_tokens", "a reply refuses"
+CUT = ("length", "context")
+"""Finish reasons of a reply cut at ``max_tokens``, and at the end of the engine's context."""
+FAILED = ("error", "abort")
+"""Finish reasons of a reply that is never kept: the target failed, or somebody ended it."""
+TRUNCATED, REFUSED = "a reply was cut at max_tokens or the context's end", "a reply refuses"
 
 
 @dataclass
@@ -60,9 +64,11 @@ class Dialogue:
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
     def take(self, reply: Reply, *, skip_refusals: bool, skip_truncated: bool) -> None:
-        """Put the next messages and their reply into the conversation; a cut, empty or unwanted reply ends
-        it, and the last is left out."""
-        if skip_truncated and reply.finish_reason == "length":
+        """Put the next messages and their reply into the conversation; a cut, empty, failed or unwanted reply
+        ends it, and the last two are left out."""
+        if reply.finish_reason in FAILED:
+            return self.end(f"a reply ended with {reply.finish_reason}")
+        if skip_truncated and reply.finish_reason in CUT:
             return self.end(TRUNCATED)
         if skip_refusals and is_refusal(reply.text):
             return self.end(REFUSED)
@@ -72,7 +78,7 @@ class Dialogue:
         if reply.tool_calls:
             said["tool_calls"] = reply.tool_calls
         self.prompt = replace(self.prompt, messages=[*self.ask().messages, said])
-        is_whole = reply.finish_reason in ("stop", "tool_calls") and (reply.text.strip() or reply.tool_calls)
+        is_whole = reply.finish_reason in WHOLE and (reply.text.strip() or reply.tool_calls)
         self.waiting = self.waiting[1:] if is_whole else []
         self.finish_reasons.append(reply.finish_reason)
         self.ids = reply.ids or []

@@ -71,8 +71,10 @@ def test_names_of_roles_are_understood(role: str, meaning: str) -> None:
 
 def test_a_reply_cut_off_by_its_length_is_marked() -> None:
     assert to_conversation(MESSAGES, "x").complete
-    assert not to_conversation(MESSAGES | {"finish_reasons": ["stop", "length"]}, "x").complete
-    assert to_conversation(MESSAGES | {"finish_reasons": ["length", "stop"]}, "x").complete
+    for reason in ("length", "context", "error", "abort", "content_filter", "unknown"):
+        assert not to_conversation(MESSAGES | {"finish_reasons": ["stop", reason]}, "x").complete
+    for reason in ("stop", "tool_calls"):
+        assert to_conversation(MESSAGES | {"finish_reasons": ["length", reason]}, "x").complete
 
 
 BAD = [

@@ -15,13 +15,14 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
-from eagle_kit.train.replies.dialogue import is_refusal, script
+from eagle_kit.train.replies.dialogue import TRUNCATED, is_refusal, script
 from eagle_kit.train.replies.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
 from eagle_kit.train.replies.responder import EngineResponder
 
 
 class Parrot:
-    """Answers with the last user turn reversed; a turn that contains "long" is cut off at max_tokens."""
+    """Answers with the last user turn reversed; a turn that contains "long" is cut off at max_tokens, "brim"
+    at the end of the context, "ill" fails, and "gone" is aborted."""
 
     max_batch_size = 2
     max_context = 60
@@ -41,7 +42,8 @@ class Parrot:
                 raise KeyboardInterrupt
             turn = "".join(map(chr, prompts[i])).rpartition("u")[2]
             reply = turn[::-1]
-            reason = "length" if "long" in turn else "stop"
+            ends = {"long": "length", "brim": "context", "ill": "error", "gone": "abort"}
+            reason = next((ends[word] for word in ends if word in turn), "stop")
             on_finish(i, RequestOutput(prompts[i], [ord(char) for char in reply], reply, reason))
 
 
@@ -333,8 +335,8 @@ def test_refusals_and_cut_replies_are_left_out_when_asked_and_not_asked_again(tm
     records, report, manifest = _ask(tmp_path, UNWANTED, llm, **options)
     assert [r["messages"][0]["content"] for r in records] == ["Hi", "Bye"]
     assert [len(r["messages"]) for r in records] == [2, 2]
-    assert manifest["left_out"] == {"a reply refuses": 1, "a reply was cut at max_tokens": 1}
-    assert manifest["shortened"] == {"a reply was cut at max_tokens": 1} and manifest["conversations"] == 2
+    assert manifest["left_out"] == {"a reply refuses": 1, TRUNCATED: 1}
+    assert manifest["shortened"] == {TRUNCATED: 1} and manifest["conversations"] == 2
     assert len(llm.prompts) == 5 and report.num_written == 1
     straight, _, whole = _ask(tmp_path, UNWANTED, out="straight", **options)
     assert straight == records and whole["left_out"] == manifest["left_out"]
@@ -355,6 +357,20 @@ def test_settings_are_compared_where_everything_was_left_out(tmp_path):
         _run(Parrot(), source, out, skip_truncated=True, sampling=short)
     (tmp_path / "out.left-out.jsonl").unlink()
     assert _run(Parrot(), source, out).num_written == 2
+
+
+def test_failed_replies_are_left_out_and_those_cut_by_the_context_when_asked(tmp_path):
+    turns = [["brim"], ["ill"], ["gone"], ["ok", "ill"], ["ok", "brim", "more"]]
+    source = _source(tmp_path, turns)
+    failed = {"a reply ended with error": 1, "a reply ended with abort": 1}
+    report = _run(Parrot(), source, tmp_path / "all.jsonl", max_turns=3)
+    reasons = {r["id"]: r["finish_reasons"] for r in _records(tmp_path / "all.jsonl")}
+    assert reasons == {"c0": ["context"], "c3": ["stop"], "c4": ["stop", "context"]}
+    assert report.left_out == failed and report.shortened == {"a reply ended with error": 1}
+    report = _run(Parrot(), source, tmp_path / "whole.jsonl", max_turns=3, skip_truncated=True)
+    assert [r["finish_reasons"] for r in _records(tmp_path / "whole.jsonl")] == [["stop"], ["stop"]]
+    assert report.left_out == {**failed, TRUNCATED: 1}
+    assert report.shortened == {"a reply ended with error": 1, TRUNCATED: 1}
 
 
 def test_near_duplicates_and_test_prompts_are_left_out_and_counted(tmp_path):
