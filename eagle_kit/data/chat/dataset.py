@@ -33,7 +33,7 @@ from eagle_kit.data.chat.vocab_map import (
 )
 from eagle_kit.models.loading.source import cache_folder
 
-FORMAT = 4
+FORMAT = 5
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 MOST_CATEGORIES = 16
 """Categories of a source's records that are counted apart; where there are more, none is."""

@@ -23,6 +23,7 @@ from eagle_kit.data.chat.template import chat_template, check_prompt, end_names,
 
 THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
 OPENING = re.compile(r"<think>\s*\Z")
+TAG = re.compile(r"\A\s*<think>\n?")
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
 TOO_LATE = "replies beyond max_length are left out"
@@ -63,7 +64,8 @@ def tokenize_chat(
         raise Unusable("no assistant turn")
     if turns[0] == 0:
         raise Unusable("it starts with a reply")
-    if any(is_empty(conversation.messages[turn]) for turn in turns):
+    whole = turns[:-1] if _begun_thought(tokenizer, conversation, turns[-1]) else turns
+    if any(is_empty(conversation.messages[turn]) for turn in whole):
         raise Unusable("an empty reply")
     check_prompt(tokenizer, conversation.prompt(turns[-1] + 1))
     noted: Counter[str] = Counter()
@@ -88,14 +90,31 @@ def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: C
     rows: list[_Row] = []
     for turn in turns:
         prompt = render(tokenizer, conversation.prompt(turn), generation_prompt=True)
-        reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
-        if turn == turns[-1] and not conversation.complete and is_ended:
-            reply = reply.removesuffix(next(end for end in ends if reply.endswith(end)))
+        is_last = turn == turns[-1]
+        if is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
+            reply = TAG.sub("", begun) if OPENING.search(prompt) else begun
+        else:
+            reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
+            if is_last and is_ended and not conversation.complete:
+                reply = reply.removesuffix(next(end for end in ends if reply.endswith(end)))
         if not rows or not prompt.startswith(rows[-1].text):
             rows.append(_Row(""))
         rows[-1].text = prompt + reply
         rows[-1].spans.append((len(prompt), len(prompt) + len(reply)))
     return rows
+
+
+def _begun_thought(tokenizer: Any, conversation: Conversation, turn: int) -> str:
+    """The last reply, the assistant's message number ``turn``, as it was generated if it was cut before its
+    thought ended: the template would end the thought, and take what there is of it for the answer. Empty for
+    any other reply."""
+    message = conversation.messages[turn]
+    thought, text = message.get("reasoning_content"), message["content"]
+    knows_thoughts = "</think>" in chat_template(tokenizer, conversation.tools)
+    has_ended = "</think>" in text or "tool_calls" in message or (thought and text.strip())
+    if conversation.complete or not knows_thoughts or has_ended:
+        return ""
+    return f"<think>\n{thought}" if thought else text
 
 
 def _until_end(reply: str, ends: list[str]) -> tuple[str, bool]:
@@ -130,7 +149,7 @@ def _reply(tokenizer: Any, conversation: Conversation, turn: int, prompt: str, n
         return _behind_mark(text, through(_changed(message)), mark, thought)
     if "reasoning_content" in message or not thought:
         thought = f"<think>\n{_without_tags(thought)}\n</think>\n\n"
-    written = re.sub(r"\A\s*<think>\n?", "", thought)
+    written = TAG.sub("", thought)
     return (written if opening else f"<think>\n{written}") + bare[len(head) :]
 
 

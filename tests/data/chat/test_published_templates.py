@@ -141,6 +141,34 @@ def test_thoughts_that_deepseek_r1_never_renders_are_written_as_the_model_writes
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message", "expected"),
+    [
+        ("deepseek_r1", {}, {"content": "I add two and"}, "I add two and"),
+        ("deepseek_r1", {}, {"content": "<think>\nI add two and"}, "I add two and"),
+        ("deepseek_r1", {}, {"content": "", "reasoning_content": "I add two"}, "I add two"),
+        ("deepseek_r1", {}, {"content": "I add.\n</think>\n\nIt is"}, "I add.\n</think>\n\nIt is"),
+        ("qwen3", {}, {"content": "<think>\nI add two and"}, "<think>\nI add two and"),
+        ("qwen3", {}, {"content": "", "reasoning_content": "I add two"}, "<think>\nI add two"),
+        ("qwen3", {}, {"content": "It is", "reasoning_content": "Add."}, "<think>\nAdd.\n</think>\n\nIt is"),
+        ("qwen3", {"enable_thinking": False}, {"content": "It is"}, "It is"),
+        ("chatml", {}, {"content": "It is"}, "It is"),
+    ],
+)
+def test_a_reply_cut_off_in_its_thought_is_learned_as_it_was_generated(
+    name: str, kwargs: dict, message: dict, expected: str
+) -> None:
+    """An earlier whole turn, then the cut one; behind its prompt stands what the target wrote and no more."""
+    last = {"role": "assistant", **message}
+    messages = [*THOUGHTS[:1], {"role": "assistant", "content": "Four."}, THOUGHTS[2], last]
+    record = {"messages": messages, "chat_template_kwargs": kwargs, "finish_reasons": ["stop", "length"]}
+    row = rows_of(name, to_conversation(record, "x"))[-1]
+    tokenizer = tokenizer_for(name)
+    assert replies(tokenizer, row)[-1] == expected
+    before = row.ids[: np.flatnonzero(row.reply == row.reply.max())[0]].tolist()
+    assert before == served(tokenizer, messages[:3], [], kwargs)
+
+
 def test_thoughts_of_harmony_are_messages_of_their_own_channel() -> None:
     def reply(thought: str, text: str) -> str:
         analysis = f"<|channel|>analysis<|message|>{thought}<|end|>"
