@@ -60,7 +60,8 @@ class RegenerateOptions:
         limit: most conversations that are answered, those of earlier runs and those left out for their
             replies included; None answers all.
         max_turns: human turns answered per conversation.
-        max_prompt_tokens: a turn whose prompt, earlier turns included, is longer ends its conversation.
+        max_prompt_tokens: a turn whose prompt, earlier turns included, is longer than this, or than the
+            responder takes, ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
         samples: conversations from each one of the source.
         chat_template_kwargs: variants of the chat template's arguments, one of which is drawn for every
@@ -259,10 +260,11 @@ def _answer(
         write: called when conversations may have been answered to their end.
     """
 
+    longest = _longest_prompt(responder, options)
     while asking := [dialogue for dialogue in group if dialogue.waiting]:
         for dialogue in asking:
             try:
-                if (responder.num_tokens(dialogue.ask()) or 0) > options.max_prompt_tokens:
+                if (responder.num_tokens(dialogue.ask()) or 0) > longest:
                     dialogue.end()
             except PromptError as error:  # a result of a tool that was not called, say
                 dialogue.end(error.cause)
@@ -287,12 +289,17 @@ def _answer(
         write()  # those that did not fit
 
 
+def _longest_prompt(responder: Responder, options: RegenerateOptions) -> int:
+    """Most tokens of a prompt that is asked: ``max_prompt_tokens``, and what the responder takes."""
+    limits = options.max_prompt_tokens, responder.max_prompt_tokens
+    return min(limit for limit in limits if limit is not None)
+
+
 def _new_dialogues(
     responder: Responder, source: str, options: RegenerateOptions, done: Counter[Key], skipped: SkipLog
 ) -> Iterator[Dialogue]:
     """The conversations of ``source`` that are still to be answered, each once a sample."""
-    limits = options.max_prompt_tokens, responder.max_prompt_tokens
-    longest = min(limit for limit in limits if limit is not None)
+    longest = _longest_prompt(responder, options)
     for number, conversation in enumerate(_chosen(source, options, skipped)):
         if number % options.shard[1] != options.shard[0]:
             continue

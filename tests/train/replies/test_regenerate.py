@@ -99,6 +99,17 @@ def test_a_turn_beyond_the_prompt_limit_ends_its_conversation_and_a_first_one_is
     assert sum(report.skipped.counts.values()) == 1
 
 
+def test_a_later_turn_beyond_the_engines_context_ends_its_conversation(tmp_path):
+    class Strict(Parrot):
+        def generate(self, prompts, params, on_finish):
+            assert all(len(prompt) < self.max_context for prompt in prompts)
+            super().generate(prompts, params, on_finish)
+
+    source = _source(tmp_path, [["abc", "d" * 80], ["f"]])
+    _run(Strict(), source, tmp_path / "out.jsonl")  # max_prompt_tokens 1024
+    assert [len(record["messages"]) for record in _records(tmp_path / "out.jsonl")] == [2, 2]
+
+
 def test_the_same_human_turns_are_answered_once(tmp_path):
     out = tmp_path / "out.jsonl"
     report = _run(Parrot(), _source(tmp_path, [["a"], ["b"], ["a"], ["a", "c"]]), out)
