@@ -48,6 +48,7 @@ from eagle_kit.train.replies.responder import Reply, Responder
 
 GROUP_FACTOR = 8
 """Conversations answered together per running request, so that short replies do not leave the batch empty."""
+TOO_LONG = "the prompt of a later turn is longer than max_prompt_tokens, or than the target's context"
 
 
 @dataclass(frozen=True)
@@ -261,17 +262,26 @@ def _answer(
     """
 
     longest = _longest_prompt(responder, options)
-    while asking := [dialogue for dialogue in group if dialogue.waiting]:
-        for dialogue in asking:
+    while any(dialogue.waiting for dialogue in group):
+        asking, counted = [], []
+        for dialogue in group:
+            if not dialogue.waiting:
+                continue
             try:
-                if (responder.num_tokens(dialogue.ask()) or 0) > longest:
-                    dialogue.end()
+                size = responder.num_tokens(dialogue.ask())
             except PromptError as error:  # a result of a tool that was not called, say
                 dialogue.end(error.cause)
-        asking = [dialogue for dialogue in asking if dialogue.waiting]
+                continue
+            if (size or 0) > longest:
+                dialogue.end(TOO_LONG)
+                continue
+            asking.append(dialogue)
+            counted.append(size is not None)
         params = [dialogue.params(options.sampling) for dialogue in asking]
 
-        def take(i: int, reply: Reply, asking: Sequence[Dialogue] = asking) -> None:
+        def take(
+            i: int, reply: Reply, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
+        ) -> None:
             dialogue = asking[i]
             if reply.refused is not None:
                 report.skipped.add(dialogue.id, reply.refused)
@@ -279,8 +289,9 @@ def _answer(
                 return write()
             skips = {"skip_refusals": options.skip_refusals, "skip_truncated": options.skip_truncated}
             dialogue.take(reply, **skips)
-            if reply.num_prompt_tokens + reply.num_tokens > options.max_prompt_tokens:
-                dialogue.waiting = []  # what a server does not tell before
+            is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
+            if is_long and dialogue.waiting:  # what a server does not tell before
+                dialogue.end(TOO_LONG)
             report.num_reply_tokens += reply.num_tokens
             report.stats.add(reply.stats)
             write()

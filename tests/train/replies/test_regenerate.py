@@ -16,7 +16,7 @@ from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.train.replies.dialogue import TRUNCATED, is_refusal, script
-from eagle_kit.train.replies.regenerate import GROUP_FACTOR, RegenerateOptions, regenerate
+from eagle_kit.train.replies.regenerate import GROUP_FACTOR, TOO_LONG, RegenerateOptions, regenerate
 from eagle_kit.train.replies.responder import EngineResponder
 
 
@@ -97,6 +97,16 @@ def test_a_turn_beyond_the_prompt_limit_ends_its_conversation_and_a_first_one_is
     assert [record["id"] for record in _records(out)] == ["c0", "c2"]
     assert len(_records(out)[0]["messages"]) == 2
     assert sum(report.skipped.counts.values()) == 1
+    assert report.shortened == {TOO_LONG: 1} and not report.left_out
+    assert json.loads((tmp_path / "out.manifest.json").read_text())["shortened"] == {TOO_LONG: 1}
+
+
+def test_a_reply_longer_than_the_prompt_limit_ends_nothing_where_the_next_prompt_drops_its_thought(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Again"}]}
+    llm = Agent(thought="hm " * 400)
+    (record,), _, manifest = _ask(tmp_path, [talk], llm, max_prompt_tokens=300)
+    assert len(llm.tokenizer(record["messages"][1]["content"])["input_ids"]) > 300
+    assert record["finish_reasons"] == ["stop", "stop"] and manifest["shortened"] == {}
 
 
 def test_a_later_turn_beyond_the_engines_context_ends_its_conversation(tmp_path):
@@ -239,8 +249,8 @@ class Agent:
     max_batch_size = 2
     max_context = 4000
 
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer_for("qwen3")
+    def __init__(self, thought: str = "hm") -> None:
+        self.tokenizer, self.thought = tokenizer_for("qwen3"), thought
         self.prompts: list[str] = []
 
     def tokenize(self, prompt):
@@ -257,7 +267,7 @@ class Agent:
             if each.temperature:
                 reply += f" {each.seed % 1000}"
             if not text.endswith("</think>\n\n"):
-                reply = f"<think>\nhm\n</think>\n\n{reply}"
+                reply = f"<think>\n{self.thought}\n</think>\n\n{reply}"
             reason = "length" if "novel" in asked else "stop"
             on_finish(i, RequestOutput(ids, self.tokenizer(reply)["input_ids"], reply, reason))
 

@@ -10,6 +10,7 @@ import pytest
 
 from eagle_kit.cli.app import main
 from eagle_kit.train.replies import server as module
+from eagle_kit.train.replies.regenerate import TOO_LONG
 
 
 class Script:
@@ -190,7 +191,9 @@ def test_long_conversations_end_by_what_the_server_counts(source):
     script = Script(answer={"usage": {"prompt_tokens": 900, "completion_tokens": 200}})
     with serving(script) as url:
         code, records = ask(source, url, "--limit", "3", "--max-prompt-tokens", "1000")
-    assert code == 0 and all(len(record["messages"]) == 2 for record in records)
+    assert code == 0 and [len(record["messages"]) for record in records] == [2, 2, 2]
+    manifest = json.loads(source.with_name("out.manifest.json").read_text())
+    assert manifest["shortened"] == {TOO_LONG: 3} and manifest["left_out"] == {}
 
 
 def test_no_server_is_one_sentence(source, capsys):
