@@ -157,7 +157,8 @@ def regenerate(
     """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``, as
     the only process that does.
 
-    Conversations with the same system messages, tools and first ``max_turns`` human turns are answered once.
+    Conversations with the same system messages, tools, arguments of the chat template and first ``max_turns``
+    human turns are answered once.
     Beside ``out`` are kept the settings that decide the replies, in ``NAME.settings.json``; what was left out
     for its replies, in ``NAME.left-out.jsonl``; and what was done, in ``NAME.manifest.json``.
 
@@ -342,7 +343,8 @@ def _chosen(source: str, options: RegenerateOptions, skipped: SkipLog) -> Iterat
     for conversation in read_conversations(source, skipped=skipped):
         system, blocks = script(conversation, options.max_turns)
         turns = list(texts(blocks))
-        asked = json.dumps([system, blocks, conversation.tools])
+        kwargs = dict(conversation.chat_template_kwargs)
+        asked = json.dumps([system, blocks, conversation.tools, kwargs], sort_keys=True)
         if not blocks:
             reason = "no human turn"
         elif asked in seen:

@@ -135,6 +135,15 @@ def test_the_same_turns_under_other_system_messages_are_other_conversations(tmp_
     assert [r["messages"][0]["content"] for r in _records(tmp_path / "out.jsonl")] == ["be kind", "be brief"]
 
 
+def test_the_same_turns_with_thinking_on_and_off_are_two_conversations(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Hi"}]}
+    talks = [talk | {"chat_template_kwargs": {"enable_thinking": on}} for on in (True, False, True)]
+    records, report, _ = _ask(tmp_path, talks)
+    said = [record["messages"][-1]["content"] for record in records]
+    assert said == ["<think>\nhm\n</think>\n\nDry.", "Dry."]
+    assert sum(report.skipped.counts.values()) == 1
+
+
 def test_conversations_of_one_id_are_each_answered_when_a_broken_run_goes_on(tmp_path):
     source, out = _source(tmp_path, [[f"turn {n}"] for n in range(4)]), tmp_path / "out.jsonl"
     chats = tmp_path / "chats.jsonl"
