@@ -1,17 +1,23 @@
 """What ranks of tensor parallelism tell each other in a cycle: the best of their vocabularies, and the first
-rank's choices. Rounding may differ between ranks; what they do next must not.
+rank's choices and grammars. Rounding and times may differ between ranks; what they do next must not.
 
 Legend: B requests, N window nodes, S steps, V vocabulary, R ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.targets.target import Target
+from eagle_kit.serve.grammar.masks import allowed_bits, num_bytes
+from eagle_kit.serve.grammar.protocols import Grammars, Match
 
 
 class MostLikely(NamedTuple):
@@ -46,3 +52,66 @@ def agree_path(accepted: Accepted, ranks: Ranks | None) -> Accepted:
     length = path.shape[1]
     given = ranks.first(torch.cat((path, tokens, count[:, None]), 1))
     return Accepted(given[:, :length], given[:, length:-1], given[:, -1])
+
+
+def agree_bits(
+    matches: Sequence[Match | None], tree: Tree, vocab_size: int, device: torch.device, ranks: Ranks | None
+) -> torch.Tensor:
+    """Tokens that grammars allow after each node, as :func:`~eagle_kit.serve.grammar.masks.allowed_bits`, on
+    ``device``; those of the first rank, which alone follows the grammars."""
+    if ranks is not None and not ranks.is_first:
+        shape = *tree.tokens.shape, num_bytes(vocab_size)
+        return ranks.first(torch.empty(shape, dtype=torch.uint8, device=device))
+    bits = to_device(allowed_bits(matches, tree, vocab_size), device, torch.uint8)
+    return bits if ranks is None else ranks.first(bits)
+
+
+class AgreedMatch:
+    """State of one reply in its grammar on one of several ranks. The first one has it, as whether a match is
+    stuck depends on time; the others hear how a reply goes on.
+
+    Args:
+        own: of the first rank, None of the others.
+
+    Attributes:
+        is_complete, is_stuck: see :class:`~eagle_kit.serve.grammar.compiler.GrammarMatch`; those of the last
+            :meth:`advance`.
+    """
+
+    def __init__(self, ranks: Ranks, own: Match | None) -> None:
+        self._ranks, self._own = ranks, own
+        self.is_complete = self.is_stuck = False
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take emitted tokens -> how many belong to the reply."""
+        found = None
+        if (own := self._own) is not None:
+            found = own.advance(tokens), own.is_complete, own.is_stuck
+        count: int
+        count, self.is_complete, self.is_stuck = self._ranks.agree(found)
+        return count
+
+    def fill(self, parents: np.ndarray, tokens: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Write the tokens allowed after each node of a window, on the first rank."""
+        assert self._own is not None
+        self._own.fill(parents, tokens, bitmask)
+
+
+class AgreedGrammars:
+    """Grammars of one of several ranks.
+
+    Args:
+        own: of the first rank, which compiles them; None of the others.
+    """
+
+    def __init__(self, ranks: Ranks, own: Grammars | None) -> None:
+        self._ranks, self._own = ranks, own
+
+    @property
+    def num_compiled(self) -> int:
+        """Grammars that are remembered."""
+        return 0 if self._own is None else self._own.num_compiled
+
+    def start(self, grammar: Grammar) -> AgreedMatch:
+        """Return a match that has read nothing. Raise UserError for a grammar that is of no use."""
+        return AgreedMatch(self._ranks, None if self._own is None else self._own.start(grammar))

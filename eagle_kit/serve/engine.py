@@ -24,7 +24,7 @@ from eagle_kit.kernels.backend import current_device
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
-from eagle_kit.serve.grammar.compiler import GrammarCompiler
+from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.graph import CycleGraphs, GraphRunner
 from eagle_kit.serve.request import Request, Uncounted
 from eagle_kit.serve.runner import Results, Runner
@@ -75,11 +75,11 @@ class Engine:
         target: Target,
         draft: DraftModel | None,
         config: ResolvedConfig,
-        make_grammars: Callable[[], GrammarCompiler] | None = None,
+        make_grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.target, self.draft, self.config = target, draft, config
         self._make_grammars = make_grammars
-        self._grammars: GrammarCompiler | None = None
+        self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
         self.ngram = NgramIndex(config.ngram) if config.algorithm == "NGRAM" else None
         assert draft is None or self.ngram is None, "one drafter at a time"

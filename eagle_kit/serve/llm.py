@@ -29,9 +29,11 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.agreement import AgreedGrammars
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
+from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.options import (
@@ -65,7 +67,7 @@ class LLM:
         draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model, or
             None for ordinary decoding.
         config: options of the engine.
-        tokenizer: for text prompts when ``target`` is a loaded model.
+        tokenizer: for text prompts, in place of the one in the target's folder. Only the first rank has one.
         start: of a rank that another has started (:mod:`eagle_kit.serve.ranks`).
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
 
@@ -119,7 +121,7 @@ class LLM:
             except BaseException:
                 self.close()
                 raise
-            if tokenizer is None:
+            if tokenizer is None and (self.group is None or self.group.ranks.is_first):  # others make no text
                 self.tokenizer = load_tokenizer(folder)
         if self.target.embed_tokens.weight.device.type == "cpu":
             warn_of_spinning(torch.get_num_threads())
@@ -341,15 +343,22 @@ class LLM:
             self.memory_plan = mine.smallest(group.ranks.all(mine))
         steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
         self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
-        grammars = None
-        if self.tokenizer is not None:
-            model = self.target.config
-            grammars = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
-        parts = self.target, self.draft, self.config, grammars
+        parts = self.target, self.draft, self.config, self._grammars()
         if group is not None and group.ranks.is_first:
             self._engine = LeadingEngine(*parts, why=group.why)
         else:
             self._engine = Engine(*parts)
+
+    def _grammars(self) -> Callable[[], Grammars] | None:
+        """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
+        compile nothing."""
+        model, ranks = self.target.config, None if self.group is None else self.group.ranks
+        own = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
+        can_compile = self.tokenizer is not None
+        if ranks is None:
+            return own if can_compile else None
+        can_compile = ranks.agree(can_compile)
+        return (lambda: AgreedGrammars(ranks, own() if ranks.is_first else None)) if can_compile else None
 
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
         """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with

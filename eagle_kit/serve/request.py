@@ -12,7 +12,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PageAllocation, RadixNode
 
 if TYPE_CHECKING:
-    from eagle_kit.serve.grammar.compiler import GrammarMatch
+    from eagle_kit.serve.grammar.protocols import Match
     from eagle_kit.serve.text_stream import TextStream
     from eagle_kit.tuning.policy import Ease
 
@@ -100,7 +100,7 @@ class Request:
     epoch: int = 0
     num_pages_written: int = -1
     seed: int = 0
-    match: "GrammarMatch | None" = None
+    match: "Match | None" = None
     allocation: PageAllocation = field(default_factory=PageAllocation)
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0

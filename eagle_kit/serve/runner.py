@@ -24,7 +24,7 @@ from eagle_kit.kv.open import open_store
 from eagle_kit.kv.states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.agreement import agree_tree
+from eagle_kit.serve.agreement import agree_bits, agree_tree
 from eagle_kit.serve.batch_kind import BatchKind, kind_of
 from eagle_kit.serve.cycle import (
     CycleModels,
@@ -36,8 +36,8 @@ from eagle_kit.serve.cycle import (
     propose,
     root_only,
 )
-from eagle_kit.serve.grammar.compiler import GrammarMatch
-from eagle_kit.serve.grammar.masks import allowed_bits, unpacked
+from eagle_kit.serve.grammar.masks import unpacked
+from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
 from eagle_kit.serve.prefill_backends import open_backends
@@ -105,7 +105,7 @@ class Batch(NamedTuple):
     inputs: CycleInputs
     num_logprobs: int | None
     wants_logprobs: bool
-    matches: list[GrammarMatch | None] | None
+    matches: list[Match | None] | None
 
 
 class Runner:
@@ -267,8 +267,7 @@ class Runner:
         sampling = self._sampling.of_requests(requests, None if kind is None else kind.level)
         matches, allowed = [request.match for request in requests], None
         if any(matches):
-            bits = allowed_bits(matches, tree, self.vocab_size)
-            allowed = unpacked(to_device(bits, self.device, bits.dtype), self.vocab_size)
+            allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
         if (ranks := self.target.ranks) is not None:
             tokens = ranks.first(tokens)
@@ -423,7 +422,7 @@ class Runner:
 
     def _run(
         self,
-        matches: Sequence[GrammarMatch | None] | None,
+        matches: Sequence[Match | None] | None,
         inputs: CycleInputs,
         settings: CycleSettings,
         tree: Tree | None,
@@ -438,8 +437,8 @@ class Runner:
         else:
             window = self._part("propose", self._propose, *self._as_proposed(inputs, settings))
         if matches is not None:
-            bits, masks = allowed_bits(matches, window.tree, self.vocab_size), self._masks
-            masks[inputs.rows, : bits.shape[1]] = to_device(bits, self.device, bits.dtype)
+            bits, masks = self._allowed_bits(matches, window.tree), self._masks
+            masks[inputs.rows, : bits.shape[1]] = bits
         inputs = inputs._replace(window=window, is_masked=matches is not None)
         return self._part("verify", self.run_cycle, inputs, settings)
 
@@ -448,6 +447,9 @@ class Runner:
         if TargetOnly in self.verifiers or self.models.drafter is None:  # drafts are not sampled
             inputs = inputs._replace(sampling=None)
         return inputs, settings._replace(num_logprobs=None)
+
+    def _allowed_bits(self, matches: Sequence[Match | None], tree: Tree) -> torch.Tensor:
+        return agree_bits(matches, tree, self.vocab_size, self.device, self.target.ranks)
 
     @property
     def _masks(self) -> torch.Tensor:

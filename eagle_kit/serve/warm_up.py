@@ -129,6 +129,8 @@ def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
     if extent == "none":
         return
     wanted = list(kinds(extent, can_have_grammars=can_have_grammars(engine)))
+    if engine.target.ranks is not None:
+        wanted = engine.target.ranks.agree(wanted)
     for size in sorted(engine.config.batch_sizes, reverse=True):
         for shape in engine.shapes_at(size):
             yield from (_Cycle(size, shape, kind) for kind in wanted)

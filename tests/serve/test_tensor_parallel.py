@@ -21,6 +21,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.sharding import shard_config
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.grammar import compiler
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.ranks import Start, device_of
 from eagle_kit.tuning.policy import ShapePolicy
@@ -87,6 +88,8 @@ def make_llm(ranks, folder, head, **options):
 
     Engine._take = watched
     given = {**OPTIONS, **options}
+    if not ranks.is_first:
+        given["tokenizer"] = None
     start = Start(ranks.rank, "", folder, None, None)
     return LLM(folder, head, tensor_parallel=ranks.size, start=start, **given), digest
 
@@ -246,6 +249,35 @@ def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     assert [digest for _, digest in results] == [first] * size
     assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
     assert len(totals.shapes) > 1
+
+
+def test_the_first_rank_alone_follows_grammars(folder):
+    """One that it gives up for its time, which no other rank would, ends the reply on all; others have no
+    tokenizer, and the one that it was given is not that of the folder."""
+
+    def work(llm):
+        slow, patient = SamplingParams(max_tokens=60, grammar=Grammar("regex", "[0-4]+")), SamplingParams()
+        requests = [llm.make_request(PROMPTS[1], params) for params in (slow, patient)]
+        engine, limit = llm.engine("4,1,5"), compiler.MAX_FILL_S
+        for request in requests:
+            engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+            if len(requests[0].token_ids) > 3:
+                compiler.MAX_FILL_S = -1.0
+        compiler.MAX_FILL_S = limit
+        short = SamplingParams(max_tokens=5, grammar=slow.grammar)
+        last = llm.generate(PROMPTS[:2], short, shape="4,1,5")
+        return [request.output() for request in requests], last
+
+    given = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=given, eos_token="<end>")
+    results = run_ranks(2, serve, folder, head_of(folder), work, {"tokenizer": tokenizer})
+    (((slow, patient), last), _), first = results[0]
+    assert slow.finish_reason == "abort" and 3 < len(slow.token_ids) < 20
+    assert all(each.finish_reason in ("stop", "length") for each in (patient, *last))
+    assert all(each.text and set(each.text) <= set("01234") for each in last)
+    assert [digest for _, digest in results] == [first] * 2
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):

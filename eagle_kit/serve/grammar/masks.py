@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.serve.grammar.compiler import GrammarMatch
+from eagle_kit.serve.grammar.protocols import Match
 
 
 def num_bytes(vocab_size: int) -> int:
@@ -17,7 +17,7 @@ def num_bytes(vocab_size: int) -> int:
     return 4 * -(-vocab_size // 32)
 
 
-def allowed_bits(matches: Sequence[GrammarMatch | None], tree: Tree, vocab_size: int) -> torch.Tensor:
+def allowed_bits(matches: Sequence[Match | None], tree: Tree, vocab_size: int) -> torch.Tensor:
     """Tokens allowed after each node, the lowest bit first, uint8 ``[B, N, 4 W]`` of the host. None allows
     everything. The tree is read by the host."""
     tokens, parents = tree.tokens.cpu(), tree.parents.cpu().numpy()

@@ -1,0 +1,34 @@
+"""What an engine needs of grammars: of one process those of :mod:`~eagle_kit.serve.grammar.compiler`, of
+several those of :mod:`~eagle_kit.serve.agreement`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from eagle_kit.core.sampling_params import Grammar
+
+
+class Match(Protocol):
+    """State of one reply in its grammar; see :class:`~eagle_kit.serve.grammar.compiler.GrammarMatch`."""
+
+    is_complete: bool
+    is_stuck: bool
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take emitted tokens -> how many belong to the reply."""
+
+    def fill(self, parents: np.ndarray, tokens: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Write the tokens allowed after each node of a window."""
+
+
+class Grammars(Protocol):
+    """Compiled grammars; see :class:`~eagle_kit.serve.grammar.compiler.GrammarCompiler`."""
+
+    @property
+    def num_compiled(self) -> int:
+        """Grammars that are remembered."""
+
+    def start(self, grammar: Grammar) -> Match:
+        """Return a match that has read nothing. Raise UserError for a grammar that is of no use."""
