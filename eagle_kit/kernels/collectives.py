@@ -24,7 +24,7 @@ from eagle_kit.kernels.recording import library
 
 FOREVER = timedelta(days=365)
 START_TIMEOUT = timedelta(minutes=30)
-"""Time to meet the others, and to load what they load: some may read slower."""
+"""Time to come, and to load what ranks load: some may read slower."""
 INLINE_BYTES = 1024
 """Size of the buffer that begins a message: short ones are sent in it."""
 ONE_SHOT_BYTES = 256 * 1024
@@ -71,6 +71,7 @@ class Ranks:
         self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         # The first process may have nothing to say for days.
         self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+        self._slow = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         self._symmetric: dict[torch.dtype, torch.Tensor] = {}
         self.number = next(_numbers)
         _ranks[self.number] = self
@@ -177,7 +178,7 @@ class Ranks:
         """``value`` of every rank, which is pickled; ranks may take long to come here."""
         found: list[Any] = [None] * self.size
         with self._watched():
-            dist.all_gather_object(found, value)
+            dist.all_gather_object(found, value, group=self._slow)
         return found
 
     def together(self, work: Callable[[], Any]) -> Any:
@@ -241,12 +242,19 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def connect(
-    rank: int, size: int, device: torch.device, *, timeout_s: float, address: str | None = None
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    address: str | None = None,
+    meeting: timedelta = START_TIMEOUT,
 ) -> Ranks:
     """Join the other processes.
 
     Args:
+        rank, size, device, timeout_s: of :class:`Ranks`.
         address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` gives.
+        meeting: time until all are there.
     """
     if not dist.is_initialized():
         dist.init_process_group(
@@ -254,7 +262,7 @@ def connect(
             init_method=address or "env://",
             rank=rank,
             world_size=size,
-            timeout=START_TIMEOUT,
+            timeout=meeting,
         )
     return Ranks(rank, size, device, timeout_s)
 

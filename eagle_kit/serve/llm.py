@@ -38,7 +38,7 @@ from eagle_kit.serve.leading import Ask, LeadingEngine, Leave
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.options import (
     check_fp8,
-    choose_device,
+    devices_of,
     draft_in_target,
     dtype_of,
     fit_context,
@@ -153,7 +153,7 @@ class LLM:
                 lambda: load_share(folder, ranks, dtype, device, quantization=options.quantization)
             )
             return target
-        place = choose_device(options.device)
+        place = str(devices_of(options.device, 1)[0])
         if place.startswith("cuda:"):
             torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
         dtype = dtype_of(options.dtype, place)

@@ -1,6 +1,7 @@
 """What a target, a draft and a device decide of the options of an engine, and what they refuse."""
 
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,47 @@ def choose_device(name: str) -> str:
     """Choose the device of ``name`` on this machine. Raise UserError for one that does not exist."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if re.fullmatch("(cpu|cuda)(:[0-9]+)?", name) is None:
         raise UserError(f"The device {name!r} is not known.", "Use cpu, cuda or auto.")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"The device {name} was asked for, but CUDA is not there.", "Use cpu or auto.")
+    if name.startswith("cuda:") and int(name[5:]) >= (count := torch.cuda.device_count()):
+        raise UserError(
+            f"The device {name} was asked for, and there are {count} CUDA devices.",
+            f"Use one of cuda:0 to cuda:{count - 1}.",
+        )
     return name
+
+
+def devices_of(name: str, count: int) -> list[torch.device]:
+    """Devices of the ``count`` ranks of this machine: those of a list such as ``cuda:2,cuda:3``; of
+    ``cuda`` those of their numbers.
+
+    Raises:
+        UserError: a list of another length, or one with a device that is not there, that two ranks would
+            share, or of another type than the others.
+    """
+    names = name.split(",")
+    if len(names) not in (1, count):
+        ranks = "rank" if count == 1 else "ranks"
+        raise UserError(
+            f"{len(names)} devices were given for {count} {ranks}.",
+            "Give one for each, or cuda, cpu or auto.",
+        )
+    found = [torch.device(choose_device(each)) for each in names * (count // len(names))]
+    if name in ("auto", "cuda") and found[0].type == "cuda" and count > 1:
+        if count > (there := torch.cuda.device_count()):
+            raise UserError(
+                f"{count} ranks need a device each, and there are {there} CUDA devices.",
+                "Use fewer ranks, or start them on several machines with torchrun.",
+            )
+        return [torch.device("cuda", i) for i in range(count)]
+    if len({device.type for device in found}) > 1:
+        raise UserError(f"The devices {name} are of several types.", "Give GPUs for all ranks, or cpu.")
+    gpus = [device for device in found if device.type == "cuda"]
+    if count > 1 and (len(set(gpus)) < len(gpus) or any(gpu.index is None for gpu in gpus)):
+        raise UserError(
+            f"With the device {name} two of {count} ranks would share a GPU.",
+            "Give cuda, or as many different ones as there are ranks, such as cuda:0,cuda:1.",
+        )
+    return found

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +28,8 @@ import torch.distributed as dist
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
-from eagle_kit.kernels.collectives import RankLost, Ranks, connect
-from eagle_kit.serve.options import choose_device
+from eagle_kit.kernels.collectives import START_TIMEOUT, RankLost, Ranks, connect
+from eagle_kit.serve.options import devices_of
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
@@ -36,21 +38,38 @@ LEAVE_S = 10.0
 """Seconds that other ranks get to end after the first one has left."""
 NAMING_S = 2.0
 """Seconds to find out which process has ended, once a collective has failed."""
+MEETING = timedelta(minutes=2)
+"""Time to connect, once all processes are there."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with: the arguments of ``LLM``, and where the others meet."""
+    """What a rank is started with: the arguments of ``LLM``, and the folder in which all meet; None where
+    they have met."""
 
     rank: int
-    address: str
+    folder: Path | None
     target: Path
     draft: Any
     config: EngineConfig
 
+    def come(self) -> str | None:
+        """Say that this rank is there; returns the address at which it meets the others."""
+        if self.folder is None:
+            return None
+        (self.folder / f"{self.rank}").touch()
+        return f"file://{self.folder / 'store'}"
+
+    def missing(self) -> list[int]:
+        """Other ranks that are not there yet."""
+        assert self.folder is not None
+        return [
+            rank for rank in range(1, self.config.tensor_parallel) if not (self.folder / f"{rank}").exists()
+        ]
+
 
 class Workers:
-    """The other ranks of this machine, as child processes.
+    """The other ranks of this machine, as child processes, which end when this one has ended.
 
     Args:
         start: of the first rank; the others get their own numbers.
@@ -59,6 +78,7 @@ class Workers:
     def __init__(self, start: Start) -> None:
         self._is_closing, self._tell = threading.Event(), list[Callable[[str], None]]()
         self._ended: str | None = None
+        self._has_ended = threading.Event()
         self._lock = threading.Lock()
         ranks = range(1, start.config.tensor_parallel)
         environ = {"OMP_NUM_THREADS": str(own_threads(len(ranks) + 1)), **os.environ}
@@ -73,8 +93,9 @@ class Workers:
             )
             self._children[rank] = child
             assert child.stdin is not None
-            with suppress(BrokenPipeError), child.stdin:
+            with suppress(BrokenPipeError):  # it has ended
                 child.stdin.write(pickle.dumps(replace(start, rank=rank)))
+                child.stdin.flush()  # and stays open as long as this process lives
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
         atexit.register(self.kill)
 
@@ -93,9 +114,7 @@ class Workers:
 
     def ended(self, timeout_s: float = 0.0) -> str | None:
         """Which process has ended, as a sentence; None if none has within the time."""
-        known = threading.Event()
-        self.on_end(lambda _: known.set())
-        known.wait(timeout_s)
+        self._has_ended.wait(timeout_s)
         return self._ended
 
     def close(self) -> None:
@@ -124,6 +143,7 @@ class Workers:
                 return
             self._ended = f"Rank {rank} of tensor parallelism (process {child.pid}) {how}."
             tell = list(self._tell)
+        self._has_ended.set()
         for each in tell:
             each(self._ended)
 
@@ -167,62 +187,60 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
     """
     size, rank = config.tensor_parallel, launched_rank()
     if start is not None:
-        return Group(_connect(start.rank, start.address, config, start.rank))
+        device = _take_device(config, start.rank, size)
+        return Group(connect(start.rank, size, device, config.rank_timeout_s, start.come(), MEETING))
     if rank is not None:
         if (launched := int(os.environ["WORLD_SIZE"])) != size:
             raise UserError(
                 f"torchrun has started {launched} processes, and tensor_parallel is {size}.",
                 f"Give --nproc-per-node {size}, or tensor_parallel={launched}.",
             )
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        return Group(_connect(rank, None, config, local))
+        local, count = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", size)
+        device = _take_device(config, int(local), int(count))
+        return Group(connect(rank, size, device, config.rank_timeout_s))
     if dist.is_initialized():
         raise UserError(
             "This process is a member of a process group already, of another model with tensor parallelism.",
             "Close that one first, or use another process.",
         )
-    if device_of(config.device, 0, size).type == "cuda" and torch.cuda.device_count() < size:
-        raise UserError(
-            f"tensor_parallel is {size}, and there are {torch.cuda.device_count()} CUDA devices.",
-            "Use fewer ranks, or start one on each machine's device with torchrun.",
-        )
+    device = _take_device(config, 0, size)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = tempfile.TemporaryDirectory(prefix="eagle-kit-ranks-")
-    start = Start(0, f"file://{Path(folder.name) / 'store'}", target, draft, config)
-    if device_of(config.device, 0, size).type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    start = Start(0, Path(folder.name), target, draft, config)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(own_threads(size))
     workers = Workers(start)
     try:
-        ranks = _connect(0, start.address, config, 0)
-    except RuntimeError as error:
-        ended = workers.ended(NAMING_S)
-        workers.close()
+        _wait_for_others(start, workers)
+        ranks = connect(0, size, device, config.rank_timeout_s, start.come(), MEETING)
+    except BaseException as error:
+        ended = workers.ended(NAMING_S if isinstance(error, RuntimeError) else 0.0)
+        workers.kill()
+        folder.cleanup()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if not isinstance(error, RuntimeError):
+            raise
         raise UserError(ended or "The other ranks were not there in time.", "See what they say.") from error
     return Group(ranks, workers, folder)
 
 
-def _connect(rank: int, address: str | None, config: EngineConfig, local: int) -> Ranks:
-    size = config.tensor_parallel
-    device = device_of(config.device, local, size)
+def _wait_for_others(start: Start, workers: Workers) -> None:
+    """Wait until all processes are there, as long as none has ended. Raise RankLost otherwise."""
+    last = time.monotonic() + START_TIMEOUT.total_seconds()
+    while missing := start.missing():
+        if (ended := workers.ended(0.02)) is not None:
+            raise RankLost(ended)
+        if time.monotonic() > last:
+            raise RankLost(f"Rank {missing[0]} of tensor parallelism was not there in time.")
+
+
+def _take_device(config: EngineConfig, local: int, count: int) -> torch.device:
+    """Make the device of the rank that is number ``local`` of ``count`` on its machine the current one."""
+    device = devices_of(config.device, count)[local]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return connect(rank, size, device, timeout_s=config.rank_timeout_s, address=address)
-
-
-def device_of(name: str, local: int, size: int) -> torch.device:
-    """Device of the rank that is number ``local`` on its machine: of a list such as ``cuda:2,cuda:3`` its
-    own, of ``cuda`` the one of its number.
-
-    Raises:
-        UserError: a list of another length, or a device that is not there.
-    """
-    names = name.split(",")
-    if len(names) not in (1, size):
-        raise UserError(
-            f"{len(names)} devices were given for {size} ranks.", "Give one for each, or cuda, cpu or auto."
-        )
-    mine = choose_device(names[local] if len(names) > 1 else name)
-    return torch.device(mine, local) if mine == "cuda" else torch.device(mine)
+    return device
 
 
 def own_threads(size: int) -> int:
@@ -244,9 +262,16 @@ def follow(llm: "LLM", ranks: Ranks) -> None:
     Follower(llm).run(ranks)
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that has started it ends, which closes the standard input."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
 def main() -> int:
     """Run a rank that the first one has started; returns the exit code."""
-    start: Start = pickle.loads(sys.stdin.buffer.read())
+    start: Start = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")  # the first rank has the same
     from eagle_kit.serve.llm import LLM
 

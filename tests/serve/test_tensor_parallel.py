@@ -1,7 +1,11 @@
 """Tensor parallelism: replies of two and four processes are those of one, and all ranks see the same."""
 
 import hashlib
+import pickle
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -23,7 +28,8 @@ from eagle_kit.models.sharding import shard_config
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.ranks import Start, device_of
+from eagle_kit.serve.options import devices_of
+from eagle_kit.serve.ranks import Start
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
@@ -90,7 +96,7 @@ def make_llm(ranks, folder, head, **options):
     given = {**OPTIONS, **options}
     if not ranks.is_first:
         given["tokenizer"] = None
-    start = Start(ranks.rank, "", folder, None, None)
+    start = Start(ranks.rank, None, folder, None, None)
     return LLM(folder, head, tensor_parallel=ranks.size, start=start, **given), digest
 
 
@@ -285,16 +291,57 @@ def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
         LLM(load_target(folder), tensor_parallel=2)
     with pytest.raises(UserError, match="recurrent layers of llama"):
         shard_config(tiny_hybrid().config, Share(0, 2))
-    with pytest.raises(UserError, match="3 devices were given for 2 ranks"):
-        device_of("cpu,cpu,cpu", 0, 2)
-    with pytest.raises(UserError, match="device 'tpu' is not known"):
-        device_of("cpu,tpu", 1, 2)
     for errors in run_ranks(2, load_in_fp8, folder):
         assert "does not cut weights in fp8" in errors
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match="torchrun has started 3 processes, and tensor_parallel is 2"):
         LLM(folder, tensor_parallel=2)
+
+
+WRONG_DEVICES = {
+    ("cpu,cpu,cpu", 2): "3 devices were given for 2 ranks",
+    ("cpu,cpu", 1): "2 devices were given for 1 rank",
+    ("cpu,tpu", 2): "device 'tpu' is not known",
+    ("cuda:x", 1): "device 'cuda:x' is not known",
+    ("cuda:4", 1): "device cuda:4 was asked for, and there are 3 CUDA devices",
+    ("cuda:0,cuda:3", 2): "device cuda:3 was asked for, and there are 3 CUDA devices",
+    ("cuda:0", 2): "two of 2 ranks would share a GPU",
+    ("cuda:1,cuda:1", 2): "two of 2 ranks would share a GPU",
+    ("cuda,cuda:1", 2): "two of 2 ranks would share a GPU",
+    ("cpu,cuda:1", 2): "are of several types",
+    ("cuda", 4): "4 ranks need a device each, and there are 3 CUDA devices",
+}
+
+
+def test_devices_are_checked_by_name_before_ranks_start(folder, monkeypatch):
+    with pytest.raises(UserError, match="2 devices were given for 1 rank"):
+        LLM(folder, device="cpu,cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for (name, count), error in WRONG_DEVICES.items():
+        with pytest.raises(UserError, match=error):
+            devices_of(name, count)
+    given = {"cuda": ("cuda:0", "cuda:1"), "cuda:2,cuda:0": ("cuda:2", "cuda:0"), "cpu": ("cpu", "cpu")}
+    assert all(devices_of(name, 2) == list(map(torch.device, wanted)) for name, wanted in given.items())
+    assert devices_of("cuda", 1) == [torch.device("cuda")]
+
+
+def test_ranks_end_with_their_siblings_and_parents_before_they_meet(folder, tmp_path, monkeypatch):
+    start = Start(1, tmp_path, folder, None, EngineConfig(device="cpu", tensor_parallel=2))
+    command = [sys.executable, "-m", "eagle_kit.serve.ranks"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        process.stdin.write(pickle.dumps(start))
+        process.stdin.flush()
+        while start.missing():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.stdin.close()  # as the end of the process that has started it does
+        assert process.wait(10) == 1
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for _ in range(2):  # nothing is left of the first time
+        with pytest.raises(UserError, match=r"^Rank 1 of tensor parallelism .* has ended with exit code 1\."):
+            LLM(folder, tensor_parallel=2, device="cpu")
 
 
 def load_in_fp8(ranks, folder):
