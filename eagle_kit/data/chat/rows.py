@@ -27,6 +27,7 @@ TAG = re.compile(r"\A\s*<think>\n?")
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
 TOO_LATE = "replies beyond max_length are left out"
+EMPTY_END = "empty replies at the end are left out"
 
 
 @dataclass
@@ -55,8 +56,8 @@ def tokenize_chat(
         remarks: counts what of the conversation is left out.
 
     Raises:
-        Unusable: no reply within ``max_length``, an empty reply, something that the template leaves out, or a
-            rendering that serving would not have produced.
+        Unusable: no reply within ``max_length``, an empty reply before another, something that the template
+            leaves out, or a rendering that serving would not have produced.
         UserError: the tokenizer has no chat template.
     """
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
@@ -64,11 +65,15 @@ def tokenize_chat(
         raise Unusable("no assistant turn")
     if turns[0] == 0:
         raise Unusable("it starts with a reply")
-    whole = turns[:-1] if _begun_thought(tokenizer, conversation, turns[-1]) else turns
-    if any(is_empty(conversation.messages[turn]) for turn in whole):
+    noted: Counter[str] = Counter()
+    messages = conversation.messages
+    while turns and is_empty(messages[turns[-1]]) and not _begun_thought(tokenizer, conversation, turns[-1]):
+        turns.pop()
+        conversation = replace(conversation, complete=True)
+        noted[EMPTY_END] = 1
+    if not turns or any(is_empty(messages[turn]) for turn in turns[:-1]):
         raise Unusable("an empty reply")
     check_prompt(tokenizer, conversation.prompt(turns[-1] + 1))
-    noted: Counter[str] = Counter()
     chats: list[TokenizedChat] = []
     for row in _rows(tokenizer, conversation, turns, noted):
         chat = _encode(tokenizer, row, max_length)

@@ -24,6 +24,7 @@ CUT = ("length", "context")
 FAILED = ("error", "abort")
 """Finish reasons of a reply that is never kept: the target failed, or somebody ended it."""
 TRUNCATED, REFUSED = "a reply was cut at max_tokens or the context's end", "a reply refuses"
+EMPTY = "a reply is empty"
 
 
 @dataclass
@@ -65,20 +66,22 @@ class Dialogue:
 
     def take(self, reply: Reply, *, skip_refusals: bool, skip_truncated: bool) -> None:
         """Put the next messages and their reply into the conversation; a cut, empty, failed or unwanted reply
-        ends it, and the last two are left out."""
+        ends it, and all but the cut are left out; of a cut reply, a thought alone is no empty one."""
         if reply.finish_reason in FAILED:
             return self.end(f"a reply ended with {reply.finish_reason}")
         if skip_truncated and reply.finish_reason in CUT:
             return self.end(TRUNCATED)
         if skip_refusals and is_refusal(reply.text):
             return self.end(REFUSED)
+        is_whole = reply.finish_reason in WHOLE
+        if not (reply.text.strip() or reply.tool_calls or (reply.reasoning and not is_whole)):
+            return self.end(EMPTY)
         said: Message = {"role": "assistant", "content": reply.text}
         if reply.reasoning is not None:
             said["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             said["tool_calls"] = reply.tool_calls
         self.prompt = replace(self.prompt, messages=[*self.ask().messages, said])
-        is_whole = reply.finish_reason in WHOLE and (reply.text.strip() or reply.tool_calls)
         self.waiting = self.waiting[1:] if is_whole else []
         self.finish_reasons.append(reply.finish_reason)
         self.ids = reply.ids or []

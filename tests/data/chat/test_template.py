@@ -168,6 +168,17 @@ def test_an_incomplete_reply_does_not_learn_its_end(tokenizer: Any) -> None:
     np.testing.assert_array_equal(chat.ids, whole.ids[:-1])
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_empty_replies_at_the_end_are_left_out_and_counted(tokenizer: Any, complete: bool) -> None:
+    turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "Go"), ("assistant", " \n")]
+    remarks: Counter[str] = Counter()
+    (chat,) = tokenize_chat(tokenizer, conversation(*turns, complete=complete), PLENTY, remarks)
+    assert replies(tokenizer, chat) == ["Hello.<|im_end|>"]
+    assert remarks == {"empty replies at the end are left out": 1}
+    with pytest.raises(Unusable, match="an empty reply"):
+        rows(tokenizer, conversation(*turns, ("user", "So?"), ("assistant", "Yes.")), PLENTY)
+
+
 def test_turns_behind_the_last_reply_are_left_out(tokenizer: Any) -> None:
     talk = conversation(("user", "a"), ("assistant", "b"), ("user", "never answered"))
     chat = one_row(tokenizer, talk, PLENTY)

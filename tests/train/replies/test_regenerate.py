@@ -15,14 +15,15 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
-from eagle_kit.train.replies.dialogue import TRUNCATED, is_refusal, script
+from eagle_kit.train.replies.dialogue import EMPTY, TRUNCATED, is_refusal, script
 from eagle_kit.train.replies.regenerate import GROUP_FACTOR, TOO_LONG, RegenerateOptions, regenerate
 from eagle_kit.train.replies.responder import EngineResponder
 
 
 class Parrot:
     """Answers with the last user turn reversed; a turn that contains "long" is cut off at max_tokens, "brim"
-    at the end of the context, "ill" fails, and "gone" is aborted."""
+    at the end of the context, "ill" fails, and "gone" is aborted;
+    of "say nothing" it is empty."""
 
     max_batch_size = 2
     max_context = 60
@@ -41,7 +42,7 @@ class Parrot:
             if self.fail_after is not None and self.num_prompts > self.fail_after:
                 raise KeyboardInterrupt
             turn = "".join(map(chr, prompts[i])).rpartition("u")[2]
-            reply = turn[::-1]
+            reply = " \n" if "say nothing" in turn else turn[::-1]
             ends = {"long": "length", "brim": "context", "ill": "error", "gone": "abort"}
             reason = next((ends[word] for word in ends if word in turn), "stop")
             on_finish(i, RequestOutput(prompts[i], [ord(char) for char in reply], reply, reason))
@@ -401,6 +402,15 @@ def test_failed_replies_are_left_out_and_those_cut_by_the_context_when_asked(tmp
     assert [r["finish_reasons"] for r in _records(tmp_path / "whole.jsonl")] == [["stop"], ["stop"]]
     assert report.left_out == {**failed, TRUNCATED: 1}
     assert report.shortened == {"a reply ended with error": 1, TRUNCATED: 1}
+
+
+def test_an_empty_reply_is_not_written_and_those_before_it_are_kept(tmp_path):
+    source = _source(tmp_path, [["abc", "say nothing", "more"], ["say nothing"], ["brim, say nothing"]])
+    report = _run(Parrot(), source, tmp_path / "out.jsonl", max_turns=3)
+    (record,) = _records(tmp_path / "out.jsonl")
+    assert [m["content"] for m in record["messages"]] == ["abc", "cba"]
+    assert record["finish_reasons"] == ["stop"]
+    assert report.shortened == {EMPTY: 1} and report.left_out == {EMPTY: 2}
 
 
 def test_near_duplicates_and_test_prompts_are_left_out_and_counted(tmp_path):

@@ -211,6 +211,14 @@ def test_reasoning_is_kept_beside_the_text(source, key):
     assert all("reasoning_content" not in m for body in script.bodies for m in body["messages"])
 
 
+@pytest.mark.parametrize(("reason", "num_records"), [("length", 2), ("stop", 0)])
+def test_a_thought_without_an_answer_is_kept_where_it_was_cut(source, reason, num_records):
+    script = Script(message={"content": None, "reasoning_content": "I add"}, choice={"finish_reason": reason})
+    with serving(script) as url:
+        code, records = ask(source, url, "--limit", "2")
+    assert code == 0 and [record["finish_reasons"] for record in records] == [["length"]] * num_records
+
+
 def test_tools_and_template_arguments_are_sent_and_calls_answered_by_the_recorded_results(tmp_path):
     class Caller(Script):
         def post(self, body, headers):
