@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--near-duplicates",
         type=float,
         metavar="X",
-        help="conversations whose human turns have this Jaccard similarity, up to 1, with earlier ones",
+        help="conversations whose human turns have this Jaccard similarity, 0.05 to 1, with earlier ones",
     )
     left_out.add_argument(
         "--decontaminate",

@@ -27,7 +27,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt
-from eagle_kit.data.chat.overlap import NearDuplicates, TestPrompts
+from eagle_kit.data.chat.overlap import LEAST_SIMILARITY, NearDuplicates, TestPrompts
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
@@ -93,9 +93,10 @@ class RegenerateOptions:
             raise UserError(
                 f"{self.samples} samples of greedy replies would be the same.", "Give a temperature above 0."
             )
-        if self.near_duplicates is not None and not 0 < self.near_duplicates <= 1:
+        if self.near_duplicates is not None and not LEAST_SIMILARITY <= self.near_duplicates <= 1:
             raise UserError(
-                f"near_duplicates is {self.near_duplicates}.", "Give a similarity above 0, up to 1."
+                f"near_duplicates is {self.near_duplicates}.",
+                f"Give one from {LEAST_SIMILARITY}, below which too few are found, to 1.",
             )
         for name in ("limit", "max_turns", "max_prompt_tokens", "samples"):
             value = getattr(self, name)

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from eagle_kit.data.chat.overlap import NearDuplicates, TestPrompts, ngrams, words
 
 
@@ -25,6 +27,26 @@ def test_near_duplicates_are_those_of_an_exhaustive_comparison() -> None:
             kept.append(grams)
     assert all(found == expected for found, expected in verdicts)
     assert 50 < len(kept) < 250
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.62, 0.8])
+def test_pairs_at_the_threshold_are_found(threshold: float) -> None:
+    """200 pairs of texts whose sets of n-grams have that similarity or a little more: 99 % are found, where
+    99.5 % or more are expected."""
+    rng = random.Random(1)
+    num_found = 0
+    for pair in range(200):
+        both, first, second = (
+            [f"{name}{pair}x{rng.randrange(10**9)}" for _ in range(num)]
+            for name, num in (("a", 100), ("b", 931), ("c", 931))
+        )
+        num_alone = int((98 / threshold - 98) / 2)  # 98 three-word sequences in common
+        texts = [" ".join([*both, *one[:num_alone]]) for one in (first, second)]
+        grams = [ngrams(words(text), 3) for text in texts]
+        assert 0 <= len(grams[0] & grams[1]) / len(grams[0] | grams[1]) - threshold < 0.01
+        near = NearDuplicates(threshold)
+        num_found += near.is_new(texts[0]) and not near.is_new(texts[1])
+    assert num_found >= 198
 
 
 def test_case_punctuation_and_texts_without_words_do_not_count() -> None:

@@ -433,6 +433,12 @@ def test_near_duplicates_and_test_prompts_are_left_out_and_counted(tmp_path):
     }
 
 
+@pytest.mark.parametrize("similarity", [0.0, 0.04, 1.1])
+def test_similarities_that_are_not_found_reliably_are_refused(similarity):
+    with pytest.raises(UserError, match="below which too few are found"):
+        RegenerateOptions(SamplingParams(), near_duplicates=similarity)
+
+
 def test_a_prompt_that_the_template_refuses_is_listed_and_the_others_are_answered(tmp_path):
     bad = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"unheard": 1}}
     records, report, _ = _ask(tmp_path, [bad, UNWANTED[3]])
