@@ -225,6 +225,12 @@ class Ranks:
                 self.lost = "A rank has ended."
             raise RankLost(self.lost) from error
 
+    def give_up(self, why: str) -> None:
+        """Leave the others, who find out when they wait for a message; every call from now on says why."""
+        self.lost = why
+        with contextlib.suppress(Exception):  # of a group that is broken already
+            dist.destroy_process_group(self._control)
+
     def close(self) -> None:
         """Leave the group; where others wait for this rank, they find out."""
         self.lost = self.lost or "The group was closed."

@@ -6,21 +6,23 @@ text, and the step itself. Others make no text and look at no clock.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import FinishReason
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
-from eagle_kit.kernels.collectives import RankLost, Ranks
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.policy import ShapePolicy, ToldPolicy
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.ranks import Group
 
 
 class Message(Protocol):
@@ -35,12 +37,12 @@ class LeadingEngine(Engine):
 
     Args:
         args: of :class:`Engine`.
-        why: finds out which of the others has ended.
+        group: the ranks.
     """
 
-    def __init__(self, *args: Any, why: Callable[[RankLost], RankLost] = lambda error: error) -> None:
+    def __init__(self, *args: Any, group: "Group") -> None:
         self._events: list[Message] = []
-        self._why, self._is_silent = why, True  # others make the same calls by themselves
+        self._group, self._is_silent = group, True  # others make the same calls by themselves
         super().__init__(*args)
         self._is_silent = False
 
@@ -72,7 +74,11 @@ class LeadingEngine(Engine):
             super().forget_prefixes()
 
     def drain(self) -> None:
-        """See :class:`Engine`."""
+        """See :class:`Engine`; without the others once they are lost, as requests of an error are drained."""
+        if self._group.ranks.lost is not None:
+            self._pending.clear()  # they may never come
+            super().drain()
+            return
         with self.telling(Drain()):
             super().drain()
 
@@ -83,25 +89,16 @@ class LeadingEngine(Engine):
 
     @contextmanager
     def telling(self, message: Message) -> Iterator[None]:
-        """Context manager: tell the others to do what is done within, and nothing of its parts.
-
-        Raises:
-            RankLost: one of them has ended, or does not answer.
-        """
+        """Context manager: tell the others to do what is done within, nothing of its parts. Errors are those
+        of :meth:`~eagle_kit.serve.ranks.Group.whole`."""
         if self._is_silent:
             yield
             return
-        ranks = self.target.ranks
-        assert ranks is not None
-        events, self._events = self._events, []
-        self._is_silent = True
         try:
-            ranks.tell([*events, message])
-            yield
-        except Exception as error:
-            if ranks.lost is None:
-                raise
-            raise self._why(RankLost(ranks.lost)) from error  # a recording raises errors of its own
+            with self._group.whole():
+                events, self._events, self._is_silent = self._events, [], True
+                self._group.ranks.tell([*events, message])
+                yield
         finally:
             self._is_silent = False
 
@@ -136,7 +133,10 @@ class Follower:
         """Do what the first rank says until it leaves. Raise RankLost where it ends without a word."""
         while not self.has_ended:
             for message in ranks.hear():
-                message.do(self)
+                try:
+                    message.do(self)
+                except UserError as error:  # which every rank raises, and the first one's user reads
+                    logging.getLogger(__name__).info("%s", error)
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,8 @@ class Ask:
     args: tuple[Any, ...] = ()
 
     def do(self, follower: Follower) -> None:
-        """See :class:`Message`; every rank raises the same errors, and the first one's user reads them."""
-        try:
-            getattr(follower.llm, self.method)(*self.args)
-        except ValueError as error:
-            logging.getLogger(__name__).info("%s", error)
+        """See :class:`Message`."""
+        getattr(follower.llm, self.method)(*self.args)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,37 +97,6 @@ class LLM:
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
         self.group: Group | None = None
-        if isinstance(target, Target):
-            self.target = target
-            if self._options.tensor_parallel > 1:
-                raise UserError(
-                    "Tensor parallelism reads parts of a target from files, and a loaded model was given.",
-                    "Give the target as a folder or name.",
-                )
-            if self._options.quantization == "fp8" and not target.fp8_layers:
-                raise UserError(
-                    "The quantization fp8 was asked for, and the target is a loaded model without it.",
-                    "Give the target as a folder or name, or load it with load_target(quantization='fp8').",
-                )
-        else:
-            from eagle_kit.models.loading.source import load_tokenizer, resolve_target
-
-            folder = resolve_target(str(target))
-            self._target_name = folder
-            if self._options.tensor_parallel > 1:
-                self.group = join_ranks(folder, draft, self._options, start)
-            try:
-                self.target = self._load(folder)
-            except BaseException:
-                self.close()
-                raise
-            if tokenizer is None and (self.group is None or self.group.ranks.is_first):  # others make no text
-                self.tokenizer = load_tokenizer(folder)
-        if self.target.embed_tokens.weight.device.type == "cpu":
-            warn_of_spinning(torch.get_num_threads())
-        pack_weights(self.target)
-        if self._options.kv_dtype == "fp8_e4m3":
-            check_fp8(self.target.embed_tokens.weight.device)
         self._engine: Engine | None = None
         self._policy: ShapePolicy | ShapeTable | None = None
         self._draft_folder: Path | None = None
@@ -135,13 +104,58 @@ class LLM:
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
+        if isinstance(target, Target):
+            self._check_loaded(target)
+        else:
+            from eagle_kit.models.loading.source import resolve_target
+
+            target = self._target_name = resolve_target(str(target))
+            if self._options.tensor_parallel > 1:
+                self.group = join_ranks(target, draft, self._options, start)
         try:
-            self._set_draft(draft, self._options.algorithm, self._options.token_map)
+            with self._whole():
+                self._open(target)
+                self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
             self.close()
             raise
         if self.group is not None and not self.group.ranks.is_first:
             self._follow(self.group, is_launched=start is None)
+
+    def _check_loaded(self, target: Target) -> None:
+        """Raise UserError for options that a loaded model cannot follow."""
+        if self._options.tensor_parallel > 1:
+            raise UserError(
+                "Tensor parallelism reads parts of a target from files, and a loaded model was given.",
+                "Give the target as a folder or name.",
+            )
+        if self._options.quantization == "fp8" and not target.fp8_layers:
+            raise UserError(
+                "The quantization fp8 was asked for, and the target is a loaded model without it.",
+                "Give the target as a folder or name, or load it with load_target(quantization='fp8').",
+            )
+
+    def _open(self, target: Target | Path) -> None:
+        """Take a loaded target, or load one; the first rank, which makes the text, also its tokenizer."""
+        if isinstance(target, Target):
+            self.target = target
+        else:
+            self.target = self._load(target)
+            if self.tokenizer is None and (self.group is None or self.group.ranks.is_first):
+                from eagle_kit.models.loading.source import load_tokenizer
+
+                self.tokenizer = load_tokenizer(target)
+        device = self.target.embed_tokens.weight.device
+        if device.type == "cpu":
+            warn_of_spinning(torch.get_num_threads())
+        pack_weights(self.target)
+        if self._options.kv_dtype == "fp8_e4m3":
+            check_fp8(device)
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Context manager: what is done within is done by all ranks, or the group is lost
+        (:meth:`~eagle_kit.serve.ranks.Group.whole`)."""
+        return nullcontext() if self.group is None else self.group.whole()
 
     def _load(self, folder: Path) -> Target:
         """Load the target, or this rank's part of it."""
@@ -178,8 +192,9 @@ class LLM:
             with engine.telling(ask):
                 yield
         else:
-            self.group.ranks.tell([ask])
-            yield
+            with self._whole():
+                self.group.ranks.tell([ask])
+                yield
 
     def warm_up(
         self, extent: WarmUpExtent = "all", on_step: Callable[[int, int], None] = lambda number, total: None
@@ -345,7 +360,7 @@ class LLM:
         self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
         parts = self.target, self.draft, self.config, self._grammars()
         if group is not None and group.ranks.is_first:
-            self._engine = LeadingEngine(*parts, why=group.why)
+            self._engine = LeadingEngine(*parts, group=group)
         else:
             self._engine = Engine(*parts)
 

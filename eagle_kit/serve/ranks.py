@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -161,6 +161,31 @@ class Group:
         """The error, with the name of the process that has ended where it can be known."""
         ended = None if self.workers is None else self.workers.ended(NAMING_S)
         return error if ended is None else RankLost(ended)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context manager: all ranks do what is done within. UserError passes, which all raise alike; after
+        any other error, Ctrl-C included, ranks may be out of step, and the group is given up.
+
+        Raises:
+            RankLost: it was given up; another rank has ended, or does not answer.
+        """
+        ranks = self.ranks
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException as error:
+            if ranks.lost is None:
+                self.give_up(f"A call of several ranks was interrupted ({type(error).__name__}).")
+                raise
+            raise self.why(RankLost(ranks.lost)) from error  # a recording raises errors of its own
+
+    def give_up(self, why: str) -> None:
+        """End the other ranks at once; every call from now on says why."""
+        self.ranks.give_up(f"{why} Make the LLM anew.")
+        if self.workers is not None:
+            self.workers.kill()
 
     def close(self) -> None:
         """Leave the others, and end child processes."""

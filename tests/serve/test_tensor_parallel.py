@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.collectives import Share
+from eagle_kit.kernels.collectives import RankLost, Share
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
@@ -342,6 +343,34 @@ def test_ranks_end_with_their_siblings_and_parents_before_they_meet(folder, tmp_
     for _ in range(2):  # nothing is left of the first time
         with pytest.raises(UserError, match=r"^Rank 1 of tensor parallelism .* has ended with exit code 1\."):
             LLM(folder, tensor_parallel=2, device="cpu")
+
+
+def interrupt(ranks, folder):
+    """Ctrl-C amid a step, after an error that all ranks raise."""
+    try:
+        llm, _ = make_llm(ranks, folder, None)
+    except RankLost as error:
+        return str(error)
+    with pytest.raises(UserError, match="there is no draft"):
+        llm.generate(PROMPTS[:1], shape="4,1,5")
+    take, found = Engine._take, llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    Engine._take = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:1])
+    Engine._take = take
+    for call in (partial(llm.generate, PROMPTS[:1]), partial(llm.logits, [1]), partial(llm.set_draft, None)):
+        with pytest.raises(RankLost, match=r"was interrupted \(KeyboardInterrupt\)\. Make the LLM anew\."):
+            call()
+    llm.close()
+    return len(found[0].token_ids)
+
+
+def test_ranks_that_may_be_out_of_step_do_not_go_on(folder):
+    assert run_ranks(2, interrupt, folder) == [5, "A rank has ended."]
 
 
 def load_in_fp8(ranks, folder):
