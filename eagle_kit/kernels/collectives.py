@@ -1,14 +1,15 @@
 """Collectives of processes that share a model by tensor parallelism, and messages of the first of them.
 
-Tensors go over ``gloo`` on a CPU. On GPUs, sums of few bytes are torch's one-shot all-reduce over symmetric
-memory where that exists, everything else is NCCL's. On a CPU each collective is one custom op, so that
-recorded cycles contain it (:mod:`~eagle_kit.kernels.recording`).
+Tensors go over ``gloo`` on a CPU. On GPUs, sums of few bytes in bf16 and fp32 are torch's one-shot all-reduce
+over symmetric memory where all ranks have it, everything else is NCCL's. On a CPU each collective is one
+custom op, so that recorded cycles contain it (:mod:`~eagle_kit.kernels.recording`).
 
 Legend: R ranks.
 """
 
 import contextlib
 import itertools
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ INLINE_BYTES = 1024
 """Size of the buffer that begins a message: short ones are sent in it."""
 ONE_SHOT_BYTES = 256 * 1024
 """Largest sum by the one-shot all-reduce, which reads everything of every rank: larger ones go to NCCL."""
+ONE_SHOT_DTYPES = torch.bfloat16, torch.float32
+"""Those that it exists for."""
 
 _numbers = itertools.count()
 _ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
@@ -72,7 +75,7 @@ class Ranks:
         # The first process may have nothing to say for days.
         self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
         self._slow = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
-        self._symmetric: dict[torch.dtype, torch.Tensor] = {}
+        self._one_shot_buffers = self._make_buffers() if device.type == "cuda" else {}
         self.number = next(_numbers)
         _ranks[self.number] = self
 
@@ -114,33 +117,48 @@ class Ranks:
         return COLLECTIVES[name](self, x)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda and x.nbytes <= ONE_SHOT_BYTES and (total := self._one_shot(x)) is not None:
-            return total
+        if x.nbytes <= ONE_SHOT_BYTES and x.dtype in self._one_shot_buffers:
+            return self._one_shot(x)
         total = x.clone()
         self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
         return total
 
-    def _one_shot(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Sum over symmetric memory; None where this torch or this machine has none."""
-        if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce"):
-            return None
-        from torch.distributed import _symmetric_memory as symmetric
-
-        buffer = self._symmetric.get(x.dtype)
-        if buffer is None:
-            try:
-                buffer = symmetric.empty(ONE_SHOT_BYTES // x.element_size(), dtype=x.dtype, device=x.device)
-                symmetric.rendezvous(buffer, self._data.group_name)
-            except RuntimeError:  # GPUs that cannot read each other's memory
-                buffer = x.new_empty(0)
-            self._symmetric[x.dtype] = buffer
-        if not buffer.numel():
-            return None
-        mine = buffer[: x.numel()]
+    def _one_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over symmetric memory."""
+        mine = self._one_shot_buffers[x.dtype][: x.numel()]
         mine.copy_(x.reshape(-1))
         self.volume["sum"] += x.nbytes
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._data.group_name)
         return total.view(x.shape)
+
+    def _make_buffers(self) -> dict[torch.dtype, torch.Tensor]:
+        """Make the buffers of the one-shot all-reduce on all ranks; none where one of them cannot have it: an
+        older torch, or GPUs that cannot read each other's memory."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffers: dict[torch.dtype, torch.Tensor] = {}
+
+        def allocate() -> None:
+            for dtype in ONE_SHOT_DTYPES:
+                count = ONE_SHOT_BYTES // dtype.itemsize
+                buffers[dtype] = symmetric.empty(count, dtype=dtype, device=self.device)
+
+        def meet() -> None:
+            for buffer in buffers.values():
+                symmetric.rendezvous(buffer, self._data.group_name)
+
+        if not all(self.all(hasattr(torch.ops.symm_mem, "one_shot_all_reduce"))):
+            return {}
+        return buffers if self._can_all(allocate) and self._can_all(meet) else {}
+
+    def _can_all(self, work: Callable[[], None]) -> bool:
+        """Whether every rank can do ``work``."""
+        try:
+            work()
+        except RuntimeError as error:
+            logging.getLogger(__name__).info("No one-shot all-reduce: %s", error)
+            return all(self.all(False))
+        return all(self.all(True))
 
     def _stack(self, x: torch.Tensor) -> torch.Tensor:
         all_of_them = x.new_empty(self.size, *x.shape)
