@@ -1,7 +1,7 @@
 """Weights in e4m3 with fp32 scales: what they are, and how they are made.
 
 e4m3 has 3 bits of mantissa down to 2**-6 and steps of 2**-9 below; its largest number is 448 (arXiv
-2209.05433). Legend: N outputs, K inputs of a linear layer.
+2209.05433). Legend: N outputs, K inputs of a linear layer, E experts.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ MAX = torch.finfo(E4M3).max
 
 
 class FP8Weight(NamedTuple):
-    """Weight ``[N, K]`` in e4m3, quantised in blocks: the value of an element is ``values * scale``.
+    """Weight ``[N, K]`` in e4m3, or one of each expert ``[E, N, K]``, quantised in blocks: the value of an
+    element is ``values * scale``.
 
     Attributes:
-        values: e4m3 ``[N, K]``.
-        scales: fp32, one for each block: ``[ceil(N / rows), ceil(K / columns)]``.
+        values: e4m3 ``[..., N, K]``.
+        scales: fp32, one for each block: ``[..., ceil(N / rows), ceil(K / columns)]``.
         block: rows and columns that share a scale; ``(1, K)`` is a scale for each output.
     """
 
@@ -33,7 +34,7 @@ class FP8Weight(NamedTuple):
 
     @property
     def by_row(self) -> "FP8Weight":
-        """The same weight with scales for single rows, ``[N, ceil(K / columns)]``."""
+        """The same weight with scales for single rows, ``[..., N, ceil(K / columns)]``."""
         grown = _grown(self.scales, self.block[0], self.values.shape[-2], -2)
         return FP8Weight(self.values, grown.contiguous(), (1, self.block[1]))
 
@@ -44,6 +45,17 @@ class FP8Weight(NamedTuple):
         if grown.shape[-1] > 1:
             grown = _grown(grown, self.block[1], columns, -1)
         return (self.values.float() * grown).to(dtype)
+
+    def view(self, shape: tuple[int, ...]) -> "FP8Weight":
+        """The weight of experts on top of each other, ``[E N, K]``, as ``shape [E, N, K]``, whose N is a
+        multiple of the rows of a block; a weight that has its shape already is the same."""
+        scales = self.scales.view(*shape[:-2], -1, self.scales.shape[-1])
+        return FP8Weight(self.values.view(shape), scales, self.block)
+
+    def unbind(self) -> list["FP8Weight"]:
+        """Weights ``[N, K]`` of the experts."""
+        both = zip(self.values.unbind(), self.scales.unbind(), strict=True)
+        return [FP8Weight(values, scales, self.block) for values, scales in both]
 
     def pieces(self, numel: int) -> Iterator[tuple[slice, "FP8Weight"]]:
         """Consecutive rows of at most ``numel`` elements, or one block of rows where that is more, with their
@@ -63,14 +75,14 @@ def _grown(scales: torch.Tensor, times: int, size: int, dim: int) -> torch.Tenso
 
 
 def quantize_fp8(weight: torch.Tensor) -> FP8Weight:
-    """Quantise ``weight [N, K]`` with a scale for each row, whose largest element becomes 448.
+    """Quantise ``weight [..., N, K]`` with a scale for each row, whose largest element becomes 448.
 
     The error of an element is at most ``max(|w| / 16, scale / 1024)``. For normally distributed weights that
     is 2.6 % of their root mean square, and products with them have the same relative error.
     """
     wide = weight.float()
-    scales = (wide.abs().amax(1, keepdim=True) / MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return FP8Weight((wide / scales).clamp(-MAX, MAX).to(E4M3), scales, (1, weight.shape[1]))
+    scales = (wide.abs().amax(-1, keepdim=True) / MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return FP8Weight((wide / scales).clamp(-MAX, MAX).to(E4M3), scales, (1, weight.shape[-1]))
 
 
 def stack_fp8(parts: list[FP8Weight]) -> FP8Weight:

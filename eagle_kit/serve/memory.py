@@ -19,7 +19,6 @@ from eagle_kit.kernels.linear.fp8 import working_bytes
 from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
-from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import prefill_backends
@@ -60,7 +59,6 @@ class MemoryPlan:
         extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
         graphs_of_all: those that would be prepared for everything.
         fp8: bytes of the weights that are in fp8 layers.
-        wide_experts: bytes of routed experts beside such, which are not kept in fp8.
     """
 
     kv_tokens: int
@@ -78,7 +76,6 @@ class MemoryPlan:
     extent: WarmUpExtent = "all"
     graphs_of_all: Graphs = NO_GRAPHS
     fp8: int = 0
-    wide_experts: int = 0
 
     @property
     def pool(self) -> int:
@@ -116,10 +113,7 @@ class MemoryPlan:
         sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         draft = f" (the draft's {self.draft_bytes_per_token / 1e3:.1f})" if self.draft_bytes_per_token else ""
         if self.fp8:
-            experts = (
-                f"; routed experts are widened, {self.wide_experts / 1e9:.2f} GB" if self.wide_experts else ""
-            )
-            draft += f"; of the weights {self.fp8 / 1e9:.2f} GB are fp8 layers{experts}"
+            draft += f"; of the weights {self.fp8 / 1e9:.2f} GB are fp8 layers"
         log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
         left_out = ""
         if self.extent != "all":
@@ -232,7 +226,6 @@ def plan_memory(
         extent,
         graphs["all"],
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
-        wide_experts=_experts(target) if layers else 0,
     )
 
 
@@ -263,12 +256,6 @@ def _expanded_per_token(config: TargetConfig) -> int:
         return 0
     made = mla.qk_nope_head_dim + mla.v_head_dim + mla.qk_head_dim
     return config.num_heads * (made + 2 * max(mla.qk_head_dim, mla.v_head_dim))
-
-
-def _experts(target: Target) -> int:
-    """Bytes of routed experts."""
-    experts = [module for module in target.modules() if isinstance(module, Experts)]
-    return sum(part.nbytes for module in experts for part in module.parameters())
 
 
 def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.experts import experts
+from eagle_kit.kernels.experts import experts, fp8_experts
 from eagle_kit.kernels.fp8 import FP8Weight, quantize_fp8
 from eagle_kit.kernels.linear.fp8 import fp8_linear
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -185,6 +185,17 @@ EXPERTS = pick(
 )
 
 
+def experts_in_fp64(x, ids, shares, gate_up, down) -> torch.Tensor:
+    """Sum over experts whose weights are given one by one."""
+    wanted = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        places, columns = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[places].double() @ first.double().T).chunk(2, -1)
+        part = (torch.nn.functional.silu(gate) * up) @ second.double().T
+        wanted.index_add_(0, places, part * shares[places, columns, None].double())
+    return wanted
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", pick([1, 64, 2048], [3]))
 @pytest.mark.parametrize("model", EXPERTS)
@@ -196,13 +207,17 @@ def test_experts(model, rows, dtype):
     down = randn(count, hidden, size, dtype=dtype, by=by, scale=size**-0.5)
     shares, ids = scores.softmax(-1).topk(chosen, -1)
     out = experts(x, ids, shares, gate_up, down, backend="triton")
-    wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE)
-    for expert in range(count):
-        places, columns = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[places].double() @ gate_up[expert].double().T).chunk(2, -1)
-        part = (torch.nn.functional.silu(gate) * up) @ down[expert].double().T
-        wanted.index_add_(0, places, part * shares[places, columns, None].double())
-    assert_near("experts", out, wanted, slack=2.0)
+    assert_near("experts", out, experts_in_fp64(x, ids, shares, gate_up, down), slack=2.0)
+    outputs = [quantize_fp8(weight) for weight in (gate_up, down)]
+    blocks = []
+    for held in outputs:
+        (_, n, k), block = held.values.shape, (128, 128)
+        scales = randn(count, -(-n // 128), -(-k // 128), by=by).exp() / 448 / k**0.5
+        blocks.append(FP8Weight(held.values, scales, block))
+    for name, weights in (("outputs", outputs), ("blocks", blocks)):
+        wide = ([each.dense(torch.float32) for each in weight.unbind()] for weight in weights)
+        out = fp8_experts(x, ids, shares, *weights, backend="triton")
+        assert_near(f"fp8 by {name}", out, experts_in_fp64(x, ids, shares, *wide), slack=2.0)
 
 
 # Outputs and inputs: qkv, output, gate and up, down.

@@ -3,7 +3,8 @@
 On a CPU the routing is read on the host, and each expert multiplies its own rows. On a GPU nothing is read on
 the host, so that it can be captured in a CUDA graph: rows are sorted by expert, and the weights of the active
 experts are read only. In bf16 on Hopper and on Blackwell's data centre GPUs torch's grouped matmul does that;
-elsewhere it reads the routing on the host, and Triton does it. Gradients are those of the reference.
+elsewhere it reads the routing on the host, and Triton does it. Gradients are those of the reference. Weights
+in fp8 are a form of their own (:mod:`~eagle_kit.kernels.experts.fp8`).
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -18,10 +19,11 @@ import torch
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.experts import reference
+from eagle_kit.kernels.experts.fp8 import fp8_experts
 from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
 from eagle_kit.kernels.recording import is_recording, keep_alive, library
 
-__all__ = ["PackedExperts", "experts", "pack_experts"]
+__all__ = ["PackedExperts", "experts", "fp8_experts", "pack_experts"]
 
 
 GROUPED_MAJORS, GROUPED_ROW_BYTES = (9, 10), 16
@@ -93,9 +95,8 @@ def experts(
     if uses_triton(x, backend) and not differs and (backend is not None or not _groups(x, down)):
         from eagle_kit.kernels.experts import triton
 
-        return triton.routed_experts(
-            x.contiguous(), ids.contiguous(), weights.contiguous(), gate_up.contiguous(), down.contiguous()
-        )
+        routing = x.contiguous(), ids.contiguous(), weights.contiguous()
+        return triton.routed_experts(*routing, gate_up.contiguous(), None, [], down.contiguous(), None, [])
     if packed is not None and takes_packed(x):
         if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)

@@ -1,4 +1,4 @@
-"""Routed experts in torch, in three orders of computation.
+"""Routed experts in torch, in three orders of computation, and one of them for weights in fp8.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from eagle_kit.kernels.fp8 import FP8Weight
 from eagle_kit.kernels.linear import linear
+from eagle_kit.kernels.linear.fp8 import fp8_linear
 from eagle_kit.kernels.swiglu import swiglu
 
 
-def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`linear` of rows ``[n, K]``, with one-row inputs padded to two rows to keep the summation
+def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor | FP8Weight) -> torch.Tensor:
+    """Linear layer over rows ``[n, K]``, with one-row inputs padded to two rows to keep the summation
     order."""
-    return linear(x, weight) if len(x) > 1 else linear(x.expand(2, -1).contiguous(), weight)[:1]
+    rows = x if len(x) > 1 else x.expand(2, -1).contiguous()
+    out = fp8_linear(rows, weight) if isinstance(weight, FP8Weight) else linear(rows, weight)
+    return out[: len(x)]
 
 
 def by_expert(
@@ -79,3 +83,16 @@ def dense(
     inner = swiglu(torch.matmul(x, gate_up.transpose(1, 2)))  # [E, T, I]
     out = torch.matmul(inner, down.transpose(1, 2))
     return (out * share.t()[:, :, None]).sum(0).to(x.dtype)
+
+
+def dense_fp8(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: FP8Weight, down: FP8Weight
+) -> torch.Tensor:
+    """:func:`dense` with weights in fp8, one expert after another, so that few are wide at a time."""
+    share = torch.zeros(len(x), len(down.values), dtype=torch.float32, device=x.device)
+    share = share.scatter(1, ids, weights)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    networks = zip(share.unbind(1), gate_up.unbind(), down.unbind(), strict=True)
+    for weight, first, second in networks:
+        out = out + fp8_linear(swiglu(fp8_linear(x, first)), second) * weight[:, None]
+    return out.to(x.dtype)

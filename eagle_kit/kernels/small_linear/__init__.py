@@ -14,10 +14,16 @@ from eagle_kit.kernels.small_linear import reference
 from eagle_kit.kernels.small_linear.reference import MAX_ROWS
 from eagle_kit.kernels.swiglu import swiglu
 
-__all__ = ["fits_triton", "small_linear", "small_linear_swiglu"]
+__all__ = ["fits_triton", "scales_fit", "small_linear", "small_linear_swiglu"]
 
 TILE = 128
 """Largest tile of K, of which the columns that share a scale are a multiple."""
+
+
+def scales_fit(weight: FP8Weight) -> bool:
+    """Return whether Triton kernels multiply with the scales of ``weight``: of rows, or of blocks that whole
+    tiles of K lie in."""
+    return weight.is_by_row or weight.block[1] % TILE == 0
 
 
 def fits_triton(x: torch.Tensor, weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None = None) -> bool:
@@ -26,7 +32,7 @@ def fits_triton(x: torch.Tensor, weight: torch.Tensor | FP8Weight, bias: torch.T
     held = weight
     if isinstance(weight, FP8Weight):
         held = weight.values
-        if held.dtype != E4M3 or not (weight.is_by_row or weight.block[1] % TILE == 0):
+        if held.dtype != E4M3 or not scales_fit(weight):
             return False
     elif weight.dtype != x.dtype:
         return False

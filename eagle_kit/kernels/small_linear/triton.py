@@ -37,6 +37,7 @@ from eagle_kit.kernels.dependent_launch import (
     wait_for_launch,
 )
 from eagle_kit.kernels.fp8 import E4M3
+from eagle_kit.kernels.fp8_bits import widened
 from eagle_kit.kernels.small_linear.reference import MAX_ROWS
 
 PROGRAMS = 2
@@ -53,14 +54,6 @@ def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.con
     if BIASED:
         value += tl.load(bias + n, inside, 0.0).to(tl.float32)
     return value
-
-
-@triton.jit
-def _widened(bits):
-    """e4m3 by its bits, int8, in fp16: sign, exponent and mantissa moved to their places, and the difference
-    of the biases, 15 - 7, multiplied in, which is exact for subnormals too. NaN reads as 480."""
-    moved = (bits.to(tl.int16) << 7) & -0x4080
-    return moved.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -106,7 +99,7 @@ def _multiply(
             w = tl.load(w_at + start, inside, 0.0)
             rows = tl.load(x_at + start, present & inside, 0.0)
         if weight.dtype.element_ty == tl.int8:
-            w = _widened(w)
+            w = widened(w)
         if GROUPED:
             scale = tl.load(scale_at + start // group_size)
             acc += tl.dot(w.to(rows.dtype), tl.trans(rows)) * scale[:, None]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.experts import PackedExperts, experts, pack_experts
+from eagle_kit.kernels.experts import PackedExperts, experts, fp8_experts, pack_experts
+from eagle_kit.kernels.fp8 import FP8Weight
 from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.models.blocks.layers import MLP, sigmoid
 from eagle_kit.models.config_parts import MoEConfig
@@ -82,6 +83,39 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T, H]``, with experts and weights ``[T, K]`` -> ``[T, H]``."""
         return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed)
+
+
+class FP8Experts(nn.Module):
+    """Routed experts that hold :class:`~eagle_kit.kernels.fp8.FP8Weight`, in place of :class:`Experts`; not
+    trained.
+
+    Attributes:
+        gate_up_proj, down_proj: e4m3, shaped as those of :class:`Experts`.
+        gate_up_scales, down_scales: fp32, see ``FP8Weight``.
+    """
+
+    def __init__(self, gate_up: FP8Weight, down: FP8Weight) -> None:
+        super().__init__()
+        self.gate_up_proj, self.gate_up_scales = _frozen(gate_up)
+        self.down_proj, self.down_scales = _frozen(down)
+        self.blocks = gate_up.block, down.block
+
+    @property
+    def quantized(self) -> tuple[FP8Weight, FP8Weight]:
+        """The weights, ``[E, 2 I, H]`` and ``[E, H, I]``."""
+        gate_up, down = self.blocks
+        return (
+            FP8Weight(self.gate_up_proj, self.gate_up_scales, gate_up),
+            FP8Weight(self.down_proj, self.down_scales, down),
+        )
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Experts.forward`."""
+        return fp8_experts(x, ids, weights, *self.quantized)
+
+
+def _frozen(weight: FP8Weight) -> tuple[nn.Parameter, nn.Parameter]:
+    return nn.Parameter(weight.values, requires_grad=False), nn.Parameter(weight.scales, requires_grad=False)
 
 
 class MoE(nn.Module):

@@ -18,6 +18,7 @@ from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.blocks.moe import FP8Experts
 from eagle_kit.models.blocks.recurrence import Hybrid, TextRecur
 from eagle_kit.models.config import TargetConfig
 
@@ -122,9 +123,9 @@ class Target(nn.Module, ABC):
         return self.lm_head.weight
 
     @property
-    def fp8_layers(self) -> list[FP8Linear]:
-        """Linear layers that hold fp8 weights."""
-        return [module for module in self.modules() if isinstance(module, FP8Linear)]
+    def fp8_layers(self) -> list[FP8Linear | FP8Experts]:
+        """Linear layers and routed experts that hold fp8 weights."""
+        return [module for module in self.modules() if isinstance(module, FP8Linear | FP8Experts)]
 
     @property
     def weight_format(self) -> str:

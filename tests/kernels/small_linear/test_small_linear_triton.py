@@ -106,7 +106,7 @@ def test_a_gpu_without_e4m3_takes_its_bits(triton_device, kernels, monkeypatch, 
     held = held._replace(values=values)
     check(small_linear(x, held, backend="triton"), x, held.dense(torch.float64), None, dtype)
     with pytest.raises(Exception, match="NoneType"):  # so that it is the bits that were taken
-        monkeypatch.setattr(kernels, "_widened", None)
+        monkeypatch.setattr(kernels, "widened", None)
         small_linear(x, held, backend="triton")
 
 
