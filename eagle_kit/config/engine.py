@@ -122,10 +122,10 @@ class EngineConfig(Options):
         batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, on a GPU powers of
             two up to 16 and multiples of 8 above.
         dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
-        quantization: of the target's linear layers: auto keeps those in fp8 that the checkpoint has so, none
-            widens them, fp8 also casts the others when they are loaded, with a scale for each output. LOSSY:
-            the target is another one then, near the unquantised. Embedding, output layer, norms, routers and
-            routed experts stay in dtype; slow on a CPU, which widens the weights in every step.
+        quantization: of the target's linear layers and routed experts: auto keeps those in fp8 that the
+            checkpoint has so, none widens them, fp8 also casts the others when they are loaded, with a scale
+            for each output. LOSSY: the target is another one then, near the unquantised. Embedding, output
+            layer, norms and routers stay in dtype; slow on a CPU, which widens the weights in every step.
         device: auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank.
         tensor_parallel: processes that share the target, each with a part of its weights and of the
             key-value pool.

@@ -167,8 +167,9 @@ def load_target(
             keep; RoPE frequencies and gate biases stay fp32.
         with_layers: False loads embedding, final norm and output layer only, for training on captured states
             of a target that is too large for this machine; such a model cannot run.
-        quantization: which linear layers are kept in fp8 (:mod:`~eagle_kit.models.loading.quantize`): auto
-            keeps those that are stored so, fp8 casts the others as well, none widens all.
+        quantization: which linear layers and routed experts are kept in fp8
+            (:mod:`~eagle_kit.models.loading.quantize`): auto keeps those that are stored so, fp8 casts the
+            others as well, none widens all.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
