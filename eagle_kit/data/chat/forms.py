@@ -47,6 +47,8 @@ class Conversation:
         tools: definitions that the template shows the model.
         chat_template_kwargs: further arguments of the template.
         complete: False when the last reply did not come to its own end, so that its end must not be learned.
+        regenerated: its replies are the target's own; those without calls or reasoning of their own are text
+            as it was generated.
         from_start: False when the record began with replies to something it does not hold, which were left
             out.
         category: the record's own, or empty.
@@ -59,6 +61,7 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
+    regenerated: bool = False
     from_start: bool = True
     category: str = ""
     remarks: tuple[str, ...] = ()
@@ -87,7 +90,8 @@ def to_conversation(record: Any, where: str) -> Conversation:
             remarks[f"the key {key!r} of a message is not read"] = None
     if isinstance(system := record.get("system"), str) and system.strip():
         messages.insert(0, {"role": "system", "content": system})
-    if tools:
+    regenerated = "finish_reasons" in record
+    if tools and not regenerated:  # calls that the target wrote stay as it wrote them
         messages = _structured(messages, remarks)
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no user turn")
@@ -102,6 +106,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
         tools,
         _template_kwargs(record.get("chat_template_kwargs", {})),
         complete=reasons[-1] in WHOLE,
+        regenerated=regenerated,
         from_start=len(kept) == len(messages),
         category=category if isinstance(category, str) else "",
         remarks=tuple(remarks),

@@ -27,6 +27,7 @@ TAG = re.compile(r"\A\s*<think>\n?")
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
 TOO_LATE = "replies beyond max_length are left out"
+OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
 EMPTY_END = "empty replies at the end are left out"
 
 
@@ -75,7 +76,10 @@ def tokenize_chat(
         raise Unusable("an empty reply")
     check_prompt(tokenizer, conversation.prompt(turns[-1] + 1))
     chats: list[TokenizedChat] = []
-    for row in _rows(tokenizer, conversation, turns, noted):
+    rows = _rows(tokenizer, conversation, turns, noted)
+    if not rows:
+        raise Unusable("the chat template renders the regenerated replies otherwise")
+    for row in rows:
         chat = _encode(tokenizer, row, max_length)
         turned = (_encode_turn(tokenizer, row.text, *span) for span in row.spans)
         chats += turned if chat is None else [chat]
@@ -100,8 +104,17 @@ def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: C
             reply = TAG.sub("", begun) if OPENING.search(prompt) else begun
         else:
             reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
-            if is_last and is_ended and not conversation.complete:
-                reply = reply.removesuffix(next(end for end in ends if reply.endswith(end)))
+            end = next(end for end in ends if reply.endswith(end)) if is_ended else ""
+            message, reply = conversation.messages[turn], reply.removesuffix(end)
+            if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
+                text = message["content"]
+                text = TAG.sub("", text) if OPENING.search(prompt) else text
+                if text.split() != reply.split():
+                    noted[OTHERWISE] += 1
+                    continue
+                reply = text  # white space too, which templates strip
+            if conversation.complete or not is_last:
+                reply += end
         if not rows or not prompt.startswith(rows[-1].text):
             rows.append(_Row(""))
         rows[-1].text = prompt + reply

@@ -252,6 +252,45 @@ def test_calls_of_deepseek_r1_whose_arguments_are_text() -> None:
     assert third == [f"Polite.\n</think>\n\nAlways.{end}"]
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        '<tool_call>\n{"name": "weather", "arguments": {"limit": 1.50}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\nOne moment.',
+        "<tool_call>\nweather(Łódź)\n</tool_call>",
+        " Let me see. \n",
+    ],
+    ids=["a number", "text behind the call", "no JSON", "white space"],
+)
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3"])
+def test_calls_in_regenerated_text_are_learned_as_the_target_wrote_them(name: str, written: str) -> None:
+    """The prompts are those of the text as it stands, as the engine was asked with."""
+    tokenizer = tokenizer_for(name)
+    said = f"<think>\nhm\n</think>\n\n{written}" if name == "qwen3" else written
+    messages = [AGENT[0], {"role": "assistant", "content": said}, AGENT[2], {"role": "user", "content": "?"}]
+    messages.append({"role": "assistant", "content": said})
+    record = {"messages": messages, "tools": [TOOL], "finish_reasons": ["stop", "stop"]}
+    remarks: Counter[str] = Counter()
+    rows = rows_of(name, to_conversation(record, "x"), remarks)
+    assert [reply for row in rows for reply in replies(tokenizer, row)] == [said + tokenizer.eos_token] * 2
+    last = rows[-1]
+    before = last.ids[: np.flatnonzero(last.reply == last.reply.max())[0]].tolist()
+    assert before == served(tokenizer, messages[:4], [TOOL], {}) and not remarks
+
+
+def test_regenerated_replies_that_a_template_writes_something_before_are_left_out_and_counted() -> None:
+    whole = "<think>\nhm\n</think>\n\nFour."
+    messages = [THOUGHTS[0], {"role": "assistant", "content": "Four."}, THOUGHTS[2]]
+    record = {"messages": messages, "finish_reasons": ["stop"]}
+    with pytest.raises(Unusable, match="renders the regenerated replies otherwise"):
+        rows_of("qwen3", to_conversation(record, "x"))
+    remarks: Counter[str] = Counter()
+    record["messages"] = [*messages, {"role": "assistant", "content": whole}]
+    (row,) = rows_of("qwen3", to_conversation(record | {"finish_reasons": ["stop", "stop"]}, "x"), remarks)
+    assert replies(tokenizer_for("qwen3"), row) == [f"{whole}<|im_end|>"]
+    assert remarks == {"regenerated replies that the chat template renders otherwise are left out": 1}
+
+
 TWO_CALLS = [AGENT[0], AGENT[1] | {"tool_calls": [CALL, CALL | {"id": "call_2"}]}, *AGENT[2:]]
 
 
