@@ -4,6 +4,7 @@ import argparse
 import os
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from eagle_kit.serve.api.startup import ServedModel
     from eagle_kit.serve.llm import LLM
+    from eagle_kit.serve.ranks import RankLost
 
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
@@ -126,13 +128,27 @@ def run(args: argparse.Namespace) -> int:
             engine = llm.engine()
             introduce(args, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
+            app.state.service.engine.on_stuck = partial(leave, llm)
             llm.on_lost(app.state.service.engine.fail)
             return run_forever(app, sock)
         finally:
             llm.close()
     except RankLost as error:
-        say(f"error: {error} The server has ended.\n  -> Start it again.")
+        tell_of_end(error)
         return 1
+
+
+def tell_of_end(error: "RankLost") -> None:
+    """Print why the server has ended."""
+    say(f"error: {error} The server has ended.\n  -> Start it again.")
+
+
+def leave(llm: "LLM", error: "RankLost") -> None:
+    """End this process and the other ranks at once: a step waits for one that is lost."""
+    tell_of_end(error)
+    if llm.group is not None and llm.group.workers is not None:
+        llm.group.workers.kill()
+    os._exit(1)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

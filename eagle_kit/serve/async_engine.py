@@ -55,6 +55,11 @@ class _Stopped(NamedTuple):
 _Item = _Arrival | ReplyStream | _Stopped
 """What the engine's thread is told: a request, one to abort, one to end."""
 
+STUCK_S = 10.0
+"""Seconds that the engine's thread gets to end, once another rank is lost."""
+TELLING_S = 2.0
+"""Seconds for readers to hear of it, where it has not."""
+
 
 class AsyncEngine:
     """Engine in a thread of its own.
@@ -71,12 +76,15 @@ class AsyncEngine:
     Attributes:
         draining: set when it begins to shut down.
         on_failure: called with the error when the engine has failed, in the engine's thread.
+        on_stuck: called with the error, in another thread, when the engine has lost a rank and its thread
+            does not end: nothing but the end of the process helps.
     """
 
     def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
         self.engine, self.capacity = engine, capacity
         self.failure: BaseException | None = None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_stuck: Callable[[RankLost], None] = lambda error: None
         self._lost: RankLost | None = None
         self._text = TextThread(self._deliver_soon, self._stop, self._tell, observer)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -184,10 +192,23 @@ class AsyncEngine:
             self._thread.join()
 
     def fail(self, error: RankLost) -> None:
-        """End the engine, which has lost another rank, also while it has no work. Any thread may call it."""
+        """End the engine, which has lost another rank, also while it has no work. Any thread may call it.
+        A step that waits for the other rank on a GPU may never end: its readers are told all the same."""
         with self._wake:
             self._lost = error
             self._wake.notify()
+        threading.Thread(target=self._leave_step, args=(error,), daemon=True).start()
+
+    def _leave_step(self, error: RankLost) -> None:
+        if self._thread.is_alive():  # else it has ended, or will when it starts
+            self._thread.join(STUCK_S)
+        if not self._thread.is_alive():
+            return
+        self.failure = error
+        self._fail_everything(error)
+        self._thread.join(TELLING_S)
+        if self._thread.is_alive():
+            self.on_stuck(error)
 
     def check_room(self, count: int) -> None:
         """Raise the errors of :meth:`add` for ``count`` requests."""

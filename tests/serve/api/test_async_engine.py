@@ -10,6 +10,8 @@ import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.kernels.collectives import RankLost
+from eagle_kit.serve import async_engine
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
 
@@ -237,3 +239,26 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stdout) == (0, "Overloaded\n"), done.stderr
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeypatch, is_stuck):
+    monkeypatch.setattr(async_engine, "STUCK_S", 0.1)
+    monkeypatch.setattr(async_engine, "TELLING_S", 0.1)
+    error, told = RankLost("Rank 1 has ended."), []
+
+    async def check(llm, inner, engine):
+        engine.on_stuck = told.append
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        while not inner.seen:
+            await asyncio.sleep(0.01)
+        engine.fail(error)
+        with pytest.raises(EngineFailed, match="RankLost"):
+            await reply.collect()
+        await asyncio.sleep(0.5)
+        assert told == [error] * is_stuck and engine.failure is error
+        assert engine._thread.is_alive() == is_stuck
+        inner.running.clear()  # nobody goes on with them
+        inner.waiting.clear()
+
+    run(scripted, check, step_s=1.5 if is_stuck else 0.01)
