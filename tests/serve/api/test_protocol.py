@@ -23,10 +23,10 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def one_byte_a_step(tokenizer):
-    """Emits TEXT one byte a step, so that every character is cut."""
+    """Emits TEXT one byte a step, so that every character is cut; slowly, so that pieces come one by one."""
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(TEXT.encode())
-    engine = ScriptedEngine(lambda request: ids, per_step=1)
+    engine = ScriptedEngine(lambda request: ids, per_step=1, step_s=0.005)
     with serving(ScriptedLLM(tokenizer), engine) as server:
         yield server
 
