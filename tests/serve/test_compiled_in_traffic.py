@@ -57,7 +57,7 @@ def traced(target, has_draft=True, **options):
     target = target.bfloat16()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), use("triton"), fake, LaunchKeys() as keys, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle_kit.serve.runner.allowed_bits", any_bits)
+        patch.setattr("eagle_kit.serve.agreement.allowed_bits", any_bits)
         yield make_engine(target, head, **options), keys
 
 
