@@ -6,6 +6,7 @@ aligned to the last key, a window ``(left, right)`` counts keys besides a query'
 lengths are int32. Strides of pages, slots and heads are free; values of a head lie together.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,23 @@ class _FlashAttention(PrefillLibrary):
             return f"takes head sizes up to 256 that are multiples of 8, not {store.head_dim}"
         return super().reason_against(store, variant)
 
+    def attention(self, plan: PrefillPlan) -> PromptAttention:
+        """See :class:`PrefillLibrary`."""
+        place = self.place(plan)
+
+        def attend(
+            q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
+        ) -> torch.Tensor:
+            k, v = (pages_nhd(rows, plan.page_size) for rows in (k_rows, v_rows))
+            out: torch.Tensor = self.call(q, k, v, **place, **_options(variant))
+            return out
+
+        return attend
+
+    @abstractmethod
+    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+        """Arguments of the call that say where prompts and their keys are."""
+
 
 def _options(variant: AttentionVariant) -> dict[str, Any]:
     window = variant.limits.window
@@ -53,24 +71,14 @@ class FlashAttention3(_FlashAttention):
 
     title = "FlashAttention-3"
 
-    def attention(self, plan: PrefillPlan) -> PromptAttention:
-        """See :class:`PrefillLibrary`."""
-        cu_seqlens = plan.cu_rows.int()
-        place = {
+    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+        """See :class:`_FlashAttention`."""
+        return {
             "cache_seqlens": (plan.starts + plan.cu_rows.diff()).int(),
             "page_table": plan.page_tables.int(),
-            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_q": plan.cu_rows.int(),
             "max_seqlen_q": plan.max_rows,
         }
-
-        def attend(
-            q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
-        ) -> torch.Tensor:
-            k, v = (pages_nhd(rows, plan.page_size) for rows in (k_rows, v_rows))
-            out: torch.Tensor = self.call(q, k, v, **place, **_options(variant))
-            return out
-
-        return attend
 
 
 class FlashAttention2(_FlashAttention):
@@ -84,23 +92,14 @@ class FlashAttention2(_FlashAttention):
             return f"takes pages of a multiple of {PAGE_STEP} slots (--page-size), not {store.page_size}"
         return super().reason_against(store, variant)
 
-    def attention(self, plan: PrefillPlan) -> PromptAttention:
-        """See :class:`PrefillLibrary`."""
+    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+        """See :class:`_FlashAttention`."""
         assert plan.bounds is not None
         stops = plan.starts + plan.cu_rows.diff()
-        place = {
+        return {
             "cu_seqlens_q": plan.cu_rows.int(),
             "cu_seqlens_k": torch.nn.functional.pad(stops.cumsum(0), (1, 0)).int(),
             "max_seqlen_q": plan.max_rows,
             "max_seqlen_k": max(stop for _, stop in plan.bounds),
             "block_table": plan.page_tables.int(),
         }
-
-        def attend(
-            q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
-        ) -> torch.Tensor:
-            k, v = (pages_nhd(rows, plan.page_size) for rows in (k_rows, v_rows))
-            out: torch.Tensor = self.call(q, k, v, **place, **_options(variant))
-            return out
-
-        return attend
