@@ -5,8 +5,7 @@ choice is kept and never measured again, so that a size takes the same form as l
 that never came up in a warm-up take torch's form.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import get_args
@@ -16,7 +15,7 @@ import torch
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.linear.forms import Form, Size, use_forms
 from eagle_kit.kernels.timing import Timer
-from eagle_kit.serve.measured import Choice, choose_fastest
+from eagle_kit.serve.measured import MeasuredChoices
 
 TIMED_BYTES, MAX_COPIES = 256 << 20, 16
 
@@ -38,29 +37,19 @@ def time_form(form: Form, size: Size, device: torch.device) -> float:
     return Timer(device, budget_s=0.02).time(run).median / copies
 
 
-class LinearForms:
+class LinearForms(MeasuredChoices[Size, Form]):
     """Table from sizes to forms, filled by measurements.
 
     Args:
         device: of the layers.
         timer: measures the seconds of a form for a size.
-
-    Attributes:
-        seconds: that measuring took.
     """
 
     def __init__(
         self, device: torch.device, timer: Callable[[Form, Size, torch.device], float] = time_form
     ) -> None:
+        super().__init__()
         self.device, self.timer = device, timer
-        self._choices: dict[Size, Choice[Form]] = {}
-        self.seconds = 0.0
-        self._measures = False
-
-    @property
-    def table(self) -> Mapping[Size, Choice[Form]]:
-        """Choices so far."""
-        return dict(self._choices)
 
     def using(self) -> AbstractContextManager[None]:
         """Within, linear layers take the forms chosen so far."""
@@ -69,28 +58,18 @@ class LinearForms:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Within, linear layers take these forms, and a size that is new is measured at its first call."""
-        before, self._measures = self._measures, True
-        try:
-            with self.using():
-                yield
-        finally:
-            self._measures = before
+        with super().measuring(), self.using():
+            yield
 
     def form(self, size: Size) -> Form:
         """Form of a size. A new one is measured within :meth:`measuring` and outside of a graph's capture;
         otherwise it is torch's, for now."""
-        choice = self._choices.get(size)
-        if choice is None:
+        if size not in self._choices:
             if not self._measures or _is_capturing():
                 return "torch"
-            begun = time.perf_counter()
-            choice = self._choices[size] = self._measure(size)
-            self.seconds += time.perf_counter() - begun
-        return choice.form
-
-    def _measure(self, size: Size) -> Choice[Form]:
-        timers = {form: partial(self.timer, form, size, self.device) for form in get_args(Form)}
-        return choose_fastest(f"Linear {_name(size)}", timers)
+            timers = {form: partial(self.timer, form, size, self.device) for form in get_args(Form)}
+            self._measure(size, f"Linear {_name(size)}", timers)
+        return self._choices[size].form
 
     def report(self) -> list[str]:
         """One line for each size, for people."""

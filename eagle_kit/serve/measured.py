@@ -1,7 +1,9 @@
 """Choice of the fastest of several forms of an operation, from their measured times."""
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ MARGIN = 0.97
 """A form is taken in place of the default where it needs less than this part of its time: less than that is
 noise, and a choice that follows noise differs from one start to the next."""
 
+S = TypeVar("S")
 F = TypeVar("F", bound=str)
 logger = logging.getLogger(__name__)
 
@@ -49,3 +52,36 @@ def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice
     choice = Choice(fastest, seconds)
     logger.info("%s: %s", what, choice)
     return choice
+
+
+class MeasuredChoices(Generic[S, F]):
+    """Table from sizes to forms, filled by measurements; a choice is kept and never measured again.
+
+    Attributes:
+        seconds: that measuring took.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[S, Choice[F]] = {}
+        self.seconds = 0.0
+        self._measures = False
+
+    @property
+    def table(self) -> Mapping[S, Choice[F]]:
+        """Choices so far."""
+        return dict(self._choices)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within, a size that is new is measured at its first call."""
+        before, self._measures = self._measures, True
+        try:
+            yield
+        finally:
+            self._measures = before
+
+    def _measure(self, size: S, what: str, timers: Mapping[F, Callable[[], float]]) -> None:
+        """Choose the form of ``size`` by :func:`choose_fastest`, whose arguments the others are."""
+        begun = time.perf_counter()
+        self._choices[size] = choose_fastest(what, timers)
+        self.seconds += time.perf_counter() - begun

@@ -7,9 +7,7 @@ always take ours: the first slots of most of their stores are unused, and they h
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +30,7 @@ from eagle_kit.kernels.timing import Timer
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PagedStore
-from eagle_kit.serve.measured import Choice, choose_fastest
+from eagle_kit.serve.measured import MeasuredChoices
 
 OTHER = "Choose another prefill backend, or leave it at auto."
 logger = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ def time_attention(run: Callable[[], Any], device: torch.device) -> float:
     return Timer(device, budget_s=0.02, least=5).time(run, as_graph=False).median
 
 
-class PrefillBackends:
+class PrefillBackends(MeasuredChoices[PromptSize, str]):
     """Table from sizes to forms of prompt attention over one store.
 
     Args:
@@ -74,9 +72,6 @@ class PrefillBackends:
         given: the library for all layers; None measures.
         left_out: why others are no choice, for people.
         timer: measures the seconds of a call on a device.
-
-    Attributes:
-        seconds: that measuring took.
     """
 
     def __init__(
@@ -88,31 +83,15 @@ class PrefillBackends:
         left_out: Sequence[str] = (),
         timer: Callable[[Callable[[], Any], torch.device], float] = time_attention,
     ) -> None:
+        super().__init__()
         self.own, self.libraries, self.given, self.left_out = own, libraries, given, left_out
         self.timer = timer
-        self.seconds = 0.0
-        self._choices: dict[PromptSize, Choice[str]] = {}
-        self._measures = False
-
-    @property
-    def table(self) -> Mapping[PromptSize, Choice[str]]:
-        """Choices so far."""
-        return dict(self._choices)
 
     def serve(self, store: PagedStore) -> None:
         """Have the prompts of ``store`` attend by these forms, where there is any besides ours."""
         if self.libraries:
             assert isinstance(store, PagedKV)
             store.prompt_attention = partial(self._attention, store_facts(store))
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Within, a size that is new is measured at its first call."""
-        before, self._measures = self._measures, True
-        try:
-            yield
-        finally:
-            self._measures = before
 
     def _attention(self, store: StoreFacts, plan: PrefillPlan) -> PromptAttention:
         planned: dict[str, PromptAttention] = {self.own: own_attention(plan)}
@@ -130,17 +109,14 @@ class PrefillBackends:
             size = PromptSize.of(q, k_rows, variant)
             if size not in self._choices and self._measures:
                 fit = [name for name, it in self.libraries.items() if not it.reason_against(store, variant)]
-                self._measure(size, {form: partial(run, form) for form in [self.own, *fit]}, q.device)
+                timers = {
+                    form: partial(self.timer, partial(run, form), q.device) for form in [self.own, *fit]
+                }
+                self._measure(size, f"Prompts of {size}", timers)
             choice = self._choices.get(size)
             return run(self.own if choice is None else choice.form)
 
         return attend
-
-    def _measure(self, size: PromptSize, runs: Mapping[str, Callable[[], Any]], device: torch.device) -> None:
-        begun = time.perf_counter()
-        timers = {form: partial(self.timer, run, device) for form, run in runs.items()}
-        self._choices[size] = choose_fastest(f"Prompts of {size}", timers)
-        self.seconds += time.perf_counter() - begun
 
     def __str__(self) -> str:
         titles = [f"{name} ({library.title})" for name, library in self.libraries.items()]
