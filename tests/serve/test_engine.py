@@ -4,7 +4,7 @@ back."""
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
+from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, resolved, serve
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
@@ -195,16 +195,7 @@ def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, sh
 
 
 def test_a_next_turn_finds_the_reply_of_the_last(models):
-    engine = make_engine(models, page_size=4, max_context=128)
-    engine.use_shape(SpecShape(4, 1, 5))
-    first = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
-    serve(engine, [first])
-    prompt = [1, 2, 3, *first.token_ids, 9, 9]
-    second = Request(1, list(prompt), SamplingParams(max_tokens=20))
-    serve(engine, [second])
-    assert second.num_cached_tokens == 20
-    (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
-    assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)
+    check_next_turn(models, max_context=128)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

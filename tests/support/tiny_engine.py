@@ -44,3 +44,29 @@ def decode(
     requests = [Request(i, list(p), params) for i, p in enumerate(prompts)]
     serve(engine, requests)
     return requests
+
+
+def record_proposals(engine) -> list:
+    """Record from now on what the engine, of one request, proposes: tokens in the pool, and the draft."""
+    proposals, propose = [], engine.runner.drafter.propose
+
+    def recorded(state, *rest):
+        proposals.append((state.seq_lens.item(), propose(state, *rest)))
+        return proposals[-1][1]
+
+    engine.runner.drafter.propose = recorded
+    return proposals
+
+
+def check_next_turn(models, **options) -> None:
+    """A prompt that goes on behind a reply finds the whole pages of both, and drafts as without them."""
+    engine = make_engine(models, page_size=4, **options)
+    engine.use_shape(SpecShape(4, 1, 5))
+    first = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
+    serve(engine, [first])
+    prompt = [1, 2, 3, *first.token_ids, 9, 9]
+    second = Request(1, list(prompt), SamplingParams(max_tokens=20))
+    serve(engine, [second])
+    assert second.num_cached_tokens == 20
+    (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
+    assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)

@@ -9,22 +9,19 @@ scratch. The chain to propose is then ready.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
-from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.llama import TargetOutput
-from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
-from eagle_kit.speculation.propose.drafter import Drafter, Missed
+from eagle_kit.speculation.propose.drafter import Missed
+from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
@@ -34,11 +31,10 @@ class MaskedState(NamedTuple):
     tokens: torch.Tensor
 
 
-class MaskedDrafter(Drafter):
+class MaskedDrafter(ReadyChainDrafter):
     """A head whose later steps are masks. The candidates that it keeps are the D tokens of the chain."""
 
     model: HeadDraftModel
-    can_wait = False
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         super().__init__(model, vocab_size, layout)
@@ -82,18 +78,6 @@ class MaskedDrafter(Drafter):
         """See :class:`Drafter`: None, a chain ranks nothing."""
         return None
 
-    def propose(
-        self,
-        state: CycleState,
-        shape: SpecShape,
-        num_columns: int,
-        sampling: SamplingBatch | None = None,
-    ) -> DraftOutput:
-        """Return the chain that draft-extend has made; ``shape`` must have at most D steps."""
-        assert isinstance(state.draft, MaskedState)
-        assert shape.topk == 1 and shape.steps <= state.draft.tokens.shape[1]
-        return DraftOutput(chain_build(state.roots, state.draft.tokens[:, : shape.steps]), Deterministic())
-
     def extend(
         self, state: CycleState, missed: Missed, last: torch.Tensor, topk: int, num_columns: int
     ) -> MaskedState:
@@ -120,10 +104,9 @@ class MaskedDrafter(Drafter):
         stored."""
         read = self._read_prompt(out, ids, next_ids, segments, last).read
         if topk == 1 or not len(last):
-            return self._drafted(read, 1 if topk == 1 else len(read))
-        ends = list(accumulate(segment.stop - segment.start for segment in segments))
+            return self._drafted(read, 1)
         stops = [segment.stop for segment in segments]
-        which = torch.searchsorted(to_device(ends, last.device), last, right=True)
+        which = segments_of(segments, last)
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
         masks = self._window(
             nothing,

@@ -20,14 +20,11 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
-from eagle_kit.kernels.sampling import SamplingBatch
-from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
-from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StepRows
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
@@ -39,11 +36,11 @@ class ModulesState(NamedTuple):
     carries: torch.Tensor
 
 
-class ModulesDrafter(Drafter):
+class ModulesDrafter(ReadyChainDrafter):
     """Several modules with a store each. Mutates only the stores."""
 
     model: HeadDraftModel
-    can_wait = has_any_shape = False
+    has_any_shape = False
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size
@@ -89,18 +86,6 @@ class ModulesDrafter(Drafter):
             torch.zeros(count, modules, dtype=torch.int64, device=device),
             torch.zeros(count, modules, size, dtype=self.model.dtype, device=device),
         )
-
-    def propose(
-        self,
-        state: CycleState,
-        shape: SpecShape,
-        num_columns: int,
-        sampling: SamplingBatch | None = None,
-    ) -> DraftOutput:
-        """Return the chain that draft-extend has made; ``shape`` must have at most D steps."""
-        assert isinstance(state.draft, ModulesState)
-        assert shape.topk == 1 and shape.steps <= self.model.num_modules
-        return DraftOutput(chain_build(state.roots, state.draft.tokens[:, : shape.steps]), Deterministic())
 
     def draft_extend(
         self,
@@ -210,8 +195,7 @@ class ModulesDrafter(Drafter):
             torch.stack([segment.page_table for segment in segments]),
             max(stops) + 1 + self.model.num_modules,
         )
-        ends = torch.tensor([s.stop - s.start for s in segments]).cumsum(0).to(last.device)
-        which = torch.searchsorted(ends, last, right=True)
+        which = segments_of(segments, last)
         return ModulesState(made.tokens[which], made.carries[which])
 
     def _prompt(

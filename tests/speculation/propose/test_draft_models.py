@@ -7,7 +7,7 @@ import torch
 from kinds_of import algorithm_of
 from safetensors.torch import save_file
 from tiny import randomise, tiny_target
-from tiny_engine import PROMPTS, resolved, serve
+from tiny_engine import PROMPTS, record_proposals, resolved, serve
 
 from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
@@ -77,17 +77,10 @@ def restated_layer(head: Eagle1Head, hidden, embeds) -> torch.Tensor:
 @torch.no_grad()
 def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
     """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
-    head, proposals = eagle1(target), []
+    head = eagle1(target)
     engine = Engine(target, HeadDraftModel(head, target), resolved(1, 128, kv_tokens=300, page_size=4))
     engine.use_shape(SpecShape(4, 1, 5))
-    drafter = engine.runner.drafter
-    propose = drafter.propose
-
-    def recorded(state, *rest):
-        proposals.append((state.seq_lens.item(), propose(state, *rest)))
-        return proposals[-1][1]
-
-    drafter.propose = recorded
+    proposals = record_proposals(engine)
     request = Request(0, list(PROMPTS[1]), SamplingParams(max_tokens=30))
     serve(engine, [request])
     text = torch.tensor(request.prompt_ids + request.token_ids)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from published_p_eagle import PublishedPEagle
 from tiny import tiny_p_eagle, tiny_target
-from tiny_engine import PROMPTS, decode, make_engine, serve
+from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, record_proposals, serve
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import write_draft
@@ -37,20 +37,13 @@ def texts(requests) -> list[list[int]]:
 @torch.no_grad()
 def test_every_chain_is_that_of_the_published_forward(models, tmp_path):
     """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
-    (target, head), steps, proposals = models, 4, []
+    (target, head), steps = models, 4
     files = P_EAGLE.write(head, torch.float32)
     write_draft(tmp_path / "head", files.tensors, files.config, metadata={})
     published = PublishedPEagle(tmp_path / "head", target.embed_tokens.weight)
     engine = make_engine(models, page_size=4, prefill_tokens=7)
     engine.use_shape(SpecShape(steps, 1, steps + 1))
-    drafter = engine.runner.drafter
-    propose = drafter.propose
-
-    def recorded(state, *rest):
-        proposals.append((state.seq_lens.item(), propose(state, *rest)))
-        return proposals[-1][1]
-
-    drafter.propose = recorded
+    proposals = record_proposals(engine)
     request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
     serve(engine, [request])
     text = torch.tensor(request.prompt_ids + request.token_ids)
@@ -108,16 +101,7 @@ def test_the_shape_may_follow_the_batch(models):
 
 
 def test_a_cached_prefix_has_the_drafts_entries(models):
-    engine = make_engine(models, page_size=4)
-    engine.use_shape(SpecShape(4, 1, 5))
-    first = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))
-    serve(engine, [first])
-    prompt = [1, 2, 3, *first.token_ids, 9, 9]
-    second = Request(1, list(prompt), SamplingParams(max_tokens=20))
-    serve(engine, [second])
-    assert second.num_cached_tokens == 20
-    (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
-    assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)
+    check_next_turn(models)
 
 
 def test_replies_match_their_grammar(tmp_path):
