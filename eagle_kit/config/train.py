@@ -203,7 +203,9 @@ class HeadConfig(Section):
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
         init: of ``mtp``: ``checkpoint`` (the target's own modules), ``last-layer`` (copies of the target's
-            last decoder layer) or ``random``; ``auto`` takes the first of these that can be had.
+            last decoder layer) or ``random``; ``auto`` takes the first of these that can be had. Of
+            ``eagle3``: ``last-layer`` (the target's last layer behind its last captured state) or ``random``,
+            which ``auto`` is.
     """
 
     kind: str = "eagle3"

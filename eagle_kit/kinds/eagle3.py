@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.fused_states import (
@@ -19,6 +21,7 @@ from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.targets.target import Target
 
 
 class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
@@ -33,6 +36,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
         {
             *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
             *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
+            "head.init",
             *("training.loss", "training.dpace_alpha", "training.feature_noise"),
             "training.detach_steps",
         }
@@ -80,10 +84,44 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
             old = self.read(open_draft(settings.start_from), start.target, device=start.device)
             old.config = config
             return old
-        return start_new_head(Eagle3Head(config), settings, start)
+        if settings.init == "checkpoint":
+            raise UserError(
+                "head.init is checkpoint, but no target's checkpoint has an EAGLE-3 head.",
+                "Set head.init to last-layer or random, or name a head with head.start_from.",
+            )
+        head = start_new_head(Eagle3Head(config), settings, start)
+        if settings.init == "last-layer":
+            _copy_last_layer(head, start.target)
+        return head
 
 
 EAGLE3 = Eagle3Kind()
+
+
+def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
+    """Put the target's last layer behind the last captured state: ``fc`` begins as that state, attention
+    reads it as the target does, and the embedding through random weights. Raises UserError where the layer
+    has other parts or sizes than the head's."""
+    layer, size = target.layers[-1].state_dict(), head.config.hidden_size
+    ours, columns = head.midlayer, "self_attn.qkv_proj.weight"
+    wanted = {name: tensor.shape for name, tensor in ours.state_dict().items()}
+    wanted[columns] = torch.Size((wanted[columns][0], size)) if columns in wanted else torch.Size()
+    names = [name for name in wanted if name not in ("input_layernorm.weight", "hidden_norm.weight")]
+    named = {name: layer[name] for name in names if name in layer and layer[name].shape == wanted[name]}
+    others = layer.keys() - named.keys()
+    if named.keys() != set(names) or others != {"input_layernorm.weight"} or head.fc.weight.shape[1] % size:
+        raise UserError(
+            "head.init is last-layer, but the target's last layer has not the parts and sizes of the head's.",
+            "Set head.init=random, and leave head.intermediate_size out.",
+        )
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name == columns:
+                parameter[:, size:] = named[name]
+            elif name in named:
+                parameter.copy_(named[name])
+        ours.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+        head.fc.weight.zero_()[:, -size:].fill_diagonal_(1.0)
 
 
 def _flipped(flag: str, config: Eagle3Config) -> Convention:

@@ -44,7 +44,7 @@ def on_gpu(plan, found, length):
     doc_start, computed = moved(plan.doc_start), [moved(rows) for rows in plan.computed]
     attention = [plan_rows(rows, doc_start) for rows in computed]
     rows, kept = [moved(part) for part in plan.rows], [moved(part) for part in plan.kept]
-    made = Planned(rows, computed, kept, attention, plan.needed, doc_start, plan)
+    made = Planned(rows, computed, kept, attention, plan.needed, doc_start, plan.shares, plan)
     vars(made).update(found=found, length=length)
     return made
 

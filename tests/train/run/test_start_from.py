@@ -9,6 +9,7 @@ from tiny_run import make_config, make_conversations
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.__main__ import main
 
 
@@ -103,3 +104,45 @@ def test_a_head_whose_layers_are_numbered_otherwise_is_to_be_imported_first(trai
     words = [str(trained / "config.yaml"), f"head={{start_from: {tmp_path / 'theirs'}}}"]
     assert main([*words, f"output_dir={tmp_path / 'run'}", "training.max_steps=1"]) == 2
     assert "eagle-kit import" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def deep_enough(tmp_path_factory):
+    """A config whose head is as wide as its target, to begin with the target's last layer."""
+    return make_config(tmp_path_factory.mktemp("last"), head={"draft_vocab_size": 64})
+
+
+def test_it_begins_as_the_last_layer_of_the_target(deep_enough, tmp_path):
+    settings = [
+        f"output_dir={tmp_path / 'run'}",
+        "training.learning_rate=1.0e-12",
+        "head.init=last-layer",
+        "head.intermediate_size=null",
+    ]
+    assert main([str(deep_enough), *settings, "--max-steps", "1"]) == 0
+    head, target = load_draft(tmp_path / "run" / "step-1"), load_target(deep_enough.parent / "target")
+    size, states = target.config.hidden_size, torch.randn(5, 3 * target.config.hidden_size)
+    layer, ours = target.layers[-1], head.midlayer
+    with torch.no_grad():
+        torch.testing.assert_close(head.fc(states), states[:, 2 * size :], atol=1e-5, rtol=0)
+        ours.self_attn.qkv_proj.weight[:, :size] = 0  # what reads the embedding
+        x, residual = ours.inputs(states[:, 2 * size :], torch.randn(5, size))
+        q = ours.self_attn.qkv_proj(x)
+        theirs = layer.self_attn.qkv_proj(layer.input_layernorm(residual))
+        torch.testing.assert_close(q, theirs, atol=1e-4, rtol=1e-4)
+        attended = torch.randn(5, target.config.num_heads, target.config.head_dim)
+        after = residual + layer.self_attn.o_proj(attended.flatten(1))
+        behind = after + layer.mlp(layer.post_attention_layernorm(after))
+        torch.testing.assert_close(ours.finish(residual, attended), behind, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (["head.init=checkpoint"], "no target's checkpoint has an EAGLE-3 head"),
+        (["head.init=last-layer", "head.intermediate_size=16"], "has not the parts and sizes of the head's"),
+    ],
+)
+def test_beginnings_that_cannot_be_had_are_refused(deep_enough, tmp_path, capsys, head, said):
+    assert main([str(deep_enough), f"output_dir={tmp_path / 'run'}", *head]) == 2
+    assert said in capsys.readouterr().err
