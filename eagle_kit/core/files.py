@@ -135,6 +135,22 @@ def sole_writer(of: Path, lock: Path) -> Iterator[None]:
 
 
 @contextmanager
+def taking_turns(path: Path) -> Iterator[None]:
+    """Be the only process inside for ``path``, which several may find missing at once: others wait, and are
+    to look again whether it is there, since :func:`replacing` it would take it from those who read it.
+
+    Raises OSError where the folder cannot be written.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps open files
+                lock.unlink()
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside ``path`` to write a file or a folder to, and put it in its place at the end.
 

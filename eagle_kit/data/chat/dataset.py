@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_json, read_object, replacing
+from eagle_kit.core.files import read_json, read_object, replacing, taking_turns
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
@@ -201,18 +201,20 @@ def load_prepared(
 
 
 def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
-    """Make ``folder``: beside it first, then renamed."""
+    """Make ``folder``: beside it first, then renamed; in one process of several that need it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(folder) as work:
-            work.mkdir()
-            _build(settings, tokenizer, work, progress)
+        with taking_turns(folder):
+            if (folder / "summary.json").is_file():
+                return
+            with replacing(folder) as work:
+                work.mkdir()
+                _build(settings, tokenizer, work, progress)
     except OSError as error:
-        if not (folder / "summary.json").is_file():  # another process may have finished first
-            raise UserError(
-                f"The tokenised data could not be written to {folder} ({error}).",
-                "Free some space, or set data.cache_dir to another folder.",
-            ) from error
+        raise UserError(
+            f"The tokenised data could not be written to {folder} ({error}).",
+            "Free some space, or set data.cache_dir to another folder.",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, replacing
+from eagle_kit.core.files import check_disk_space, replacing, taking_turns
 
 
 @dataclass(frozen=True)
@@ -169,22 +169,24 @@ def _convert_packaged(name: str) -> Path:
     if _is_converted(folder, wanted):
         return folder
     source = _package_file(name, packaged)
-    print(
-        f"Converting {name} from {packaged.file} to safetensors in {folder} (once)",
-        file=sys.stderr,
-        flush=True,
-    )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        check_disk_space(folder.parent, 8 * source.stat().st_size, ANOTHER_CACHE)
-        with replacing(folder) as work:
-            _dequantise(source, work)
-            (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        with taking_turns(folder):
+            if _is_converted(folder, wanted):
+                return folder
+            print(
+                f"Converting {name} from {packaged.file} to safetensors in {folder} (once)",
+                file=sys.stderr,
+                flush=True,
+            )
+            check_disk_space(folder.parent, 8 * source.stat().st_size, ANOTHER_CACHE)
+            with replacing(folder) as work:
+                _dequantise(source, work)
+                (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     except OSError as error:
-        if not _is_converted(folder, wanted):
-            raise UserError(
-                f"The target {name} could not be converted in {folder.parent} ({error}).", ANOTHER_CACHE
-            ) from error
+        raise UserError(
+            f"The target {name} could not be converted in {folder.parent} ({error}).", ANOTHER_CACHE
+        ) from error
     return folder
 
 

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,27 @@ def test_a_second_call_reads_the_cache(
         with pytest.raises(AssertionError, match="tokenised again"):
             prepare(tmp_path, tokenizer, replace(settings, **changed))
     assert [path.name for path in (tmp_path / "data").iterdir()] == [first.fingerprint]
+
+
+def test_two_that_need_the_same_cache_at_once_make_it_once(
+    tmp_path: Path, tokenizer: Any, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second must not replace what the first is reading."""
+    build, built, waiting = dataset._build, [], threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        built.append(1)
+        waiting.wait(0.3)  # for the other one, which finds no cache yet
+        build(*arguments)
+
+    monkeypatch.setattr(dataset, "_build", slow)
+    with ThreadPoolExecutor(2) as pool:
+        data = [
+            made.result()
+            for made in [pool.submit(prepare, tmp_path, tokenizer, Settings(str(chats))) for _ in range(2)]
+        ]
+    assert len(built) == 1 and data[0].fingerprint == data[1].fingerprint
+    assert not list((tmp_path / "data").glob(".*")), "no lock is left"
 
 
 def test_other_data_or_another_template_is_not_read_from_the_cache(
