@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +96,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0) ->
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
                     running[job.name] = job, job.start(environment)
-                bar.set_postfix_str(", ".join(running))
+                bar.set_postfix_str(", ".join(running), refresh=sys.stderr.isatty())
                 time.sleep(POLL_S)
                 for job, process in list(running.values()):
                     if process.poll() is None:
