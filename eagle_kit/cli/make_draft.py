@@ -8,6 +8,7 @@ was broken off.
 import argparse
 import json
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,15 +20,23 @@ from typing import Any
 
 from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, read_object, sole_writer, write_json_atomically
+from eagle_kit.core.files import (
+    check_writable,
+    nearest_folder,
+    read_object,
+    sole_writer,
+    write_json_atomically,
+)
 from eagle_kit.train.plan.budget import (
     ROW_TOKENS,
+    WITH_PROMPTS,
     BudgetPlan,
     Phase,
     Rates,
     draft_vocab_size,
     expected_accept_lengths,
     learning_rate,
+    own_phase,
     plan_budget,
 )
 
@@ -38,8 +47,10 @@ MAX_PROMPT_TOKENS, MAX_REPLY_TOKENS = 192, 256
 NAME = "draft"
 """Of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
-TOKENS_PER_CONVERSATION = 500
-"""Least tokens of a raw conversation on average, for how many of them are tokenised."""
+HELD_OUT = 16
+"""Conversations whose prompts a training is judged on."""
+STATES_OF_DISK = 0.5
+"""Part of the free disk that kept states may take."""
 TTT_LENGTH = 5
 
 
@@ -192,9 +203,13 @@ class Making:
         run = self.out / "pilot"
 
         def finish(seconds: float) -> dict[str, Any]:
-            rows = _rows(run / "metrics.jsonl")
+            rows = _rows(run / "metrics.jsonl")[PILOT_STEPS // 2 :]
+            about = read_object(run / f"step-{PILOT_STEPS}" / "eagle_kit.json")["data"]
             return {
-                "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows[PILOT_STEPS // 2 :])
+                "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+                "kept_tokens_per_s": statistics.median(map(_rate_without_capture, rows)),
+                "tokens_per_conversation": about["tokens"] / about["conversations"],
+                "kept_tokens": self._kept_tokens(),
             }
 
         phase = Phase(PILOT_STEPS, 2)
@@ -204,13 +219,18 @@ class Making:
     def _plan(self) -> BudgetPlan:
         """The plan, made once of what the pilots measured."""
         done, spent = self.state["done"], self.state["spent_s"]
-        rates = Rates(done["pilot-replies"]["tokens_per_s"], done["pilot-training"]["tokens_per_s"])
-        return plan_budget(self.budget_s, spent["pilot-replies"] + spent["pilot-training"], rates)
+        spent_s = spent["pilot-replies"] + spent["pilot-training"]
+        return plan_budget(self.budget_s, spent_s, self._rates(), done["pilot-training"]["kept_tokens"])
+
+    def _rates(self) -> Rates:
+        replies, training = (self.state["done"][name] for name in ("pilot-replies", "pilot-training"))
+        return Rates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
 
     def _raw(self) -> Stage:
-        phase = self._plan().raw
-        limit = max(phase.tokens // TOKENS_PER_CONVERSATION, 200)
-        config = self._config("raw", phase, 1.0, {"source": self.args.source, "limit": limit})
+        plan, size = self._plan(), self.state["done"]["pilot-training"]["tokens_per_conversation"]
+        limit = max(int(plan.raw.tokens / plan.passes / size) + HELD_OUT, 2 * HELD_OUT)
+        data = {"source": self.args.source, "limit": limit}
+        config = self._config("raw", plan.raw, 1.0, data, keeps=plan.passes > 1)
         return Stage("raw", self._train(config))
 
     def _replies(self) -> Stage:
@@ -224,17 +244,17 @@ class Making:
         return self._regenerate("replies", max(int(wanted), PILOT_REPLIES + 1), finish)
 
     def _own(self) -> Stage:
-        """Training on the replies, in the time that is left now and at the rate of the phase before."""
+        """Training on the replies, in the time that is left now and as fast as the phase before was."""
         file = self.out / "own.yaml"
         if not file.is_file():
-            plan, rows = self._plan(), _rows(self.out / "raw" / "metrics.jsonl")
-            rate = sum(row["tokens"] for row in rows) / sum(
-                row["tokens"] / row["tokens_per_s"] for row in rows
-            )
-            left = self.budget_s - plan.seconds[3] - self._spent_s
-            phase = Phase.of(max(left, 0.25 * plan.seconds[2]) * rate)
+            plan, done = self._plan(), self.state["done"]
+            speed = plan.seconds[0] / self.state["spent_s"]["raw"]
+            left = max(self.budget_s - plan.seconds[3] - self._spent_s, 0.25 * plan.seconds[2])
+            tokens, room = done["replies"]["tokens"], done["pilot-training"]["kept_tokens"]
+            phase = own_phase(left * speed, tokens, self._rates(), room)
             head = {"start_from": str(self.out / "raw" / "best")}
-            self._config("own", phase, 2 / 3, {"source": str(self.replies)}, head)
+            keeps = WITH_PROMPTS * tokens <= room
+            self._config("own", phase, 2 / 3, {"source": str(self.replies)}, head, keeps=keeps)
         return Stage("own", self._train(file))
 
     def _export(self) -> Stage:
@@ -276,8 +296,10 @@ class Making:
         head: dict[str, Any] | None = None,
         *,
         judged: bool = True,
+        keeps: bool = False,
     ) -> Path:
-        """Write the config of a training, once; its learning rate is ``rate`` times the target's."""
+        """Write the config of a training, once; its learning rate is ``rate`` times the target's, and it
+        ``keeps`` the target's states."""
         import yaml
 
         path = self.out / f"{name}.yaml"
@@ -292,7 +314,7 @@ class Making:
         raw = {
             "target": self.args.target,
             "output_dir": str(self.out / name),
-            "data": {**data, "max_length": length, "eval_conversations": 16, "preview": False},
+            "data": {**data, "max_length": length, "eval_conversations": HELD_OUT, "preview": False},
             "head": head or {"draft_vocab_size": draft_vocab_size(words)},
             "training": {
                 "ttt_length": TTT_LENGTH,
@@ -301,15 +323,25 @@ class Making:
                 "max_steps": phase.steps,
                 "sequences_per_step": phase.rows_per_step,
                 "min_learning_rate_ratio": 0.03,
+                "cache_hidden_states": "disk" if keeps else "off",
                 "save_every": max(phase.steps // 4, 1),
             },
-            "judge": {"every": phase.steps if judged else 0, "prompts": 16, "max_tokens": 64},
+            "judge": {"every": phase.steps if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
         }
         path.write_text(yaml.safe_dump(raw, sort_keys=False))
         return path
 
     def _train(self, config: Path) -> tuple[str, ...]:
         return ("train", str(config), "--resume")
+
+    def _kept_tokens(self) -> float:
+        """Tokens whose states the cache has room for: three captured ones and the last, of two bytes."""
+        from eagle_kit.models.loading.loader import read_target_config
+        from eagle_kit.models.loading.source import cache_folder, resolve_target
+
+        width = read_target_config(resolve_target(self.args.target)).hidden_size
+        free = shutil.disk_usage(nearest_folder(cache_folder())).free
+        return STATES_OF_DISK * free / (4 * 2 * width)
 
     def _count_replies(self) -> tuple[int, int]:
         """Conversations and reply tokens of the file."""
@@ -326,7 +358,8 @@ class Making:
         chain, tree = expected_accept_lengths(plan.tokens)
         raw, replies, own, rest = (f"{seconds / 60:.0f} min" for seconds in plan.seconds)
         print(
-            f"plan    {plan.raw.tokens:,} tokens of raw chats ({raw}), {plan.reply_tokens:,} of own replies "
+            f"plan    {plan.raw.tokens:,} tokens of raw chats in {plan.passes} passes ({raw}), "
+            f"{plan.reply_tokens:,} of own replies "
             f"({replies}), {plan.own.tokens:,} trained on them ({own}); tuning and evaluation {rest}\n"
             f"expect  accept length about {chain:.2f} (4,1,5) and {tree:.2f} (5,4,16), as heads of "
             "SmolLM2-135M-Instruct had after as many tokens; another target's may be higher",
@@ -362,6 +395,12 @@ class Making:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file of ours."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _rate_without_capture(row: dict[str, Any]) -> float:
+    """Tokens per second of a step, had its states been there."""
+    seconds: float = row["tokens"] / row["tokens_per_s"] - row["seconds"]["capture"]
+    return float(row["tokens"] / seconds)
 
 
 def _call(words: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """A training within a budget of time: what to generate, what to train on, what may come of it. Torch-free.
 
 Two phases: raw chats first, with the target's distribution as teacher, then replies of the target itself,
-which cost their generation. Rates are measured on the machine at hand, so every number follows from the
-budget.
+which cost their generation. Where the disk has room the target's states are kept, and rows are gone through
+several times: the target's forward is more than half of the first pass. Rates are measured on the machine at
+hand, so every number follows from the budget.
 """
 
 import math
@@ -14,6 +15,10 @@ RESERVED = 0.2
 """Share of the budget for tuning and evaluating, and for loading the target in every stage."""
 RAW, REPLIES, OWN = 0.35, 0.3, 0.35
 """Shares of the rest: training on raw chats, generating replies, training on them."""
+PASSES = 3
+"""Times that raw rows are gone through where their states are kept."""
+WITH_PROMPTS = 1.3
+"""Tokens of rows of own replies for each token of a reply."""
 WANTED_STEPS = 3000
 """Optimiser steps of a phase with time enough; with more time a step has more rows."""
 MOST_ROWS_PER_STEP = 16
@@ -29,10 +34,26 @@ docs/training.md, and the shipped head's two parts on HumanEval."""
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second of replies that the target writes, and of packed rows that a head learns from."""
+    """Tokens per second.
+
+    Attributes:
+        replies: of replies that the target writes.
+        training: of packed rows that a head learns from, the target's forward included.
+        kept: of rows whose states were kept.
+    """
 
     replies: float
     training: float
+    kept: float
+
+    def seen(self, seconds: float, distinct: float) -> float:
+        """Tokens that a head sees in ``seconds`` of going through ``distinct`` tokens with kept states."""
+        first = min(seconds, distinct / self.training)
+        return first * self.training + (seconds - first) * self.kept
+
+    def distinct(self, seconds: float, passes: int) -> float:
+        """Tokens that are gone through ``passes`` times in ``seconds``."""
+        return seconds / (1 / self.training + (passes - 1) / self.kept)
 
 
 @dataclass(frozen=True)
@@ -66,12 +87,14 @@ class BudgetPlan:
 
     Attributes:
         raw, own: the two phases.
+        passes: times that the rows of the first are gone through; states are kept where it is more than one.
         reply_tokens: tokens of replies to generate for the second.
         seconds: of raw training, replies, training on them, and of what is reserved.
     """
 
     raw: Phase
     own: Phase
+    passes: int
     reply_tokens: int
     seconds: tuple[float, float, float, float]
 
@@ -81,17 +104,28 @@ class BudgetPlan:
         return self.raw.tokens + self.own.tokens
 
 
-def plan_budget(budget_s: float, spent_s: float, rates: Rates) -> BudgetPlan:
-    """Plan ``budget_s`` seconds, of which ``spent_s`` went into measuring ``rates``."""
+def plan_budget(budget_s: float, spent_s: float, rates: Rates, kept_tokens: float) -> BudgetPlan:
+    """Plan ``budget_s`` seconds, of which ``spent_s`` went into measuring ``rates``, on a disk with room for
+    the states of ``kept_tokens``."""
     reserved = RESERVED * budget_s
     left = max(budget_s - reserved - spent_s, 0.0)
     raw, replies, own = RAW * left, REPLIES * left, OWN * left
+    passes = PASSES if rates.distinct(raw, PASSES) <= kept_tokens else 1
+    reply_tokens = replies * rates.replies
     return BudgetPlan(
-        Phase.of(raw * rates.training),
-        Phase.of(own * rates.training),
-        int(replies * rates.replies),
+        Phase.of(passes * rates.distinct(raw, passes)),
+        own_phase(own, reply_tokens, rates, kept_tokens),
+        passes,
+        int(reply_tokens),
         (raw, replies, own, reserved),
     )
+
+
+def own_phase(seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float) -> Phase:
+    """Training on replies of ``reply_tokens`` for ``seconds``; ``kept_tokens`` as for :func:`plan_budget`."""
+    distinct = WITH_PROMPTS * reply_tokens
+    keeps = distinct <= kept_tokens
+    return Phase.of(rates.seen(seconds, distinct) if keeps else seconds * rates.training)
 
 
 def learning_rate(hidden_size: int) -> float:

@@ -1,19 +1,38 @@
 """The plan of a budget: time adds up, phases see what rates allow, the curve goes through its points."""
 
+import math
+
 import pytest
 
 from eagle_kit.train.plan import budget
 from eagle_kit.train.plan.budget import Phase, Rates, expected_accept_lengths, learning_rate, plan_budget
 
+RATES = Rates(replies=300.0, training=500.0, kept=1100.0)
+
 
 @pytest.mark.parametrize("budget_s", [1800.0, 12 * 3600.0])
 def test_a_plan_spends_the_whole_budget(budget_s):
-    rates = Rates(replies=300.0, training=500.0)
-    plan = plan_budget(budget_s, 120.0, rates)
+    plan = plan_budget(budget_s, 120.0, RATES, math.inf)
     assert sum(plan.seconds) + 120.0 == pytest.approx(budget_s)
-    assert plan.raw.tokens / rates.training == pytest.approx(plan.seconds[0], rel=0.02)
-    assert plan.reply_tokens / rates.replies == pytest.approx(plan.seconds[1], rel=0.01)
-    assert plan.own.tokens / rates.training == pytest.approx(plan.seconds[2], rel=0.02)
+    once = plan.raw.tokens / plan.passes
+    seconds = once / RATES.training + (plan.passes - 1) * once / RATES.kept
+    assert plan.passes == 3 and seconds == pytest.approx(plan.seconds[0], rel=0.02)
+    assert plan.reply_tokens / RATES.replies == pytest.approx(plan.seconds[1], rel=0.01)
+    distinct = 1.3 * plan.reply_tokens
+    seconds = distinct / RATES.training + (plan.own.tokens - distinct) / RATES.kept
+    assert plan.own.tokens > distinct and seconds == pytest.approx(plan.seconds[2], rel=0.02)
+
+
+def test_without_room_for_states_rows_are_seen_once():
+    plan = plan_budget(12 * 3600.0, 120.0, RATES, 1e5)
+    assert plan.passes == 1 and plan.raw.tokens / RATES.training == pytest.approx(plan.seconds[0], rel=0.02)
+    assert plan.own.tokens / RATES.training == pytest.approx(plan.seconds[2], rel=0.02)
+    roomy = plan_budget(12 * 3600.0, 120.0, RATES, math.inf)
+    assert roomy.tokens > 1.3 * plan.tokens
+
+
+def test_more_replies_than_can_be_gone_through_are_seen_in_part():
+    assert RATES.seen(100.0, 1e9) == 100.0 * RATES.training
 
 
 def test_more_time_is_more_steps_and_then_more_rows_in_a_step():
