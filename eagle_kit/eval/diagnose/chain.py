@@ -1,23 +1,18 @@
 """A head's greedy chain at every root of a row, in a few batched forwards and without decoding.
 
 What a cycle of decoding would accept there is known beforehand: a drafted token is accepted if it and all
-before it are those of the greedy reply, so the chain may read the reply's own tokens. Keys are those of
-serving: of target states up to the root, and of the chain's own steps behind it.
+before it are those of the greedy reply, so the chain may read the reply's own tokens.
 
-Legend: T packed tokens, R roots, S steps, H hidden, Vd draft vocabulary, Hkv heads, D head size.
+Legend: T packed tokens, R roots, S steps, H hidden, Vd draft vocabulary.
 """
 
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from eagle_kit.eval.diagnose.row import Row, States
-from eagle_kit.kernels.packed_attention import document_spans, packed_attention
-from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
-from eagle_kit.models.blocks.layers import Attend
-from eagle_kit.models.heads.draft_head import DraftHead, StepForm
-from eagle_kit.models.heads.p_eagle import PEagleHead
+from eagle_kit.models.heads.chain import ChainRows
+from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
 LOGIT_ROWS = 256
@@ -98,7 +93,7 @@ def read_chain(head: DraftHead, source: Source, steps: int = 1, view: View = SER
     the same tokens where it is the target's greedy one.
     """
     row, states = source.row, source.states
-    steps = steps if len(head.blocks) == 1 else min(steps, len(head.blocks))
+    steps = min(steps, head.most_steps or steps)
     token_map = head.token_map if view.token_map is None else view.token_map
     truth = _truth(row, states, view.truth_shift)
     outs = _run(head, source, steps, view)
@@ -162,30 +157,7 @@ def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.
         tokens = row.ids[(at + 1 + step + view.token_shift).clamp(0, len(row.ids) - 1)]
         return torch.nn.functional.embedding(tokens, weight)
 
-    attention = _Attention(head, doc_start)
-    positions = everywhere - doc_start
-    if isinstance(head, PEagleHead):
-        inputs = head.midlayer.inputs(hidden, embeds(everywhere, 0))
-
-        def of_layer() -> tuple[Attend, Attend]:
-            mine = _Attention(head, doc_start)
-            mine.rows = plan_rows(rows, doc_start)
-            return mine.first, mine.later
-
-        return head.chain(inputs, positions, rows, steps, of_layer)
-    out = head(hidden, embeds(everywhere, 0), positions, attention.first)
-    outs = [out[rows]]
-    if head.step_form is StepForm.MODULES:
-        for step in range(1, steps):
-            out = head(out, embeds(everywhere, step), positions + step, attention.first, step)
-            outs.append(out[rows])
-        return outs
-    attention.rows = plan_rows(rows, doc_start)
-    out = outs[0]
-    for step in range(1, steps):
-        out = head(out, embeds(rows, step), positions[rows] + step, attention.later)
-        outs.append(out)
-    return outs
+    return head.chain(ChainRows(hidden, embeds, rows, doc_start), steps)
 
 
 def _moved(rows: torch.Tensor, shift: int, doc_start: torch.Tensor) -> torch.Tensor:
@@ -202,28 +174,3 @@ def _features(head: DraftHead, target: Target, states: States, view: View) -> to
     aux = torch.cat(parts, -1) if parts else final[:, :0]
     dtype = head.dtype
     return head.features(final.to(dtype), aux.to(dtype))
-
-
-class _Attention:
-    """Attention of a head over a row: to all tokens up to the query's in its text, and in later steps to the
-    chain's own keys too."""
-
-    rows: QueryPlan
-
-    def __init__(self, head: DraftHead, doc_start: torch.Tensor) -> None:
-        self.spans, self.variant = document_spans(doc_start), head.config.layer.attention
-        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def first(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of every token, whose keys are kept."""
-        self.k, self.v = k, v
-        return packed_attention(q, k, v, self.spans, self.variant)
-
-    def later(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of a later step of the chains at :attr:`rows`."""
-        self.own.append((k, v))
-        own_k, own_v = (torch.stack(part, 2) for part in zip(*self.own, strict=True))
-        size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
-        values, own_v = (pad(x, (0, missing)) if missing else x for x in (self.v, own_v))
-        rows = self.rows.within(self.variant.limits.window or None, len(self.own))
-        return ttt_attention(q, self.k, values, own_k, own_v, rows, self.variant.scale)[..., :size]

@@ -165,9 +165,8 @@ def make_basis(models: Models, replies: Replies) -> Basis:
 
 
 def _chain(models: Models, steps: int = STEPS) -> SpecShape:
-    """A chain, as deep as the head has modules where it has one for every step."""
-    modules = len(models.head.blocks)
-    steps = steps if modules == 1 else min(steps, modules)
+    """A chain of ``steps``, or as many as the head drafts."""
+    steps = min(steps, models.head.most_steps or steps)
     return SpecShape(steps, 1, steps + 1)
 
 

@@ -21,6 +21,7 @@ from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.heads.chain import ChainRows, RowAttention
 
 
 class StepForm(Enum):
@@ -117,6 +118,11 @@ class DraftHead(nn.Module, ABC):
         return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
 
     @property
+    def most_steps(self) -> int | None:
+        """Steps of its longest chain; None for any number."""
+        return len(self.blocks) if self.step_form is StepForm.MODULES else None
+
+    @property
     def plain(self) -> Sequence[nn.Module]:
         """Decoder layers behind a block, over its states."""
         return ()
@@ -206,6 +212,27 @@ class DraftHead(nn.Module, ABC):
         """Rest of a step after attention; arguments as of :meth:`Block.finish`."""
         fed_back = self.feed_back(layer.finish(residual, attended))
         return StepOutput(fed_back, self.norm_for_head(fed_back))
+
+    def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
+        """Draft at every row of a known text, at most :attr:`most_steps`.
+
+        Returns:
+            S tensors ``[R, H]``, inputs of :meth:`logits`.
+        """
+        rows, positions, everywhere = given.rows, given.positions, given.everywhere
+        attention = RowAttention(self.config.layer.attention, given)
+        out = self(given.features, given.embeds(everywhere, 0), positions, attention.first)
+        outs = [out[rows]]
+        if self.step_form is StepForm.MODULES:  # each runs at every row
+            for step in range(1, steps):
+                embeds = given.embeds(everywhere, step)
+                out = self(out, embeds, positions + step, attention.first, step)
+                outs.append(out[rows])
+            return outs
+        for step in range(1, steps):
+            embeds = given.embeds(rows, step)
+            outs.append(self(outs[-1], embeds, positions[rows] + step, attention.later))
+        return outs
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
         """State for the next step from a block's output, both ``[T, H]``."""

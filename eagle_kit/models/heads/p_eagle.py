@@ -7,7 +7,6 @@ embedding, and a learned state in place of the captured ones, which passes throu
 joins embedding and feature, as EAGLE-3's does; the others are Llama layers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.heads.chain import ChainRows, RowAttention
 from eagle_kit.models.heads.draft_head import StepForm, StepOutput
 from eagle_kit.models.heads.eagle3 import AfterAttention, Eagle3Config, Eagle3Head
 
@@ -96,33 +96,18 @@ class PEagleHead(Eagle3Head):
         norms = [*(plain.input_layernorm for plain in self.plain), self.norm]
         return norms[layer].add(added, h)
 
-    def chain(
-        self,
-        inputs: tuple[torch.Tensor, torch.Tensor],
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        steps: int,
-        attention: Callable[[], tuple[Attend, Attend]],
-    ) -> list[torch.Tensor]:
-        """Run step 0 at all T rows and masks behind some of them.
-
-        Args:
-            inputs: of step 0, as of :meth:`step`.
-            positions: int64 ``[T]``.
-            rows: int64 ``[R]``, those that masks follow.
-            steps: S, step 0 included.
-            attention: makes a layer's attention of step 0, and that of later steps, called in their order.
-
-        Returns:
-            S tensors ``[R, H]``, inputs of :meth:`logits`.
-        """
+    def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
+        """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`: step 0 at all rows, and masks behind
+        those that draft."""
+        rows, positions = given.rows, given.positions
         masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
+        inputs = self.midlayer.inputs(given.features, given.embeds(given.everywhere, 0))
         states = [inputs, *[(masks[0], masks[1])] * (steps - 1)]
         rotations = [self.rope.at(positions)]
         rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
         for i, layer in enumerate(self.stack):
-            first, later = attention()
-            attends = [first, *[later] * (steps - 1)]
+            attention = RowAttention(self.config.layer.attention, given)
+            attends = [attention.first, *[attention.later] * (steps - 1)]
             states = [
                 self.next_inputs(i, residual, layer.self_attn.attended(x, rotation, 0, attend))
                 for (x, residual), rotation, attend in zip(states, rotations, attends, strict=True)

@@ -125,7 +125,7 @@ class HeadDraftModel(DraftModel):
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
         self.head, self.target = head, target
-        self.capture, self.num_modules, self.cache = head.capture, len(head.blocks), head.cache
+        self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
         self.feature_size, self.step_form = head.config.hidden_size, head.step_form
         self.variants = [head.config.layer.attention] * self.cache.num_layers
         if token_map is None:

@@ -9,7 +9,7 @@ scratch. The chain to propose is then ready.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -38,8 +38,7 @@ class MaskedDrafter(ReadyChainDrafter):
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         super().__init__(model, vocab_size, layout)
-        assert isinstance(model.head, PEagleHead)
-        self.head = model.head
+        self.head = cast(PEagleHead, model.head)  # as its step form says
         with torch.no_grad():
             self.masks = self.head.mask_inputs()
 

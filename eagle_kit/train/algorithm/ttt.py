@@ -149,9 +149,9 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
     return outputs
 
 
-def _run_masked(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute: bool) -> list[torch.Tensor]:
+def _run_masked(head: PEagleHead, batch: TTTBatch, detach_steps: bool, recompute: bool) -> list[torch.Tensor]:
     """:func:`run_steps` of a head whose later steps are masks, layer by layer."""
-    assert isinstance(head, PEagleHead) and not detach_steps, "no state is handed on"
+    assert not detach_steps, "no state is handed on"
     ids, plan, features = batch.ids, batch.plan, batch.inputs or batch.features
     length, scale, stack = plan.length, head.config.attention_scale, head.stack
     everything, masked = torch.arange(length, device=ids.device), plan.computed[1:]
@@ -199,7 +199,7 @@ def _run_masked(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
     return [_at_rows(mine, plan, step) for step, mine in enumerate(out)]
 
 
-_RUNS = {
+_RUNS: dict[StepForm, Callable[..., list[torch.Tensor]]] = {
     StepForm.FED_BACK: _run_one_layer,
     StepForm.MODULES: _run_layers,
     StepForm.MASKED: _run_masked,
