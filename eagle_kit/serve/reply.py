@@ -85,6 +85,14 @@ class ReplyStream:
         delta, self._unread = self._unread, None
         return delta
 
+    async def begun(self) -> None:
+        """Wait for the first token, or the end. Raises the error that the reply ended with before it."""
+        while self._unread is None and self._error is None and self.finish_reason is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._unread is None and self._error is not None:
+            raise self._error
+
     async def collect(self) -> Delta:
         """Wait for the end -> the reply as one delta."""
         whole = Delta()

@@ -59,6 +59,22 @@ class Answer(ABC, Generic[BodyT]):
         left_out = None if self.body.return_speculation else {"speculation"}
         return response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
 
+    async def begin(self, http: Any) -> None:
+        """Wait for the first token of any choice: until then an error has a status of its own, by which a
+        router tries another server. Raises ClientGone, and the error of a reply without a token."""
+        waiting = [asyncio.ensure_future(reply.begun()) for reply in self.generation.replies]
+
+        async def first() -> None:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+        try:
+            await unless_gone(http, first())
+        finally:
+            for task in waiting:
+                task.cancel()
+
     async def events(self) -> AsyncIterator[str]:
         """Iterate over the response as events."""
         options, head = self.body.stream_options, self._head(1)

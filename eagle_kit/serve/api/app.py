@@ -69,7 +69,7 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     add_operation_routes(app, service)
     # Everything is raised up to the outermost layer, which writes errors in one place.
     app.add_exception_handler(HTTPException, _raise_in_our_shape)
-    app.add_middleware(RequestContext, api_key=config.api_key)
+    app.add_middleware(RequestContext, draining=service.engine.draining, api_key=config.api_key)
     return app
 
 

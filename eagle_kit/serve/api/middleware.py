@@ -21,7 +21,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
-OPEN_PATHS = ("/health", "/metrics")
+OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/metrics")
 SINGLE_HEADERS = (b"authorization", b"content-type", b"x-request-id")
 """Headers of which a second one would be read by some programs on the way and not by others."""
 
@@ -34,11 +34,12 @@ class RequestContext:
 
     Args:
         app: the rest.
+        draining: once it is set, connections end with their responses: the next request is another server's.
         api_key: demanded as a bearer token everywhere but at :data:`OPEN_PATHS`; None demands nothing.
     """
 
-    def __init__(self, app: App, api_key: str | None = None) -> None:
-        self.app, self._key = app, api_key
+    def __init__(self, app: App, draining: asyncio.Event, api_key: str | None = None) -> None:
+        self.app, self._draining, self._key = app, draining, api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +58,10 @@ class RequestContext:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                added = [(b"x-request-id", request_id)]
+                if self._draining.is_set():
+                    added.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:

@@ -205,7 +205,7 @@ class Aborted(BaseModel):
 
 
 class HealthReport(BaseModel):
-    """`GET /health` and `/health_generate`."""
+    """`GET /health`, its parts, and `/health_generate`."""
 
     status: Literal["ok", "draining", "unhealthy", "busy"]
 

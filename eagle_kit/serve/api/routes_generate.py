@@ -28,13 +28,14 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
 
     async def respond(kind: type[Answer[Any]], http: Request, body: Any) -> Response:
         answer = await kind.start(service, http, body)
-        if body.stream:
-            return StreamingResponse(
-                guarded(answer.events()),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
         try:
+            if body.stream:
+                await answer.begin(http)
+                return StreamingResponse(
+                    guarded(answer.events()),
+                    media_type="text/event-stream",
+                    headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+                )
             text = await answer.whole(http)
         except ClientGone:
             return Response(status_code=GONE)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_operation_routes(app: "FastAPI", service: Service) -> None:
-    """`/v1/models`, `/health`, `/health_generate`, `/metrics`, `/abort`."""
+    """`/v1/models`, `/health`, `/health/ready`, `/health/live`, `/health_generate`, `/metrics`, `/abort`."""
     from fastapi import Depends, Request, Response
 
     limit, draining = service.config.max_body_bytes, service.engine.draining
@@ -37,10 +37,18 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         return model
 
     @app.get("/health", responses=ill)
-    async def health(response: Response) -> HealthReport:
-        """Health of the engine; needs no key."""
+    @app.get("/health/ready", responses=ill)
+    async def ready(response: Response) -> HealthReport:
+        """Readiness: 503 as soon as new requests are refused; needs no key."""
         status = service.engine.health
         response.status_code = 200 if status == "ok" else 503
+        return HealthReport(status=status)
+
+    @app.get("/health/live", responses=ill)
+    async def live(response: Response) -> HealthReport:
+        """Liveness: 503 once only a restart helps, not while running replies finish; needs no key."""
+        status = service.engine.health
+        response.status_code = 503 if status == "unhealthy" else 200
         return HealthReport(status=status)
 
     @app.get("/health_generate", responses={**ill, **error_responses(401)})

@@ -1,10 +1,12 @@
 """uvicorn server of the application: a bound socket, and a shutdown that lets replies finish."""
 
 import asyncio
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 FORCED_S = 2
-"""Seconds that a step gets to end after a second Ctrl-C."""
+"""Seconds that a step gets to end after a second signal."""
 SLACK_S = 5
 """Seconds that answers get to be sent after the engine has let go of the last reply."""
 
@@ -47,8 +49,9 @@ def bind(host: str, port: int) -> socket.socket:
 def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> Any:
     """Make a uvicorn server for ``app``; ``run(sockets=[bind(...)])`` it, in any thread.
 
-    When it is told to exit it stops accepting, gives running replies the grace period of the options, aborts
-    the rest, sends the replies so far, and returns.
+    When it is told to exit it is not ready any more: new requests are refused (503), running replies have the
+    grace period of the options, the rest is aborted and sent as it is. Then it stops accepting, and returns.
+    A second signal ends the grace period.
     """
     import uvicorn
 
@@ -63,11 +66,17 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
             if on_ready is not None and self.started:
                 on_ready()
 
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self.force_exit = self.should_exit
+            super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # uvicorn waits for open responses; meanwhile the engine drains, so that they end.
-            drain = asyncio.create_task(self._drain())
+            # It goes on accepting: a router reads a refusal, and need not guess from a broken connection.
+            last = time.monotonic() + grace_s
+            await self._drain()
+            left_s = max(last - time.monotonic(), 0.0) + SLACK_S
+            self.config.timeout_graceful_shutdown = math.ceil(left_s)  # of replies that are still being read
             await super().shutdown(sockets)
-            await drain
             if self.force_exit and service.engine.health != "ok":
                 # What uvicorn leaves out now: it would end as a cancelled task, with a traceback.
                 if self.server_state.tasks:
@@ -89,7 +98,6 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
         http=connection_class(),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=int(grace_s) + SLACK_S,
         lifespan="on",
     )
     return Server(uvicorn_config)

@@ -226,11 +226,11 @@ def test_what_never_ran_is_sent_elsewhere_at_once_when_the_server_stops(scripted
         waiting = [pool.submit(httpx.post, url, json=body(stream=s, n=2), timeout=30) for s in (False, True)]
         wait_until(lambda: server.service.engine.num_live == 5)
         server.stop()
-        whole, stream = (each.result() for each in waiting)
+        answers = [each.result() for each in waiting]
         assert not running.done() and engine.running
-        assert whole.status_code == 503 and whole.headers["retry-after"] == "1"
-        assert "shutting down" in whole.json()["error"]["message"]
-        assert "shutting down" in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        for answer in answers:
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert "shutting down" in answer.json()["error"]["message"]
         assert running.result().json()["choices"][0]["message"]["content"] == LONG
 
 
@@ -253,15 +253,39 @@ def test_what_has_no_token_when_the_time_is_over_is_a_503(scripted):
         gate.set()
 
 
-def test_a_second_ctrl_c_does_not_wait(scripted):
+def test_while_replies_finish_it_is_alive_but_not_ready_and_refuses_what_comes(scripted):
+    llm, engine = scripted(LONG, step_s=0.05)
+    with serving(llm, engine, grace_period_s=20.0) as server, ThreadPoolExecutor(1) as pool:
+        for path in ("/health", "/health/ready", "/health/live"):
+            assert server.http.get(path).json() == {"status": "ok"}
+        running = pool.submit(httpx.post, server.url + CHAT, json=body(stream=True), timeout=30)
+        wait_until(lambda: bool(engine.running and engine.running[0].token_ids))
+        server.stop()
+        wait_until(lambda: server.service.engine.health == "draining")
+        for path, status in (("/health", 503), ("/health/ready", 503), ("/health/live", 200)):
+            answer = server.http.get(path)
+            assert (answer.status_code, answer.json()) == (status, {"status": "draining"})
+            assert answer.headers["connection"] == "close"
+        for stream in (False, True):
+            answer = httpx.post(server.url + CHAT, json=body(stream=stream))  # on a new connection
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert engine.running, "all of this was while a reply went on"
+        assert "abort" not in running.result().text and running.result().text.endswith("data: [DONE]\n\n")
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(scripted, number):
     llm, engine = scripted(LONG * 4, slots=1, step_s=0.05, max_context=1000)
     with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, server.url + CHAT, json=body(stream=True), timeout=30)
         wait_until(lambda: bool(engine.running and engine.running[0].token_ids))
-        server.server.handle_exit(signal.SIGINT, None)
+        server.server.handle_exit(number, None)
         time.sleep(0.3)
         assert server.thread.is_alive()
-        server.server.handle_exit(signal.SIGINT, None)
+        server.server.handle_exit(number, None)
         server.thread.join(5)
         assert not server.thread.is_alive()
         assert '"finish_reason":"abort"' in running.result().text
@@ -347,9 +371,13 @@ def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
         wait_until(lambda: not server.server.server_state.tasks)
 
 
-def test_a_client_that_reads_slowly_gets_its_whole_response(scripted, monkeypatch):
+def test_a_client_that_reads_slowly_gets_its_whole_response_from_a_server_that_is_stopped_too(
+    scripted, monkeypatch
+):
     monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.8)
-    with serving(*scripted("abc", max_context=100_000), max_queued=200) as server:
+    monkeypatch.setattr("eagle_kit.serve.api.server.SLACK_S", 0)
+    engine = scripted("abc", max_context=100_000)
+    with serving(*engine, max_queued=200, grace_period_s=20.0) as server:
         text = json.dumps({"prompt": [70] * 90_000, "n": 120, "max_tokens": 3, "echo": True})
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Length: {len(text)}\r\nContent-Type: application/json\r\n\r\n"
@@ -358,6 +386,7 @@ def test_a_client_that_reads_slowly_gets_its_whole_response(scripted, monkeypatc
             connection.connect(("127.0.0.1", server.port))
             connection.sendall((head + text).encode())
             answer, started = connection.recv(100_000), time.monotonic()
+            server.stop()
             while piece := connection.recv(200_000):
                 answer += piece
                 if time.monotonic() < started + 2.0:
