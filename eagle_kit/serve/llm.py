@@ -475,11 +475,18 @@ class LLM:
                 bar.close()
         return [request.output() for request in requests]
 
-    def make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
-        """Make a request for the engine: tokenised, and numbered in the order of the calls."""
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        shown_tokens: frozenset[int] = frozenset(),
+    ) -> Request:
+        """Make a request for the engine: tokenised, and numbered in the order of the calls; special tokens of
+        ``shown_tokens`` are part of its text."""
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, stop=params.stop)
+            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens)
         elif params.stop:
             raise UserError(
                 "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."

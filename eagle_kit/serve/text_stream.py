@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from eagle_kit.data.chat.reply.parts import len_of_beginning
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_IDS = 32
 """Tokens that may end in an unfinished character before the window is cut; a character has 4 bytes."""
@@ -29,19 +31,27 @@ class Detokenizer:
     Args:
         tokenizer: a fast Hugging Face tokenizer, or anything with its ``decode``.
         skip_special_tokens: leave special tokens out of the text.
+        shown: those of them that are text all the same.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
         # The Rust tokenizer itself: the wrapper around it costs five times the decoding of a short window.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
-        self._skip = skip_special_tokens
+        self._skip = skip_special_tokens and not shown
+        self._hidden: set[int] = set()
+        if skip_special_tokens and shown:
+            added = self._tokenizer.get_added_tokens_decoder().items()
+            self._hidden = {token for token, about in added if about.special} - shown
         self._window: list[int] = []
         self._num_shown_ids = 0
         self._shown = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Decode further tokens -> their text, without an unfinished character at the end."""
-        self._window += token_ids
+        hidden = self._hidden
+        self._window += [token for token in token_ids if token not in hidden] if hidden else token_ids
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
@@ -93,7 +103,7 @@ class TextStream:
     Args:
         tokenizer: see :class:`Detokenizer`.
         stop: texts that end the reply, none of them empty.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens, shown: see :class:`Detokenizer`.
 
     Attributes:
         text: final text so far; it only grows.
@@ -103,7 +113,13 @@ class TextStream:
         failure: what the tokenizer raised in :meth:`read` or :meth:`finish`, after which the text ends.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         assert all(stop), "an empty stop text would end every reply"
         self.text = ""
         self.stopped = False
@@ -112,8 +128,7 @@ class TextStream:
         self.failure: BaseException | None = None
         self._reading = threading.Lock()
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._held = ""
 
     @property
@@ -177,15 +192,7 @@ class TextStream:
             self.text += text[: min(ends)[1]]
             self._held, self.stopped = "", True
             return True
-        hold = self._beginning_of_stop(text)
+        hold = len_of_beginning(text, self._stop)
         self.text += text[: len(text) - hold]
         self._held = text[len(text) - hold :]
         return False
-
-    def _beginning_of_stop(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop text begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0

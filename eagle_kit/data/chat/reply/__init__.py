@@ -1,0 +1,1 @@
+"""Generated replies read into reasoning, content and tool calls."""

@@ -1,0 +1,222 @@
+"""Forms in which models write calls of tools.
+
+A form finds its calls by the text of its markers, which are special tokens in some tokenizers and ordinary
+ones in others. ``take`` gets the reply from a marker on, and reads one call, or several of a list.
+
+| form | a call |
+|---|---|
+| ``hermes`` | ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, or Qwen3-Coder's XML in the tags |
+| ``deepseek`` | between DeepSeek-V3's tokens, the arguments in a code block, or as V3.1 writes them |
+| ``mistral`` | ``[TOOL_CALLS]`` before a list of objects, or before a name and an object |
+| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}``, or has it behind ``<|python_tag|>`` |
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from eagle_kit.core.files import is_unicode
+from eagle_kit.data.chat.messages import Tool, Unusable, read_calls
+from eagle_kit.data.chat.reply.parts import Call
+
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+CODE_BLOCK = re.compile(r"([^\n]+)\n```(?:json)?\n(.*)```\s*", re.DOTALL)
+TOOL_CALLS = "[TOOL_CALLS]"
+MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+MISTRAL_BEGUN = re.compile(r"\s*[\w.-]*(?:\[[\w\]]*)*\s*")
+PYTHON_TAG = "<|python_tag|>"
+BARE_BEGINNINGS = ('{"name":', '{"type":')
+
+
+class Taken(NamedTuple):
+    """Beginning of a text that was read: its length, and its calls, None where it is no call after all."""
+
+    length: int
+    calls: list[Call] | None
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """A form of calls.
+
+    Attributes:
+        openers: markers, one of which begins a call.
+        markers: all of its markers.
+        take: of a text that begins with an opener, the tools of the request, and whether the text has ended
+            -> what was read; None until there is more of it.
+        closers: characters, one of which is in any piece that lets ``take`` read more.
+        after: what may stand between calls, and behind them.
+        is_bare: a reply that begins as in ``BARE_BEGINNINGS`` may be a call too.
+    """
+
+    openers: tuple[str, ...]
+    markers: tuple[str, ...]
+    take: Callable[[str, Sequence[Tool], bool], Taken | None]
+    closers: str
+    after: tuple[str, ...] = ()
+    is_bare: bool = False
+
+
+def make_call(name: Any, arguments: Any) -> Call:
+    """Make a call. Raise :class:`Unusable` where the two are none."""
+    (found,) = read_calls({"name": name.strip() if isinstance(name, str) else name, "arguments": arguments})
+    call = Call(**found["function"])
+    try:
+        text = json.dumps(call, allow_nan=False, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):
+        raise Unusable("arguments that JSON does not have") from None
+    if not is_unicode(text):
+        raise Unusable("half a character (a lone surrogate)")
+    return call
+
+
+def calls_of(value: Any) -> list[Call]:
+    """Make the calls of a JSON value, an object or a list of them. Raise :class:`Unusable` for others."""
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, dict):
+            raise Unusable("a call that is no object")
+        function = one["function"] if isinstance(one.get("function"), dict) else one
+        found.append(make_call(function.get("name"), function.get("arguments", function.get("parameters"))))
+    if not found:
+        raise Unusable("no call")
+    return found
+
+
+def _read(calls: Callable[[str], list[Call]], length: int, body: str) -> Taken:
+    try:
+        return Taken(length, calls(body))
+    except (Unusable, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return Taken(length, None)
+
+
+def _take_hermes(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
+    start = at = len(TOOL_CALL)
+
+    def calls(body: str) -> list[Call]:
+        return _xml_calls(body, tools) if body.lstrip().startswith("<") else hermes_calls(body)
+
+    while (end := text.find(END_TOOL_CALL, at)) >= 0:
+        body = text[start:end]
+        if not _is_open(body):
+            return _read(calls, end + len(END_TOOL_CALL), body)
+        at = end + 1
+    return _read(calls, len(text), text[start:]) if is_end else None
+
+
+def _is_open(body: str) -> bool:
+    """True where an end tag behind ``body`` is within a string or a parameter."""
+    if body.lstrip().startswith("<function="):
+        return "</function>" not in body
+    return re.sub(r"\\.", "", body, flags=re.DOTALL).count('"') % 2 == 1
+
+
+def hermes_calls(body: str) -> list[Call]:
+    """Read what stands between the tags: JSON, or an object as Python writes it. Raise :class:`Unusable`,
+    ValueError or SyntaxError for anything else."""
+    try:
+        return calls_of(json.loads(body))
+    except ValueError:
+        return calls_of(ast.literal_eval(body.strip()))
+
+
+def _xml_calls(body: str, tools: Sequence[Tool]) -> list[Call]:
+    function = FUNCTION.fullmatch(body)
+    if function is None or PARAMETER.sub("", function[2]).strip():
+        raise Unusable("no function with parameters")
+    name = function[1].strip()
+    functions = [tool["function"] for tool in tools]
+    about: Tool = next((each for each in functions if each["name"] == name), {})
+    schemas = (about.get("parameters") or {}).get("properties") or {}
+    values = {key.strip(): text for key, text in PARAMETER.findall(function[2])}
+    return [make_call(name, {key: _typed(text, schemas.get(key)) for key, text in values.items()})]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Value of a parameter, which is text unless its schema has other types and it can be read as JSON."""
+    kinds = schema.get("type", "string") if isinstance(schema, dict) else "string"
+    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
+        return text
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def _take_deepseek(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
+    inner = text.removeprefix(CALLS_BEGIN).lstrip()
+    if not inner.startswith(CALL_BEGIN):
+        may_come = CALL_BEGIN.startswith(inner) and not is_end
+        return None if may_come else Taken(len(text) - len(inner) if inner else len(text), None)
+    start = len(text) - len(inner) + len(CALL_BEGIN)
+    end = text.find(CALL_END, start)
+    if end < 0:
+        return _read(_deepseek_calls, len(text), text[start:]) if is_end else None
+    return _read(_deepseek_calls, end + len(CALL_END), text[start:end])
+
+
+def _deepseek_calls(body: str) -> list[Call]:
+    head, separator, rest = body.partition(SEPARATOR)
+    if not separator:
+        raise Unusable("no separator")
+    block = CODE_BLOCK.fullmatch(rest) if head.strip() == "function" else None
+    name, arguments = (head, rest) if block is None else block.groups()
+    return [make_call(name, json.loads(arguments))]
+
+
+def _take_mistral(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
+    start = len(TOOL_CALLS)
+    body = text[start:]
+    if body.lstrip().startswith("["):
+        return _take_json(text, len(text) - len(body.lstrip()), is_end, calls_of)
+    if (name := MISTRAL_NAME.match(body)) is not None:
+        return _take_json(text, start + name.end(), is_end, lambda value: [make_call(name[1], value)])
+    may_come = MISTRAL_BEGUN.fullmatch(body) is not None and not is_end
+    return None if may_come else Taken(start, None)
+
+
+def _take_llama3(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
+    body = text.removeprefix(PYTHON_TAG).lstrip()
+    if not body and not is_end:
+        return None
+    if not body.startswith("{"):
+        return Taken(len(PYTHON_TAG), None)
+    known = {tool["function"]["name"] for tool in tools}
+
+    def calls(value: Any) -> list[Call]:
+        found = calls_of(value)
+        if any(call.name not in known for call in found):
+            raise Unusable("an object that names no tool")
+        return found
+
+    return _take_json(text, len(text) - len(body), is_end, calls)
+
+
+def _take_json(text: str, start: int, is_end: bool, calls: Callable[[Any], list[Call]]) -> Taken | None:
+    """Take a JSON value of ``text`` from ``start`` on, once there is all of it."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return Taken(len(text), None) if is_end else None
+    except RecursionError:
+        return Taken(len(text), None)
+    return _read(lambda _: calls(value), end, "")
+
+
+HERMES = CallForm((TOOL_CALL,), (TOOL_CALL, END_TOOL_CALL), _take_hermes, ">")
+DEEPSEEK = CallForm(
+    openers=(CALLS_BEGIN, CALL_BEGIN),
+    markers=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
+    take=_take_deepseek,
+    closers=">",
+    after=(CALLS_END,),
+)
+MISTRAL = CallForm((TOOL_CALLS,), (TOOL_CALLS, "[ARGS]", "[CALL_ID]"), _take_mistral, "}]")
+LLAMA3 = CallForm((PYTHON_TAG,), (PYTHON_TAG,), _take_llama3, "}", after=(";",), is_bare=True)

@@ -1,0 +1,98 @@
+"""Replies read by a checkpoint's own ``response_template``, with the parser of transformers.
+
+That parser raises where a call cannot be read, and does not say which text it took for a marker. So it is fed
+character by character, by which the text of a call is known, and becomes content where it must.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from eagle_kit.data.chat.messages import REASONING, Tool, Unusable
+from eagle_kit.data.chat.reply.calls import calls_of
+from eagle_kit.data.chat.reply.parts import ReplyParts
+
+CALLS = "tool_calls"
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError, Unusable)
+
+
+class CheckpointReader:
+    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of a response template.
+
+    Args:
+        tokenizer: has the template.
+        prompt: text of the prompt, its special tokens included.
+        tools: definitions of the request's tools, by which arguments get their types.
+        has_thoughts: whether reasoning is read.
+        has_calls: whether calls are read.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: str, *, tools: Sequence[Tool] = (), has_thoughts: bool, has_calls: bool
+    ) -> None:
+        self._parser = tokenizer.get_response_parser(prefix=prompt, tools=list(tools) or None)
+        self._fields = fields = tokenizer.response_template["fields"]
+        self._texts = {
+            name
+            for name, about in fields.items()
+            if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING)
+        }
+        self._has_calls = has_calls
+        self._raw = ""  # text of the reply that has not been handed on
+        self._is_broken = False
+        self._parts = ReplyParts()
+
+    def feed(self, text: str) -> ReplyParts:
+        """Read a further piece of text."""
+        self._parts = ReplyParts()
+        for character in text:
+            self._raw += character
+            if not self._is_broken:
+                try:
+                    self._take(self._parser.feed(character), num_ahead=1)
+                except UNREADABLE:
+                    self._is_broken = True
+            if self._is_broken:
+                self._give_up()
+        return self._parts
+
+    def finish(self) -> ReplyParts:
+        """Release what is held back, after the last piece."""
+        self._parts = ReplyParts()
+        if not self._is_broken:
+            try:
+                self._take(self._parser.finalize()[1], num_ahead=0)
+            except UNREADABLE:
+                self._give_up()
+        return self._parts
+
+    def _give_up(self) -> None:
+        self._parts.content += self._raw
+        self._raw = ""
+
+    def _take(self, events: Sequence[dict[str, Any]], num_ahead: int) -> None:
+        """Take events of the parser; a marker that is a pattern is known ``num_ahead`` characters late."""
+        for i, event in enumerate(events):
+            name, kind = event["field"], event["type"].removeprefix("region_")
+            length = num_ahead if f"{kind}_pattern" in self._fields[name] else 0
+            behind = len(self._raw) - length
+            if kind == "chunk":
+                if name in self._texts:
+                    self._hand_on(name, event["text"])
+            elif kind == "open":
+                if name in self._texts:
+                    self._raw = self._raw[behind:]
+            elif name == CALLS and self._has_calls:
+                self._parts.calls += calls_of(event["value"])
+                self._raw = self._raw[behind:]
+            elif name not in self._texts:
+                self._parts.content += self._raw[:behind]
+                self._raw = self._raw[behind:]
+            elif not any(later["type"] == "region_open" for later in events[i + 1 :]):
+                self._raw = self._raw[behind:]
+
+    def _hand_on(self, name: str, text: str) -> None:
+        self._raw = self._raw[len(text) :]
+        if name in REASONING:
+            self._parts.reasoning += text
+        else:
+            self._parts.content += text

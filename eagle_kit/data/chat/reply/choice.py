@@ -1,0 +1,202 @@
+"""Which form a target writes its replies in: told by name, or by what its chat template renders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable
+from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
+from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
+from eagle_kit.data.chat.reply.harmony import MARKERS, HarmonyReader, begun_message
+from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
+from eagle_kit.data.chat.reply.tags import END_THINK, THINK, TagReader, opens_thought
+from eagle_kit.data.chat.template import chat_template, end_names, render
+
+CHECKPOINT, HARMONY, TAGS = "checkpoint", "harmony", "think"
+REASONING_PARSERS: dict[str, str] = {
+    **dict.fromkeys((TAGS, "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3"), TAGS),
+    **dict.fromkeys((HARMONY, "openai_gptoss", "gpt-oss"), HARMONY),
+}
+"""Forms of reasoning by their names here, in vLLM and in SGLang."""
+TOOL_CALL_PARSERS: dict[str, CallForm | str] = {
+    **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3_coder", "qwen3_xml"), HERMES),
+    **dict.fromkeys(("deepseek", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31"), DEEPSEEK),
+    "mistral": MISTRAL,
+    **dict.fromkeys(("llama3", "llama3_json"), LLAMA3),
+    **dict.fromkeys((HARMONY, "openai", "gpt-oss"), HARMONY),
+}
+"""Forms of calls by their names here, in vLLM and in SGLang."""
+TAIL = 64
+"""Last tokens of a prompt that can have begun a reply."""
+THOUGHT, QUESTION = "eaglekitthought", {"role": "user", "content": "eaglekitquestion"}
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "eaglekitprobe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+CALL = Call("eaglekitprobe", {"x": "y"})
+
+
+@dataclass(frozen=True)
+class ReplyForms:
+    """How replies of a target are read.
+
+    Attributes:
+        tokenizer: of the target.
+        reasoning: form of its thoughts; None leaves them in the content.
+        calls: form of its calls; None leaves them in the content.
+    """
+
+    tokenizer: Any
+    reasoning: str | None = None
+    calls: CallForm | str | None = None
+
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ReplyReader | None:
+        """Make a reader of one reply; None where all of it is content.
+
+        Args:
+            prompt_ids: the prompt, which may have begun the reply.
+            tools: those that the prompt shows; without any, calls are not read.
+        """
+        calls = self.calls if tools else None
+        if self.reasoning is None and calls is None:
+            return None
+        decode = self.tokenizer.decode
+        if CHECKPOINT in (self.reasoning, calls):
+            wanted = {"has_thoughts": self.reasoning is not None, "has_calls": calls is not None}
+            prompt = decode(list(prompt_ids), skip_special_tokens=False)
+            return CheckpointReader(self.tokenizer, prompt, tools=tools, **wanted)
+        tail = decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        return _reader(self.reasoning, calls, tail, tools)
+
+    def shown_tokens(self, has_tools: bool) -> frozenset[int]:
+        """Special tokens that a reader of replies must see in the text, with tools or without."""
+        calls = self.calls if has_tools else None
+        found = self.tokenizer.added_tokens_decoder.items()
+        if CHECKPOINT in (self.reasoning, calls):
+            return frozenset(token for token, about in found if about.special)
+        markers = {THINK, END_THINK} if self.reasoning == TAGS else set()
+        markers |= set(calls.markers) if isinstance(calls, CallForm) else set()
+        markers |= set(MARKERS) if HARMONY in (self.reasoning, calls) else set()
+        return frozenset(token for token, about in found if about.special and about.content in markers)
+
+    def __str__(self) -> str:
+        """Names of the two forms."""
+        calls = next((name for name, form in TOOL_CALL_PARSERS.items() if form is self.calls), self.calls)
+        return f"reasoning {self.reasoning or 'none'}, tool calls {calls or 'none'}"
+
+
+def _reader(
+    reasoning: str | None,
+    calls: CallForm | str | None,
+    prompt: str,
+    tools: Sequence[Tool],
+) -> ReplyReader:
+    if HARMONY in (reasoning, calls):
+        has_thoughts, has_calls = reasoning == HARMONY, calls == HARMONY
+        return HarmonyReader(has_thoughts=has_thoughts, has_calls=has_calls, begun=begun_message(prompt))
+    form = calls if isinstance(calls, CallForm) else None
+    is_opened = opens_thought(prompt)
+    return TagReader(has_thoughts=reasoning == TAGS, form=form, tools=tools, is_opened=is_opened)
+
+
+def choose_forms(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
+    """Choose how the replies of a target are read.
+
+    Args:
+        reasoning: ``auto``, ``none`` or one of ``REASONING_PARSERS``.
+        calls: ``auto``, ``none`` or one of ``TOOL_CALL_PARSERS``. ``auto`` takes the checkpoint's own
+            response template, else the first form that reads back what the chat template renders.
+
+    Raises:
+        UserError: an unknown name, or harmony for one of them and another form for the other.
+    """
+    check_names(reasoning, calls)
+    own = _own_fields(tokenizer)
+    thought_form: str | None = REASONING_PARSERS.get(reasoning)
+    call_form: CallForm | str | None = TOOL_CALL_PARSERS.get(calls)
+    if reasoning == "auto":
+        thought_form = CHECKPOINT if own is not None else _probe_thoughts(tokenizer)
+    if calls == "auto":
+        call_form = CHECKPOINT if own is not None else _probe_calls(tokenizer)
+    for whole in (HARMONY, CHECKPOINT):
+        if whole in (thought_form, call_form) and {thought_form, call_form} - {whole, None}:
+            raise UserError(
+                f"The form {whole} has both reasoning and tool calls, and another one was given beside it.",
+                "Give the same for --reasoning-parser and --tool-call-parser, or none.",
+            )
+    return ReplyForms(tokenizer, thought_form, call_form)
+
+
+def check_names(reasoning: str, calls: str) -> None:
+    """Raise UserError for a name of no form."""
+    for flag, name, known in (
+        ("--reasoning-parser", reasoning, REASONING_PARSERS),
+        ("--tool-call-parser", calls, TOOL_CALL_PARSERS),
+    ):
+        if name not in ("auto", "none", *known):
+            raise UserError(f"{flag} is {name!r}.", f"Use auto, none or one of {', '.join(known)}.")
+
+
+def _own_fields(tokenizer: Any) -> dict[str, Any] | None:
+    """Fields of the tokenizer's own response template; None where it has none that can be used."""
+    own = getattr(tokenizer, "response_template", None)
+    if own is None or not hasattr(tokenizer, "get_response_parser"):
+        return None
+    try:
+        tokenizer.get_response_parser(prefix="")
+        return own["fields"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"The tokenizer's response_template cannot be read ({error}).",
+            "Correct it, or give --reasoning-parser and --tool-call-parser.",
+        ) from None
+
+
+def _probe_thoughts(tokenizer: Any) -> str | None:
+    message = {"role": "assistant", "reasoning_content": THOUGHT, "content": "eaglekitanswer"}
+    found = _written(tokenizer, message, ())
+    if found is None:
+        return None
+    for form in (HARMONY, TAGS):
+        if read_reply(_reader(form, None, found[0], ()), found[1]).reasoning == THOUGHT:
+            return form
+    # A template may drop the thought even of the last reply (DeepSeek-R1).
+    return TAGS if END_THINK in chat_template(tokenizer) else None
+
+
+def _probe_calls(tokenizer: Any) -> CallForm | str | None:
+    call = {
+        "id": "eaglekit1",  # nine letters and digits, as Mistral asks for
+        "type": "function",
+        "function": {"name": CALL.name, "arguments": CALL.arguments},
+    }
+    found = _written(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, (TOOL,))
+    if found is None or CALL.name not in found[1]:
+        return None
+    forms: tuple[CallForm | str, ...] = (HARMONY, HERMES, DEEPSEEK, MISTRAL, LLAMA3)
+    for form in forms:
+        if read_reply(_reader(None, form, found[0], (TOOL,)), found[1]).calls == [CALL]:
+            return form
+    return None
+
+
+def _written(tokenizer: Any, message: Message, tools: Sequence[Tool]) -> tuple[str, str] | None:
+    """Prompt, and what the template renders of a reply behind it; None where it refuses them."""
+    try:
+        asked = ChatPrompt([QUESTION], tools)
+        prompt = render(tokenizer, asked, generation_prompt=True)
+        text = render(tokenizer, ChatPrompt([QUESTION, message], tools), generation_prompt=False)
+        if not text.startswith(prompt):
+            prompt = render(tokenizer, asked, generation_prompt=False)
+    except (Unusable, UserError):
+        return None
+    if not text.startswith(prompt):
+        return None
+    reply = text[len(prompt) :]
+    ends = [place for end in end_names(tokenizer) if (place := reply.find(end)) >= 0]
+    return prompt, reply[: min(ends, default=len(reply))]

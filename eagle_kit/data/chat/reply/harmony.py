@@ -1,0 +1,158 @@
+"""Replies of gpt-oss in OpenAI's harmony format: messages of several channels.
+
+``<|channel|>analysis<|message|>thought<|end|>`` is reasoning, the channels final and commentary are content,
+and a message ``to=functions.NAME`` is a call whose text is its arguments
+(https://github.com/openai/harmony). The markers are special tokens, which the text must have.
+"""
+
+import json
+import re
+
+from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.reply.calls import make_call
+from eagle_kit.data.chat.reply.parts import ReplyParts, len_of_beginning
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+"""Ends of a message; ``<|call|>`` and ``<|return|>`` end a reply."""
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
+BEHIND_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
+MOST_HEADER = 256
+"""Characters of the longest header; what is longer is text."""
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+FUNCTIONS = "functions."
+
+
+def begun_message(prompt: str) -> str:
+    """Header, and perhaps text, that a prompt has begun the reply with."""
+    return prompt[max(prompt.rfind(START), 0) :] if START in prompt else ""
+
+
+class HarmonyReader:
+    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of harmony's messages.
+
+    Args:
+        has_thoughts: whether the channel analysis is reasoning.
+        has_calls: whether calls of functions are read.
+        begun: :func:`begun_message` of the prompt.
+    """
+
+    def __init__(self, *, has_thoughts: bool, has_calls: bool, begun: str = f"{START}assistant") -> None:
+        self._has_thoughts, self._has_calls = has_thoughts, has_calls
+        self._held = self._name = self._written = ""
+        self._step = self._in_header
+        self._parts = ReplyParts()
+        self._target = "content"
+        self._is_first = {"content": True, "reasoning": True}
+        self._joins = False
+        head, mark, text = begun.partition(MESSAGE)
+        self._begun = "" if mark else head
+        if mark:
+            self._begin(head, text)
+
+    def feed(self, text: str) -> ReplyParts:
+        """Read a further piece of text."""
+        self._held += text
+        return self._read(False)
+
+    def finish(self) -> ReplyParts:
+        """Release what is held back, after the last piece."""
+        return self._read(True)
+
+    def _read(self, is_end: bool) -> ReplyParts:
+        parts = self._parts = ReplyParts()
+        while self._step(is_end):
+            pass
+        return parts
+
+    def _in_header(self, is_end: bool) -> bool:
+        """Read a message's header, as far as the reply has it; one that the end cuts off says nothing."""
+        text = self._held
+        end = text.find(MESSAGE, 0, MOST_HEADER)
+        if not self._is_header(text) or (end < 0 and len(text) >= MOST_HEADER):
+            self._begun, self._target, self._step = "", "content", self._in_text
+            self._joins = False
+            begun = text.lstrip()
+            mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
+            length = len(text) - len(begun) + len(mark)  # so that no marker is looked at again
+            self._say(text[:length])
+            self._held = text[length:]
+            return True
+        if end < 0:
+            self._held = "" if is_end else text
+            return False
+        self._begin(self._begun + text[:end], "")
+        self._begun, self._held = "", text[end + len(MESSAGE) :]
+        return True
+
+    def _is_header(self, text: str) -> bool:
+        """True for the beginning of a header, as far as it goes."""
+        if CHANNEL in self._begun:
+            return True
+        text = self._begun + (text if self._begun else text.lstrip())
+        role = f"{START}assistant"
+        behind = text.removeprefix(role)
+        known = BEHIND_ROLE if behind != text else (role, *BEHIND_ROLE)
+        return any(behind.startswith(mark) or mark.startswith(behind) for mark in known)
+
+    def _begin(self, header: str, text: str) -> None:
+        """Begin a message; ``text`` of it was in the prompt."""
+        header = header.lstrip()
+        self._written = header.removeprefix(f"{START}assistant") + MESSAGE
+        channel = (header.partition(CHANNEL)[2].replace(CONSTRAIN, " ").split() or [""])[0]
+        recipient = RECIPIENT.search(header)
+        self._name = recipient[1] if recipient is not None else ""
+        if self._name.startswith(FUNCTIONS) and self._has_calls:
+            self._step = self._in_call
+            return
+        self._step = self._in_text
+        is_thought = channel == "analysis" and not self._name and self._has_thoughts
+        self._target = "reasoning" if is_thought else "content"
+        self._joins = not self._is_first[self._target] and not text
+        if not is_thought and (self._name or channel not in ("final", "commentary", "")) and not text:
+            self._say(self._written)
+
+    def _in_text(self, is_end: bool) -> bool:
+        text = self._held
+        place, end = self._end(text)
+        if place >= 0:
+            self._say(text[:place])
+            self._held, self._step = text[place + len(end) :], self._in_header
+            return True
+        kept = 0 if is_end else len_of_beginning(text, (*ENDS, START, CHANNEL))
+        self._say(text[: len(text) - kept])
+        self._held = text[len(text) - kept :]
+        return False
+
+    def _in_call(self, is_end: bool) -> bool:
+        place, end = self._end(self._held)
+        if place < 0 and not is_end:
+            return False
+        body = self._held if place < 0 else self._held[:place]
+        self._held = self._held[len(body) + len(end) :]
+        self._step = self._in_header
+        try:
+            arguments = json.loads(body) if body.strip() else {}
+            self._parts.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
+        except (Unusable, ValueError, RecursionError):
+            self._target, self._joins = "content", not self._is_first["content"]
+            self._say(self._written + body + end)
+        return place >= 0
+
+    @staticmethod
+    def _end(text: str) -> tuple[int, str]:
+        """Place of the first end of a message, and its marker, where that is no part of the next one."""
+        places = [(place, end) for end in ENDS if (place := text.find(end)) >= 0]
+        places += [(place, "") for mark in (START, CHANNEL) if (place := text.find(mark)) >= 0]
+        return min(places, default=(-1, ""))
+
+    def _say(self, text: str) -> None:
+        """Add to the part of this message; messages of a part are apart by a line end."""
+        if not text:
+            return
+        text = f"\n{text}" if self._joins else text
+        self._joins, self._is_first[self._target] = False, False
+        if self._target == "reasoning":
+            self._parts.reasoning += text
+        else:
+            self._parts.content += text

@@ -1,0 +1,171 @@
+"""The form of a target's replies is found in its chat template, and what the template writes is read back."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import tokenizer_for
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.forms import to_conversation
+from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
+from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.serve.text_stream import TextStream
+
+FORMS = {
+    "chatml": "reasoning none, tool calls none",
+    "gemma": "reasoning none, tool calls none",
+    "hermes": "reasoning none, tool calls hermes",
+    "llama3": "reasoning none, tool calls llama3",
+    "qwen3": "reasoning think, tool calls hermes",
+    "deepseek_r1": "reasoning think, tool calls deepseek",
+    "harmony": "reasoning harmony, tool calls harmony",
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ARGUMENTS = {"city": "Łódź <|x|>", "days": [1, {"a": None}]}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+TALK = [
+    {"role": "user", "content": "Rain in Łódź?"},
+    {
+        "role": "assistant",
+        "reasoning_content": "I need a tool,\n\nthe にほん.",
+        "content": "",
+        "tool_calls": [CALL],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": '{"rain": true}'},
+    {"role": "assistant", "reasoning_content": "It rains.", "content": "Yes,\nthe whole day. 🙂"},
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_is_found_in_the_template(name: str) -> None:
+    assert str(choose_forms(tokenizer_for(name))) == FORMS[name]
+
+
+def replies(
+    name: str, messages: list[dict], tools: list[dict], **kwargs: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Prompt and tokens of every reply, as a server would be given and generate them."""
+    record = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
+    found = []
+    for row in tokenize_chat(tokenizer_for(name), to_conversation(record, "x"), 10_000, Counter()):
+        for number in range(int(row.reply.max()) + 1):
+            span = np.flatnonzero(row.reply == number)
+            found.append((row.ids[: span[0]].tolist(), row.ids[span].tolist()))
+    return found
+
+
+def read_back(name: str, prompt: list[int], reply: list[int], tools: list[dict]) -> ReplyParts:
+    tokenizer = tokenizer_for(name)
+    forms = choose_forms(tokenizer)
+    stream = TextStream(tokenizer, shown=forms.shown_tokens(bool(tools)))
+    stream.push(reply[:-1])  # the end of a reply is no text
+    stream.finish()
+    reader = forms.reader(prompt, tools)
+    return ReplyParts("", stream.text, []) if reader is None else read_reply(reader, stream.text)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_the_template_writes_is_read_back(name: str) -> None:
+    has_calls, has_thoughts = "calls none" not in FORMS[name], "reasoning none" not in FORMS[name]
+    shows_tools = has_calls and name != "deepseek_r1"  # whose template lists none, though it writes calls
+    messages = TALK if has_calls else [TALK[0], TALK[3]]
+    if name == "deepseek_r1":
+        messages = [json.loads(json.dumps(message)) for message in messages]
+    found = replies(name, messages, [WEATHER] if shows_tools else [])
+    said = [message for message in messages if message["role"] == "assistant"]
+    assert len(found) == len(said)
+    for (prompt, reply), message in zip(found, said, strict=True):
+        calls = [Call("weather", ARGUMENTS)] if "tool_calls" in message else []
+        thought = message["reasoning_content"] if has_thoughts else ""
+        assert read_back(name, prompt, reply, [WEATHER]) == ReplyParts(thought, message["content"], calls)
+
+
+def test_thoughts_that_the_prompt_has_closed_are_not_looked_for_in_the_answer() -> None:
+    messages = [TALK[0], {"role": "assistant", "content": "A </think> b."}]
+    ((prompt, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
+    forms = choose_forms(tokenizer_for("qwen3"))
+    reader = forms.reader(prompt)
+    assert reader is not None
+    assert read_reply(reader, messages[1]["content"]) == ReplyParts("", "A </think> b.")
+
+
+def test_calls_are_read_only_where_the_prompt_shows_tools() -> None:
+    assert choose_forms(tokenizer_for("hermes")).reader([1, 2]) is None
+    assert choose_forms(tokenizer_for("deepseek_r1")).shown_tokens(False) == frozenset()
+
+
+def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    for reasoning in ("deepseek_r1", "deepseek-r1", "qwen3"):
+        assert choose_forms(tokenizer, reasoning, "hermes") == choose_forms(tokenizer)
+    assert choose_forms(tokenizer, "none", "none").reader([1], [WEATHER]) is None
+    assert str(choose_forms(tokenizer, "none", "llama3_json")) == "reasoning none, tool calls llama3"
+    with pytest.raises(UserError, match="--tool-call-parser is 'pythonic'"):
+        choose_forms(tokenizer, "auto", "pythonic")
+    with pytest.raises(UserError, match="another one was given"):
+        choose_forms(tokenizer, "gpt-oss", "auto")
+
+
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>)", "content": "text"},
+    },
+}
+WRITTEN = '<tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'
+CITY = Call("weather", {"city": "Łódź"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>hm <b</think>Four.", ("hm <b", "Four.", [])),
+        (f"<think>hm</think>{WRITTEN}\n{WRITTEN}", ("hm", "", [CITY] * 2)),
+        (f"A <b. {WRITTEN}<|im_end|>", ("", "A <b.", [CITY])),
+        (
+            f"A\n<tool_call>x()</tool_call> and {WRITTEN}",
+            ("", f"A\n<tool_call>x()</tool_call> and {WRITTEN}", []),
+        ),
+        (f"A {WRITTEN[:-12]}", ("", "A", [CITY])),
+        (f"A {WRITTEN[:-13]}", ("", f"A {WRITTEN[:-13]}", [])),
+        ("A <tool", ("", "A <tool", [])),
+    ],
+)
+def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tuple) -> None:
+    """The template is the one that transformers' own server has for Qwen3, in any pieces."""
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.response_template = OWN
+    try:
+        forms = choose_forms(tokenizer)
+        assert str(forms) == "reasoning checkpoint, tool calls checkpoint"
+        prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        for size in (1, 2, 5, len(text)):
+            reader = forms.reader(prompt, [WEATHER])
+            assert reader is not None
+            parts = ReplyParts()
+            for i in range(0, len(text), size):
+                parts.add(reader.feed(text[i : i + size]))
+            parts.add(reader.finish())
+            assert parts == ReplyParts(*expected)
+    finally:
+        tokenizer.response_template = None
