@@ -31,6 +31,8 @@ SERVER_FLAGS = {
     "max_parallel_per_client": "--max-parallel-per-client",
     "max_requests_per_minute": "--max-requests-per-minute",
     "warm_up": "--warm-up",
+    "reasoning_parser": "--reasoning-parser",
+    "tool_call_parser": "--tool-call-parser",
     "grace_period_s": "--grace-period",
 }
 DRAFT_FLAGS = {
@@ -106,6 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
     config = engine_config(args)
+    from eagle_kit.data.chat.reply.choice import check_names
     from eagle_kit.serve.api.app import check_packages, create_app
     from eagle_kit.serve.api.server import bind, run_forever
     from eagle_kit.serve.api.startup import find_model, warnings_as_lines
@@ -116,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
+    check_names(server_config.reasoning_parser, server_config.tool_call_parser)
     is_first = config.tensor_parallel == 1 or not launched_rank()
     sock = bind(args.host, args.port) if is_first else None
     draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
@@ -128,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
             engine = llm.engine()
             introduce(args, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
+            say(f"replies    {app.state.service.reply_forms}")
             app.state.service.engine.on_stuck = partial(leave, llm)
             llm.on_lost(app.state.service.engine.fail)
             return run_forever(app, sock)

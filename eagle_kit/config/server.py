@@ -25,6 +25,10 @@ class ServerConfig(Options):
             default), all but logprobs and grammars (usual), or nothing (none). What was not prepared is
             captured and compiled when it is first needed, while all requests wait; the table at the start
             says what it is.
+        reasoning_parser: form of the reasoning in replies, which is sent apart from the content: auto (the
+            default, found in the chat template), none, think or harmony, or a name of vLLM's or SGLang's.
+        tool_call_parser: form of the tool calls in replies: auto (the default, found in the chat template),
+            none, hermes, llama3, mistral, deepseek or harmony, or a name of vLLM's or SGLang's.
         grace_period_s: seconds that running replies get to finish when the server is stopped.
     """
 
@@ -35,6 +39,8 @@ class ServerConfig(Options):
     max_requests_per_minute: int | None = Field(default=None, ge=1)
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
     warm_up: WarmUpExtent = "all"
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     grace_period_s: float = Field(default=30.0, ge=0.0)
 
     @field_validator("model_name")

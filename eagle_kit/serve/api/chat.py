@@ -1,13 +1,17 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
+from eagle_kit.data.chat.reply.choice import ReplyForms
+from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader
 from eagle_kit.serve.api.answer import Answer, finish_reason
 from eagle_kit.serve.api.logprobs import chat_logprobs, off_loop_if_long
-from eagle_kit.serve.api.prompts import chat_prompt
+from eagle_kit.serve.api.prompts import chat_prompt, chat_tools
 from eagle_kit.serve.api.protocol import ChatRequest
 from eagle_kit.serve.api.responses import (
     ChatChoice,
@@ -17,32 +21,63 @@ from eagle_kit.serve.api.responses import (
     ChatLogprobs,
     ChatMessage,
     ChatResponse,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
 )
-from eagle_kit.serve.api.service import Service
+from eagle_kit.serve.api.service import Generation, Service
 from eagle_kit.serve.reply import Delta
+
+ID_LENGTH = 9
+"""Letters and digits of the id of a call, as many as Mistral's templates ask for."""
 
 
 class ChatAnswer(Answer[ChatRequest]):
-    """Reply of the assistant."""
+    """Reply of the assistant.
+
+    Args:
+        readers: of each reply; None for those that are content throughout.
+    """
 
     response, event = ChatResponse, ChatChunk
     kinds = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        generation: Generation,
+        readers: Sequence[ReplyReader | None],
+    ) -> None:
+        super().__init__(service, body, generation)
+        self._readers = readers
+        self._num_calls = [0] * len(generation.replies)
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: ChatRequest) -> "ChatAnswer":
         """See :class:`Answer`; messages are rendered by the chat template."""
         service.enter(http, body, 1)
-        with_tools = body.tool_choice != "none"
-        prompt = await service.off_loop(chat_prompt, service.llm, body, with_tools, service.max_chars)
-        return cls(service, body, await service.generate(http, body, [prompt], "chatcmpl"))
+        tools = () if body.tool_choice == "none" else chat_tools(body)
+        prompt = await service.off_loop(chat_prompt, service.llm, body, tools, service.max_chars)
+        # What must match a grammar has no room for markers.
+        forms = ReplyForms(service.llm.tokenizer) if body.has_grammar else service.reply_forms
+        generation = await service.generate(http, body, [prompt], "chatcmpl", forms.shown_tokens(bool(tools)))
+        readers = [await service.off_loop(forms.reader, prompt, tools) for _ in generation.replies]
+        return cls(service, body, generation, readers)
 
     async def choice(self, index: int, delta: Delta) -> ChatChoice:
         """See :class:`Answer`."""
+        parts = self._read(index, delta)
+        calls = [self._call(index, number, call) for number, call in enumerate(parts.calls)]
         return ChatChoice(
             index=index,
-            message=ChatMessage(content=delta.text),
+            message=ChatMessage(
+                content=None if calls and not parts.content else parts.content,
+                reasoning_content=parts.reasoning or None,
+                tool_calls=calls or None,
+            ),
             logprobs=await self._logprobs(delta),
-            finish_reason=finish_reason(delta) or "stop",
+            finish_reason=self._finish_reason(index, delta) or "stop",
         )
 
     def opening(self) -> Iterator[ChatChunkChoice]:
@@ -51,15 +86,47 @@ class ChatAnswer(Answer[ChatRequest]):
             yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
     async def additions(self, index: int, delta: Delta) -> list[BaseModel]:
-        """See :class:`Answer`; the finish reason has an event of its own."""
+        """See :class:`Answer`; each part has an event of its own, and so has the finish reason. The
+        log-probabilities of all tokens come with the first of them."""
+        logprobs, first = await self._logprobs(delta), self._num_calls[index]
+        parts = self._read(index, delta)
+        deltas = [ChatDelta(reasoning_content=parts.reasoning)] if parts.reasoning else []
+        if parts.content or (logprobs is not None and logprobs.content and not parts.reasoning):
+            deltas.append(ChatDelta(content=parts.content))
+        for number, call in enumerate(parts.calls, first):
+            made = self._call(index, number, call)
+            deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made.model_dump())]))
         choices: list[BaseModel] = []
-        logprobs = await self._logprobs(delta)
-        if delta.text or (logprobs is not None and logprobs.content):
-            text = ChatDelta(content=delta.text)
-            choices.append(ChatChunkChoice(index=index, delta=text, logprobs=logprobs))
-        if reason := finish_reason(delta):
+        for each in deltas:
+            choices.append(ChatChunkChoice(index=index, delta=each, logprobs=logprobs))
+            logprobs = None
+        if reason := self._finish_reason(index, delta):
             choices.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason))
         return choices
+
+    def _read(self, index: int, delta: Delta) -> ReplyParts:
+        """Parts of a delta; with the finish reason what was held back."""
+        reader = self._readers[index]
+        if reader is None:
+            return ReplyParts(content=delta.text)
+        parts = reader.feed(delta.text)
+        if delta.finish_reason:
+            parts.add(reader.finish())
+        self._num_calls[index] += len(parts.calls)
+        return parts
+
+    def _call(self, index: int, number: int, call: Call) -> ToolCall:
+        name = f"{self.generation.id} {index} {number}"
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        return ToolCall(
+            id=hashlib.sha256(name.encode()).hexdigest()[:ID_LENGTH],
+            function=FunctionCall(name=call.name, arguments=arguments),
+        )
+
+    def _finish_reason(self, index: int, delta: Delta) -> str | None:
+        """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end."""
+        reason = finish_reason(delta)
+        return "tool_calls" if reason == "stop" and self._num_calls[index] else reason
 
     async def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -1,10 +1,11 @@
 """Tokenisation of messages and texts. A text that cannot fit is rejected before, since tokenising takes a
 second per megabyte in a thread shared by all requests."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.messages import ChatPrompt, Unusable, read_message, read_tools
+from eagle_kit.data.chat.messages import ChatPrompt, Tool, Unusable, read_message, read_tools
 from eagle_kit.data.chat.template import prompt_text, text_token_ids
 from eagle_kit.serve.api.protocol import ChatMessages, Message
 
@@ -17,7 +18,15 @@ def max_chars(llm: "LLM") -> int:
     return llm.max_context * max(map(len, llm.tokenizer.get_vocab()))
 
 
-def chat_prompt(llm: "LLM", chat: ChatMessages, with_tools: bool, most: int) -> list[int]:
+def chat_tools(chat: ChatMessages) -> tuple[Tool, ...]:
+    """Definitions of the tools of a request. Raises UserError for those that are none."""
+    try:
+        return read_tools([tool.model_dump(exclude_none=True) for tool in chat.tools or ()])
+    except Unusable as reason:
+        raise UserError(f"The tools have {reason}.", "Correct them.") from None
+
+
+def chat_prompt(llm: "LLM", chat: ChatMessages, tools: Sequence[Tool], most: int) -> list[int]:
     """Tokenise messages by the model's chat template, with the generation prompt, as data preparation does.
 
     Raises:
@@ -27,7 +36,6 @@ def chat_prompt(llm: "LLM", chat: ChatMessages, with_tools: bool, most: int) -> 
     check_length(llm, sum(map(_num_chars, chat.messages)), most)
     try:
         messages = [read_message(message.model_dump(exclude_none=True)) for message in chat.messages]
-        tools = read_tools([tool.model_dump(exclude_none=True) for tool in (with_tools and chat.tools) or ()])
     except Unusable as reason:
         raise UserError(f"The messages have {reason}.", "Send back what the model wrote.") from None
     text = prompt_text(llm.tokenizer, ChatPrompt(messages, tools, chat.chat_template_kwargs or {}))

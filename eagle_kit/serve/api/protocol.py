@@ -184,6 +184,12 @@ class Sampling(Strict):
         """Replies per prompt."""
         return self.n or 1
 
+    @property
+    def has_grammar(self) -> bool:
+        """True if replies must match something."""
+        wanted = self.response_format
+        return self.regex is not None or (wanted is not None and wanted.type != "text")
+
 
 class ChatMessages(Strict):
     """What the chat template is given; ``chat_template_kwargs`` are arguments that it reads, such as

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, model_serializer
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -81,12 +81,41 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class FunctionCall(BaseModel):
+    """Function that is called; ``arguments`` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(ToolCall):
+    """A call of a tool in a stream, whole, with its number in the message."""
+
+    index: int
+
+
 class ChatMessage(BaseModel):
-    """The reply; tool calls of the model stay in its content."""
+    """The reply. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is null
+    where there are calls alone."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        absent = {name for name in ("reasoning_content", "tool_calls") if getattr(self, name) is None}
+        return {name: value for name, value in handler(self).items() if name not in absent}
 
 
 class ChatChoice(BaseModel):
@@ -103,14 +132,12 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
-    @model_serializer
-    def _only_given(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in (("role", self.role), ("content", self.content))
-            if value is not None
-        }
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class ChatChunkChoice(BaseModel):

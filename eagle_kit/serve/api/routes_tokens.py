@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.api.body import body_of
 from eagle_kit.serve.api.documented import body_schema, error_responses
-from eagle_kit.serve.api.prompts import chat_prompt, text_prompt
+from eagle_kit.serve.api.prompts import chat_prompt, chat_tools, text_prompt
 from eagle_kit.serve.api.protocol import DetokenizeRequest, TokenizeRequest
 from eagle_kit.serve.api.responses import Text, Tokens
 from eagle_kit.serve.api.service import Service
@@ -29,7 +29,7 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
         """Token ids of a text, or of messages with the generation prompt."""
         service.check_model(body.model)
         if (chat := body.chat) is not None:
-            ids = await service.off_loop(chat_prompt, llm, chat, True, most)
+            ids = await service.off_loop(chat_prompt, llm, chat, chat_tools(chat), most)
         else:
             special = body.add_special_tokens is not False
             ids = await service.off_loop(text_prompt, llm, body.prompt, most, special)

@@ -13,6 +13,7 @@ from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.logprobs import TokenNames
@@ -112,6 +113,7 @@ class Service:
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
+        self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
         self._live: dict[str, list[ReplyStream]] = {}
         self._probe: asyncio.Task[None] | None = None
@@ -143,15 +145,21 @@ class Service:
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
     async def generate(
-        self, http: Any, body: Sampling, prompts: Sequence[list[int]], prefix: str
+        self,
+        http: Any,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        prefix: str,
+        shown_tokens: frozenset[int] = frozenset(),
     ) -> Generation:
         """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
 
         Args:
             http: the request, for its id and its cleanup.
             prefix: of the response's id.
+            shown_tokens: special tokens that are part of the text.
         """
-        requests = await self.off_loop(self._requests, body, prompts)
+        requests = await self.off_loop(self._requests, body, prompts, shown_tokens)
         for request in requests:
             request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
@@ -208,10 +216,12 @@ class Service:
         """End the worker thread."""
         self._worker.shutdown(wait=False)
 
-    def _requests(self, body: Sampling, prompts: Sequence[list[int]]) -> "list[Request]":
+    def _requests(
+        self, body: Sampling, prompts: Sequence[list[int]], shown_tokens: frozenset[int]
+    ) -> "list[Request]":
         llm = self.llm
         return [
-            llm.make_request(prompt, params, body.priority or 0)
+            llm.make_request(prompt, params, body.priority or 0, shown_tokens)
             for prompt in prompts
             for params in sampling_params(body, len(prompt), llm.max_context, llm.target.config.vocab_size)
         ]

@@ -13,7 +13,7 @@ from chat_templates import tokenizer_for
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
-from eagle_kit.serve.api.prompts import chat_prompt
+from eagle_kit.serve.api.prompts import chat_prompt, chat_tools
 from eagle_kit.serve.api.protocol import ChatMessages
 
 FORMATS = ("chatml", "hermes", "llama3", "qwen3", "deepseek_r1", "harmony", "gemma")
@@ -54,7 +54,8 @@ def served(tokenizer: Any, messages: list[dict], tools: list[dict], kwargs: dict
     """Prompt tokens of our server for a request as a client sends it."""
     body = {"messages": messages, "tools": tools or None, "chat_template_kwargs": kwargs or None}
     llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=10**6)
-    return chat_prompt(llm, ChatMessages.model_validate_json(json.dumps(body)), True, 10**6)
+    chat = ChatMessages.model_validate_json(json.dumps(body))
+    return chat_prompt(llm, chat, chat_tools(chat), 10**6)
 
 
 def of_transformers(tokenizer: Any, messages: list[dict], tools: list[dict], kwargs: dict) -> list[int]:

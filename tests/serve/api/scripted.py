@@ -158,6 +158,12 @@ class ScriptedLLM:
             return prompt_token_ids(self.tokenizer, prompt)
         return list(prompt)
 
-    def make_request(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> Request:
-        stream = TextStream(self.tokenizer, stop=params.stop)
+    def make_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        shown_tokens: frozenset[int] = frozenset(),
+    ) -> Request:
+        stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens)
         return Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
