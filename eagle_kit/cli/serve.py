@@ -57,6 +57,7 @@ ENGINE_FLAGS = {
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
     "tensor_parallel": "--tensor-parallel",
+    "expert_parallel": "--enable-expert-parallel",
     "rank_timeout_s": "--rank-timeout",
     **LOADING,
 }

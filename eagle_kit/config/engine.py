@@ -129,6 +129,8 @@ class EngineConfig(Options):
         device: auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank.
         tensor_parallel: processes that share the target, each with a part of its weights and of the
             key-value pool.
+        expert_parallel: they share routed experts by number, whole ones each, in place of a part of every
+            expert.
         rank_timeout_s: seconds after which a process of them that does not answer is given up.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
             fixed tree, whose shape is 5,4,26.
@@ -166,6 +168,7 @@ class EngineConfig(Options):
     quantization: Literal["auto", "fp8", "none"] = "auto"
     device: str = "auto"
     tensor_parallel: int = Field(default=1, ge=1)
+    expert_parallel: bool = False
     rank_timeout_s: float = Field(default=120.0, gt=0)
     tree: Literal["dynamic", "static"] = "dynamic"
     sampled_drafts: bool = False
@@ -182,6 +185,11 @@ class EngineConfig(Options):
             raise UserError("The pool has a size in tokens and one in bytes.", "Give one or the other.")
         if self.state_snapshots and not self.prefix_cache:
             raise UserError("Snapshots are for the prefix cache, which is off.", "Leave one of the two out.")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise UserError(
+                "Expert parallelism shares experts among the ranks of tensor parallelism, and there is one.",
+                "Give tensor_parallel, or leave expert_parallel out.",
+            )
         if self.is_relaxed and self.sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
         if self.is_relaxed and self.verifier not in (None, "relaxed"):

@@ -243,6 +243,7 @@ class MoEConfig:
         normalises: weights of the chosen experts are divided by their sum.
         scale: factor of the weights.
         gates_shared: the shared experts are multiplied by a sigmoid of their own.
+        own_experts: numbers of the routed experts that this process has (expert parallelism); None for all.
     """
 
     num_experts: int
@@ -257,6 +258,12 @@ class MoEConfig:
     normalises: bool = False
     scale: float = 1.0
     gates_shared: bool = False
+    own_experts: range | None = None
+
+    @property
+    def num_own_experts(self) -> int:
+        """Number of routed experts that this process has."""
+        return self.num_experts if self.own_experts is None else len(self.own_experts)
 
 
 V3_NEEDS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")

@@ -46,6 +46,6 @@ def _mlp(config: TargetConfig, layer: int, active: bool) -> int:
     hidden, moe = config.hidden_size, config.moe
     if moe is None or layer in moe.dense_layers:
         return 3 * hidden * config.intermediate_size
-    count = moe.num_experts_per_token if active else moe.num_experts
+    count = moe.num_experts_per_token if active else moe.num_own_experts
     routed = moe.num_experts + 3 * (count * moe.intermediate_size + moe.shared_intermediate_size)
     return hidden * (routed + moe.gates_shared)

@@ -7,11 +7,14 @@ adds them. Embedding and output layer are cut by vocabulary.
 Ranks have whole groups of query heads with their key-value head, as evenly as these are divisible. Where
 there are more ranks than key-value heads, several ranks have a copy of one, and a part of its query heads
 each. Latent attention shares query heads over latents that every rank has. Of a mixture every rank has all
-experts and a part of each one's inner values, so that ranks have equal work whatever the router chooses.
+experts and a part of each one's inner values, so that ranks have equal work whatever the router chooses; or,
+with expert parallelism (GShard, arXiv 2006.16668), whole experts, contiguous and nearly equal numbers of
+them: as every rank has every token, the same sum adds what they give, and there is nothing to dispatch.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
@@ -35,13 +38,13 @@ class Heads(NamedTuple):
     kv: range
 
 
-Unit = Literal["query", "kv", "values", "halves", "first"]
-"""What a dimension consists of: heads, or single values, or two halves of such; all of ``first`` is the first
-rank's, others have zeros."""
+Unit = Literal["query", "kv", "tokens", "values", "halves", "first"]
+"""What a dimension consists of: heads, tokens of the vocabulary, inner values, or two halves of such; all of
+``first`` is the first rank's, others have zeros."""
 
 CUTS: tuple[tuple[str, int, Unit], ...] = (
-    (r"embed_tokens\.weight", 0, "values"),
-    (r"lm_head\.weight", 0, "values"),
+    (r"embed_tokens\.weight", 0, "tokens"),
+    (r"lm_head\.weight", 0, "tokens"),
     (r"self_attn\.q(_b)?_proj\.(weight|bias)", 0, "query"),
     (r"self_attn\.[kv]_proj\.(weight|bias)", 0, "kv"),
     (r"self_attn\.kv_b_proj\.weight", 0, "query"),
@@ -55,6 +58,8 @@ CUTS: tuple[tuple[str, int, Unit], ...] = (
     (r"experts\.down_proj", 2, "values"),
 )
 """Published names as they end, the dimension that is cut, and its unit; every rank has the others whole."""
+ONE_EXPERT = r"(?:^|\.)experts\.(\d+)\."
+"""An expert that is published by itself."""
 
 
 def share_heads(num_heads: int, num_kv_heads: int, share: Share) -> Heads:
@@ -78,55 +83,136 @@ def share_heads(num_heads: int, num_kv_heads: int, share: Share) -> Heads:
     return Heads(range(mine * group + query.start, mine * group + query.stop), range(mine, mine + 1))
 
 
-def shard_config(config: TargetConfig, share: Share) -> TargetConfig:
-    """Architecture of a rank's model. Its vocabulary stays the whole one.
+@dataclass(frozen=True)
+class Sharding:
+    """What a rank has of a target.
+
+    Attributes:
+        config: of the whole target.
+        share: the rank's part.
+        expert_parallel: routed experts are shared by number, whole ones, and not cut inside.
+        block: inner values that share a scale of fp8 weights, and stay together.
+    """
+
+    config: TargetConfig
+    share: Share
+    expert_parallel: bool = False
+    block: int = 1
+
+    def rank_config(self) -> TargetConfig:
+        """Architecture of the rank's model. Its vocabulary stays the whole one.
+
+        Raises:
+            UserError: a target that is not cut, or that is too small for so many ranks.
+        """
+        config, share = self.config, self.share
+        if config.states is not None:
+            raise UserError(
+                f"Tensor parallelism does not cut the recurrent layers of {config.model_type}.",
+                "Leave tensor_parallel at 1.",
+            )
+        if self.expert_parallel and config.moe is None:
+            raise UserError(
+                f"Expert parallelism shares routed experts, and this {config.model_type} has none.",
+                "Leave expert_parallel out.",
+            )
+        query, kv = share_heads(config.num_heads, config.num_kv_heads, share)
+        self._check("tokens", config.vocab_size)
+        moe, has_mlp = config.moe, config.moe is None or len(config.moe.dense_layers) > 0
+        if has_mlp:
+            self._check("inner values of an MLP", config.intermediate_size, self.block)
+        if moe is not None:
+            shared = self._values(moe.shared_intermediate_size)
+            moe = replace(moe, shared_intermediate_size=len(shared))
+            if self.expert_parallel:
+                self._check("experts", moe.num_experts)
+                moe = replace(moe, own_experts=share.of(moe.num_experts))
+            else:
+                self._check("inner values of an expert", moe.intermediate_size, self.block)
+                moe = replace(moe, intermediate_size=len(self._values(moe.intermediate_size)))
+        return replace(
+            config,
+            num_heads=len(query),
+            num_kv_heads=len(kv),
+            intermediate_size=len(self._values(config.intermediate_size)) if has_mlp else 1,
+            moe=moe,
+        )
+
+    def has(self, part: Part) -> bool:
+        """False for a published expert of another rank."""
+        number = re.search(ONE_EXPERT, part.name)
+        if number is None or not self.expert_parallel or self.config.moe is None:
+            return True
+        return int(number[1]) in self.share.of(self.config.moe.num_experts)
+
+    def cuts(self, part: Part) -> list[Cut] | None:
+        """What the rank has of a published tensor, along one dimension; None for all of it."""
+        is_expert = re.search(r"(^|\.)experts\.", part.name) is not None
+        if is_expert and self.expert_parallel:
+            if re.search(ONE_EXPERT, part.name):
+                return None if self.has(part) else []
+            mine = self.share.of(part.shape[0])
+            return [Cut(0, mine.start, mine.stop)]
+        rules = (rule for rule in CUTS if re.search(rf"(^|\.){rule[0]}$", part.name))
+        if (rule := next(rules, None)) is None:
+            return None
+        _, dim, unit = rule
+        count = part.shape[dim]
+        if unit == "first":
+            return [Cut(dim, 0, count)] if self.share.rank == 0 else []
+        if unit == "tokens":
+            mine = self.share.of(count)
+            return [Cut(dim, mine.start, mine.stop)]
+        if unit in ("values", "halves"):
+            parts = 2 if unit == "halves" else 1
+            size = count // parts
+            mine = self._values(size)
+            return [Cut(dim, i * size + mine.start, i * size + mine.stop) for i in range(parts)]
+        config = self.config
+        heads = share_heads(config.num_heads, config.num_kv_heads, self.share)
+        mine, total = (heads.query, config.num_heads) if unit == "query" else (heads.kv, config.num_kv_heads)
+        size = count // total
+        return [Cut(dim, mine.start * size, mine.stop * size)]
+
+    def _values(self, count: int) -> range:
+        """Its inner values of ``count``: whole blocks."""
+        blocks = self.share.of(-(-count // self.block))
+        return range(blocks.start * self.block, min(count, blocks.stop * self.block))
+
+    def _check(self, what: str, count: int, block: int = 1) -> None:
+        blocks = "" if block == 1 else f" in fp8 blocks of {block}"
+        if -(-count // block) < self.share.size:
+            raise UserError(f"{self.share.size} ranks are too many for {count} {what}{blocks}.", "Use fewer.")
+
+
+def scale_cuts(
+    part: Part, cuts: Sequence[Cut] | None, scales: tuple[int, ...], block: tuple[int, int] | None
+) -> list[Cut] | None:
+    """What a rank has of the scales of an fp8 weight that it has ``cuts`` of; None for all of them.
+
+    Args:
+        part: the weight ``[..., N, K]``.
+        scales: their shape.
+        block: rows and columns that share one; None where an output has one, or the whole tensor.
 
     Raises:
-        UserError: a target that is not cut, or that is too small for so many ranks.
+        UserError: a block would be cut apart.
     """
-    if config.states is not None:
-        raise UserError(
-            f"Tensor parallelism does not cut the recurrent layers of {config.model_type}.",
-            "Leave tensor_parallel at 1.",
-        )
-    query, kv = share_heads(config.num_heads, config.num_kv_heads, share)
-    _check_size("the tokens", config.vocab_size, share)
-    moe, has_mlp = config.moe, config.moe is None or len(config.moe.dense_layers) > 0
-    if has_mlp:
-        _check_size("the values of an MLP", config.intermediate_size, share)
-    if moe is not None:
-        _check_size("the values of an expert", moe.intermediate_size, share)
-        inner, shared = share.of(moe.intermediate_size), share.of(moe.shared_intermediate_size)
-        moe = replace(moe, intermediate_size=len(inner), shared_intermediate_size=len(shared))
-    return replace(
-        config,
-        num_heads=len(query),
-        num_kv_heads=len(kv),
-        intermediate_size=len(share.of(config.intermediate_size)) if has_mlp else 1,
-        moe=moe,
-    )
-
-
-def cuts_of(part: Part, config: TargetConfig, share: Share) -> list[Cut] | None:
-    """What a rank has of a published tensor of ``config``, along one dimension; None for all of it."""
-    rules = (rule for rule in CUTS if re.search(rf"(^|\.){rule[0]}$", part.name))
-    if (rule := next(rules, None)) is None:
-        return None
-    _, dim, unit = rule
-    count = part.shape[dim]
-    if unit == "first":
-        return [Cut(dim, 0, count)] if share.rank == 0 else []
-    if unit in ("values", "halves"):
-        parts = 2 if unit == "halves" else 1
-        size = count // parts
-        mine = share.of(size)
-        return [Cut(dim, i * size + mine.start, i * size + mine.stop) for i in range(parts)]
-    heads = share_heads(config.num_heads, config.num_kv_heads, share)
-    mine, total = (heads.query, config.num_heads) if unit == "query" else (heads.kv, config.num_kv_heads)
-    size = count // total
-    return [Cut(dim, mine.start * size, mine.stop * size)]
-
-
-def _check_size(what: str, count: int, share: Share) -> None:
-    if count < share.size:
-        raise UserError(f"{share.size} ranks are more than {what}, {count}.", "Use fewer.")
+    if not cuts:
+        return None if cuts is None else []
+    found = []
+    for dim, start, stop in cuts:
+        if block is None:
+            if dim >= len(scales) or scales[dim] != part.shape[dim]:
+                return None
+            found.append(Cut(dim, start, stop))
+            continue
+        size = {len(part.shape) - 2: block[0], len(part.shape) - 1: block[1]}.get(dim, 1)
+        if start % size or (stop % size and stop != part.shape[dim]):
+            raise UserError(
+                f"A rank would have {start} to {stop - 1} of {part.name}, whose fp8 scales are those of "
+                f"blocks of {size}.",
+                "Use another number of ranks, or the unquantised checkpoint.",
+            )
+        found.append(Cut(dim, start // size, -(-stop // size)))
+    return found

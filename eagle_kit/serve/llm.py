@@ -164,7 +164,14 @@ class LLM:
             device, ranks = self.group.ranks.device, self.group.ranks
             dtype = dtype_of(options.dtype, device.type)
             target: Target = ranks.together(
-                lambda: load_share(folder, ranks, dtype, device, quantization=options.quantization)
+                lambda: load_share(
+                    folder,
+                    ranks,
+                    dtype,
+                    device,
+                    quantization=options.quantization,
+                    expert_parallel=options.expert_parallel,
+                )
             )
             return target
         place = str(devices_of(options.device, 1)[0])

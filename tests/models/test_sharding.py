@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from transformers import Qwen3ForCausalLM as Qwen3
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.collectives import Share
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target, read_published, read_target_config
 from eagle_kit.models.loading.published import Part
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.models.sharding import cuts_of, shard_config, share_heads
+from eagle_kit.models.sharding import Cut, Sharding, scale_cuts, share_heads
 
 WHOLE = r"norm|(mlp|block_sparse_moe)\.gate\.|_a_proj|correction_bias"
 """Names of tensors that every rank has whole."""
@@ -69,10 +71,23 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_slices_reassemble_the_checkpoint(folder, size):
-    """Bit for bit; only keys and values may be there twice."""
+    """Bit for bit; only keys and values may be there twice. Whole experts are there once."""
     config = read_target_config(folder)
-    for name, tensor in read_published(folder).items():
-        cuts = [cuts_of(Part(name, tuple(tensor.shape)), config, Share(rank, size)) for rank in range(size)]
+    by_number = [False] if config.moe is None else [False, True]
+    for expert_parallel in by_number:
+        ranks = [Sharding(config, Share(rank, size), expert_parallel) for rank in range(size)]
+        check_slices(ranks, config, read_published(folder))
+
+
+def check_slices(ranks, config, published):
+    size = len(ranks)
+    for name, tensor in published.items():
+        part = Part(name, tuple(tensor.shape))
+        cuts = [rank.cuts(part) for rank in ranks]
+        if ranks[0].expert_parallel and ".experts." in name:
+            owners = [rank.has(part) for rank in ranks]
+            assert owners.count(True) == 1 and cuts == [None if mine else [] for mine in owners]
+            continue
         if any(cut is None for cut in cuts):
             assert cuts == [None] * size and re.search(WHOLE, name)
             continue
@@ -104,11 +119,51 @@ def test_more_ranks_than_heads_are_refused(folder):
     config = read_target_config(folder)
     with pytest.raises(UserError, match="7 ranks cannot share 6 query heads"):
         for rank in range(7):
-            shard_config(config, Share(rank, 7))
+            Sharding(config, Share(rank, 7)).rank_config()
 
 
-def _forward(ranks, folder, ids, capture):
-    target = load_share(folder, ranks)
+def test_what_experts_by_number_need_is_said(folder):
+    config = read_target_config(folder)
+    if config.moe is None:
+        with pytest.raises(UserError, match="has none"):
+            Sharding(config, Share(0, 2), expert_parallel=True).rank_config()
+        return
+    few = replace(config, moe=replace(config.moe, num_experts=3))
+    with pytest.raises(UserError, match="4 ranks are too many for 3 experts"):
+        Sharding(few, Share(0, 4), expert_parallel=True).rank_config()
+    size = 4
+    own = [Sharding(config, Share(r, size), expert_parallel=True).rank_config().moe for r in range(size)]
+    assert [number for each in own for number in each.own_experts] == list(range(config.moe.num_experts))
+    assert {each.intermediate_size for each in own} == {config.moe.intermediate_size}
+
+
+def read_v3():
+    config = v3(vocab_size=131).to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    return TargetConfig.from_dict(config)
+
+
+STACKED = Part("layers.0.mlp.experts.gate_up_proj", (6, 64, 48))
+
+
+def test_cuts_of_stacked_experts_and_of_scales_fit_together():
+    """Of the second of two ranks: halves by inner values, or experts 3 to 5; scales go with their blocks."""
+    config = replace(read_v3(), num_layers=1)
+    inside, whole = (Sharding(config, Share(1, 2), each, block=16) for each in (False, True))
+    assert inside.cuts(STACKED) == [Cut(1, 16, 32), Cut(1, 48, 64)]
+    assert scale_cuts(STACKED, inside.cuts(STACKED), (6, 4, 3), (16, 16)) == [Cut(1, 1, 2), Cut(1, 3, 4)]
+    assert scale_cuts(STACKED, inside.cuts(STACKED), (6, 64, 1), None) == inside.cuts(STACKED)
+    assert scale_cuts(STACKED, inside.cuts(STACKED), (6, 1, 1), None) is None
+    assert whole.cuts(STACKED) == [Cut(0, 3, 6)]
+    assert scale_cuts(STACKED, whole.cuts(STACKED), (6, 4, 3), (16, 16)) == [Cut(0, 3, 6)]
+    down = Part("layers.0.mlp.down_proj.weight", (48, 40))
+    assert inside.cuts(down) == [Cut(1, 16, 40)]  # blocks 1 and 2, of which the last is half
+    assert scale_cuts(down, inside.cuts(down), (3, 3), (16, 16)) == [Cut(1, 1, 3)]
+    with pytest.raises(UserError, match="24 to 47 of o_proj, whose fp8 scales are those of blocks of 16"):
+        scale_cuts(Part("o_proj", (48, 48)), [Cut(1, 24, 48)], (3, 3), (16, 16))
+
+
+def _forward(ranks, folder, ids, capture, expert_parallel):
+    target = load_share(folder, ranks, expert_parallel=expert_parallel)
     with torch.inference_mode():
         out = target(ids, torch.arange(len(ids)), target.causal(), capture)
         before = dict(ranks.volume)
@@ -130,7 +185,13 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
     with torch.inference_mode():
         out = whole(ids, torch.arange(29), whole.causal(), (1, 3))
         logits = whole.logits(out.hidden)
-    found = run_ranks(size, _forward, folder, ids, (1, 3))
+    by_number = [False] if whole.config.moe is None else [False, True]
+    for expert_parallel in by_number:
+        found = run_ranks(size, _forward, folder, ids, (1, 3), expert_parallel)
+        check_ranks(found, whole, out, logits)
+
+
+def check_ranks(found, whole, out, logits):
     for mine, my_logits, (embedding, output), volume, parts, config in found:
         torch.testing.assert_close(my_logits, logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.hidden, out.hidden, rtol=1e-4, atol=1e-4)

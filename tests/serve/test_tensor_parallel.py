@@ -1,6 +1,7 @@
 """Tensor parallelism: replies of two and four processes are those of one, and all ranks see the same."""
 
 import hashlib
+import itertools
 import pickle
 import random
 import subprocess
@@ -25,7 +26,7 @@ from eagle_kit.kernels.collectives import RankLost, Share
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.models.sharding import shard_config
+from eagle_kit.models.sharding import Sharding
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
 from eagle_kit.serve.llm import LLM
@@ -120,7 +121,8 @@ def serve(ranks, folder, head, work, options):
 
 def compare(folder, size, work, head=None, **options):
     """What ``work(llm)`` says of one process and of several, and the first of these ranks' counters."""
-    expected = work(LLM(folder, head, **{**OPTIONS, **options}))
+    alone = {name: value for name, value in options.items() if name != "expert_parallel"}
+    expected = work(LLM(folder, head, **{**OPTIONS, **alone}))
     ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options, timeout_s=280)
     assert [digest for _, digest in others] == [first] * (size - 1)
     assert found == expected
@@ -157,14 +159,15 @@ MIXTURES = {
     "mixtral": MixtralConfig(**GROUPED | {"vocab_size": 12}, num_local_experts=5, num_experts_per_tok=2),
 }
 
-SLOW_MIXTURES = ("deepseek-v3", 4), ("mixtral", 2), ("mixtral", 4)
+SHARED = [*itertools.product(MIXTURES, (2, 4), ("whole", "inside"))]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("deepseek-v3", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MIXTURES)],
+    ("name", "size", "experts"),
+    [SHARED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SHARED[1:])],
 )
-def test_mixtures_and_latents_are_shared(name, size, tmp_path):
+def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
+    """Experts cut inside, or whole ones of each rank."""
     randomised(MIXTURES[name]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
 
@@ -172,7 +175,7 @@ def test_mixtures_and_latents_are_shared(name, size, tmp_path):
         greedy = replies(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("4,4,12",))
         return greedy, replies(llm, MIXED, ("4,1,5",))
 
-    compare(tmp_path, size, work, head_of(tmp_path))
+    compare(tmp_path, size, work, head_of(tmp_path), expert_parallel=experts == "whole")
 
 
 def eagle1_head():
@@ -291,9 +294,11 @@ def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
     with pytest.raises(UserError, match="a loaded model was given"):
         LLM(load_target(folder), tensor_parallel=2)
     with pytest.raises(UserError, match="recurrent layers of llama"):
-        shard_config(tiny_hybrid().config, Share(0, 2))
-    for errors in run_ranks(2, load_in_fp8, folder):
-        assert "does not cut weights in fp8" in errors
+        Sharding(tiny_hybrid().config, Share(0, 2)).rank_config()
+    with pytest.raises(UserError, match="among the ranks of tensor parallelism, and there is one"):
+        LLM(folder, expert_parallel=True)
+    for errors in run_ranks(2, load_what_one_refuses, folder):
+        assert "shares routed experts, and this llama has none" in errors
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match="torchrun has started 3 processes, and tensor_parallel is 2"):
@@ -373,11 +378,10 @@ def test_ranks_that_may_be_out_of_step_do_not_go_on(folder):
     assert run_ranks(2, interrupt, folder) == [5, "A rank has ended."]
 
 
-def load_in_fp8(ranks, folder):
+def load_what_one_refuses(ranks, folder):
     """Of each rank, the error of what only the first one finds."""
-    quantization = "fp8" if ranks.is_first else "auto"
     with pytest.raises(UserError) as error:
-        ranks.together(lambda: load_share(folder, ranks, quantization=quantization))
+        ranks.together(lambda: load_share(folder, ranks, expert_parallel=ranks.is_first))
     return error.value.cause
 
 

@@ -6,6 +6,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from eagle_kit.kernels.collectives import connect
 _processes = multiprocessing.get_context("fork")
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """What ``work(ranks, *args)`` returns in each of ``size`` processes, which look as those of ``torchrun``;
-    None where it exits. Raises AssertionError where one fails, with its traceback."""
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60, **options: Any
+) -> list[Any]:
+    """What ``work(ranks, *args, **options)`` returns in each of ``size`` processes, which look as those of
+    ``torchrun``; None where it exits. Raises AssertionError where one fails, with its traceback."""
+    task = partial(work, **options)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_processes.Pipe(duplex=False) for _ in range(size)]
         children = [
-            _processes.Process(target=_child, args=(rank, size, folder, pipes[rank][1], work, args))
+            _processes.Process(target=_child, args=(rank, size, folder, pipes[rank][1], task, args))
             for rank in range(size)
         ]
         for child in children:

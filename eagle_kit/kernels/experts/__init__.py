@@ -75,17 +75,20 @@ def experts(
     down: torch.Tensor,
     packed: PackedExperts | None = None,
     *,
+    are_all: bool = True,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Weighted sum of the outputs of each token's experts.
 
     Args:
         x: ``[T, H]``.
-        ids: int64 ``[T, K]``, the distinct experts of each token.
+        ids: int64 ``[T, K]``, the distinct experts of each token; E stands for experts of other processes,
+            which add nothing here.
         weights: fp32 ``[T, K]``, their weights.
         gate_up: ``[E, 2 I, H]``, the gate first.
         down: ``[E, H, I]``.
         packed: both weights packed by :func:`pack_experts`, for few rows without gradients.
+        are_all: False where ``ids`` may be E.
         backend: as for other operations.
 
     Returns:
@@ -107,7 +110,7 @@ def experts(
             return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
         return reference.by_expert(x, ids, weights, gate_up, down)
     if x.is_cuda and _fits_groups(x, down):
-        return reference.grouped(x, ids, weights, gate_up, down)
+        return reference.grouped(x, ids, weights, gate_up, down, are_all=are_all)
     return reference.dense(x, ids, weights, gate_up, down)
 
 

@@ -140,12 +140,13 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, weights, out, chosen, hidden, BLOCK: tl.constexpr):
-    """Add up the weighted outputs of a token's experts, in their order."""
+def _combine(parts, ids, weights, out, num_experts, chosen, hidden, BLOCK: tl.constexpr):
+    """Add up the weighted outputs of a token's experts, in their order; nobody has written others' rows."""
     token, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(chosen):
-        part = tl.load(parts + (token * chosen + k) * hidden + h, h < hidden, 0.0).to(tl.float32)
+        width = tl.where(tl.load(ids + token * chosen + k) < num_experts, hidden, 0)
+        part = tl.load(parts + (token * chosen + k) * hidden + h, h < width, 0.0).to(tl.float32)
         total += part * tl.load(weights + token * chosen + k)
     tl.store(out + token * hidden + h, total.to(out.dtype.element_ty), h < hidden)
 
@@ -199,9 +200,9 @@ def routed_experts(
     down_scales: torch.Tensor | None,
     down_block: Sequence[int],
 ) -> torch.Tensor:
-    """``x [T, H]``, ``ids`` int64 and ``weights`` fp32 ``[T, K]``, ``gate_up [E, 2 I, H]`` and ``down [E, H,
-    I]`` in the dtype of ``x`` or in e4m3 with scales of rows ``[E, N, 1]`` or of a block of rows and columns,
-    all contiguous -> ``[T, H]``."""
+    """``x [T, H]``, ``ids`` int64 (E: of another process) and ``weights`` fp32 ``[T, K]``, ``gate_up
+    [E, 2 I, H]`` and ``down [E, H, I]`` in the dtype of ``x`` or in e4m3 with scales of rows ``[E, N, 1]`` or
+    of a block of rows and columns, all contiguous -> ``[T, H]``."""
     (tokens, hidden), chosen = x.shape, ids.shape[1]
     experts, size, pairs = len(down), down.shape[2], tokens * chosen
     out = torch.empty_like(x)
@@ -232,7 +233,9 @@ def routed_experts(
     assert not scaling["GROUPED"] or group[1] % blocks.block == 0
     _down[grid](inner, order, starts, *held, parts, experts, hidden, size, *group, **scaling, **constants)
     grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
-    _combine[grid](parts, weights, out, chosen, hidden, BLOCK=COMBINE_BLOCK, num_warps=COMBINE_WARPS)
+    _combine[grid](
+        parts, ids, weights, out, experts, chosen, hidden, BLOCK=COMBINE_BLOCK, num_warps=COMBINE_WARPS
+    )
     return out
 
 

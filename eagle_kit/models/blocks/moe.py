@@ -18,7 +18,8 @@ LEAST_SUM = 1e-20
 
 
 class Gate(Linear):
-    """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype.
+    """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype. With expert
+    parallelism experts have their numbers among those of this process, E of them, and E stands for others.
 
     ``e_score_correction_bias`` fp32 ``[E]`` takes part in the choice only, so no gradient reaches it.
     """
@@ -62,6 +63,9 @@ class Gate(Linear):
         weights = scores.gather(1, ids)
         if config.normalises:
             weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        if (own := config.own_experts) is not None:
+            local = ids - own.start
+            ids = torch.where((local >= 0) & (local < len(own)), local, len(own))
         return ids, weights if config.scale == 1.0 else weights * config.scale
 
 
@@ -72,7 +76,8 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        e, inner = config.num_experts, config.intermediate_size
+        e, inner = config.num_own_experts, config.intermediate_size
+        self.are_all = config.own_experts is None
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * inner, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
 
@@ -82,7 +87,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T, H]``, with experts and weights ``[T, K]`` -> ``[T, H]``."""
-        return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed)
+        weight = self.gate_up_proj, self.down_proj, self._packed
+        return experts(x, ids, weights, *weight, are_all=self.are_all)
 
 
 class FP8Experts(nn.Module):

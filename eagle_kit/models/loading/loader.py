@@ -230,7 +230,7 @@ def fill(
             continue
         kind = torch.float32 if stays_exact(model, name) else dtype
         pieces = [take(published, part.name, kind, layout).to(device) for part in parts[name]]
-        value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
+        value = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(parameter.shape)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
 

@@ -1,5 +1,6 @@
 """Loading of a rank's part of a target: only its slices are read from the files."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -15,37 +16,46 @@ from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import (
     IGNORED_SUFFIXES,
     check_tensors,
+    fill,
     open_safetensors,
     read_raw_config,
     read_target_config,
-    stays_exact,
     weight_files,
 )
-from eagle_kit.models.loading.published import Part, expected_shapes, is_mtp, published_parts
-from eagle_kit.models.loading.quantize import Quantization
-from eagle_kit.models.sharding import Cut, cuts_of, shard_config
+from eagle_kit.models.loading.published import expected_shapes, is_mtp, published_parts
+from eagle_kit.models.loading.quantize import Quantization, fill_fp8
+from eagle_kit.models.sharding import Cut, Sharding, scale_cuts
 from eagle_kit.models.targets.llama import LlamaModel
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 """Floating-point types of safetensors that a checkpoint may have here."""
 
 
-class SlicedTensors(AbstractContextManager["SlicedTensors"]):
-    """Tensors of a model folder, of which only slices are read.
+class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTensors"]):
+    """Tensors of a model folder by published name without ``model.``: whole ones without memory, until
+    :meth:`pop` reads a rank's part of one.
 
     Args:
-        wanted: whether there is a use for a tensor, by its published name without ``model.``.
+        wanted: whether there is a use for a tensor of a name.
 
     Attributes:
-        shapes: tensors without memory of their shapes, by name.
+        cuts: of the tensors that are read in part.
 
     Raises:
         UserError: a file that is missing or corrupt, now or when it is read.
     """
 
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
+        super().__init__()
         self._stack, self._files = ExitStack(), {}
-        self.shapes: dict[str, torch.Tensor] = {}
+        self.cuts: dict[str, Sequence[Cut]] = {}
         for path in weight_files(folder):
             file = self._stack.enter_context(open_safetensors(path))
             for published in file.keys():  # noqa: SIM118
@@ -55,25 +65,23 @@ class SlicedTensors(AbstractContextManager["SlicedTensors"]):
                 about = file.get_slice(published)
                 self._files[name] = file, published
                 dtype = DTYPES.get(about.get_dtype(), torch.uint8)
-                self.shapes[name] = torch.empty(about.get_shape(), dtype=dtype, device="meta")
+                self[name] = torch.empty(about.get_shape(), dtype=dtype, device="meta")
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def leave_out(self, name: str) -> None:
-        """Ignore a tensor."""
-        self.shapes.pop(name, None)
-
-    def read(self, part: Part, cuts: Sequence[Cut] | None) -> torch.Tensor:
-        """A tensor, or what ``cuts`` say of it; in place of nothing, zeros for the whole."""
-        file, published = self._files[part.name]
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Read a tensor, or what its cuts say of it; in place of nothing, zeros for the whole."""
+        if name not in self:
+            return default
+        about = super().pop(name)
+        (file, published), cuts = self._files[name], self.cuts.get(name)
         if cuts is None:
-            whole: torch.Tensor = file.get_tensor(published)
-            return whole
+            return file.get_tensor(published)
         if not cuts:
-            return torch.zeros(part.shape, dtype=self.shapes[part.name].dtype)
-        about = file.get_slice(published)
-        pieces = [about[(*[slice(None)] * dim, slice(start, stop))] for dim, start, stop in cuts]
+            return torch.zeros(about.shape, dtype=about.dtype)
+        tensor = file.get_slice(published)
+        pieces = [tensor[(*[slice(None)] * dim, slice(start, stop))] for dim, start, stop in cuts]
         return torch.cat(pieces, cuts[0].dim) if len(pieces) > 1 else pieces[0]
 
 
@@ -84,13 +92,16 @@ def load_share(
     device: torch.device | str = "cpu",
     *,
     quantization: Quantization = "none",
+    expert_parallel: bool = False,
 ) -> LlamaModel:
     """Load a rank's part of a target, frozen and in eval mode.
 
     Args:
         folder: of the model.
         ranks: the processes that share it; each reads its own part of the weights.
-        dtype, quantization: see :func:`~eagle_kit.models.loading.loader.load_target`.
+        dtype, quantization: see :func:`~eagle_kit.models.loading.loader.load_target`; what is cast to fp8
+            gets scales of the rank's own part of an output.
+        expert_parallel: see :class:`~eagle_kit.models.sharding.Sharding`.
 
     Raises:
         UserError: as ``load_target``; a target that tensor parallelism does not cut.
@@ -100,27 +111,28 @@ def load_share(
     if isinstance(config, BridgedConfig):
         raise UserError(f"Tensor parallelism does not cut {config.model_type}, run by transformers.", whole)
     layout = read_fp8_layout(read_raw_config(folder), str(folder))
-    if quantization == "fp8" or layout is not None:
-        raise UserError("Tensor parallelism does not cut weights in fp8 yet.", whole)
-    mine = shard_config(config, ranks.share)
+    block = None if layout is None else layout.block
+    sharding = Sharding(config, ranks.share, expert_parallel, 1 if block is None else math.lcm(*block))
     with torch.device("meta"):
         parameters = list(LlamaModel(config).named_parameters())  # of all ranks
-        model = LlamaModel(mine, ranks)
+        model = LlamaModel(sharding.rank_config(), ranks)
     with SlicedTensors(folder, lambda name: not is_mtp(name, config)) as tensors:
-        if config.tie_word_embeddings:
-            tensors.leave_out("lm_head.weight")
-        parts = published_parts(parameters, config, tensors.shapes)
-        expected = expected_shapes((part for group in parts.values() for part in group), {}, None)
-        check_tensors(tensors.shapes, expected, str(folder))
-        for name, parameter in list(model.named_parameters()):
-            kind = torch.float32 if stays_exact(model, name) else dtype
-            pieces = [
-                tensors.read(part, cuts_of(part, config, ranks.share)).to(device, kind)
-                for part in parts[name]
-            ]
-            value = torch.cat(pieces).view(parameter.shape) if len(pieces) > 1 else pieces[0]
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value))
+        if config.tie_word_embeddings and "lm_head.weight" in tensors:
+            del tensors["lm_head.weight"]
+        parts = published_parts(parameters, config, tensors)
+        everything = [part for group in parts.values() for part in group]
+        check_tensors(tensors, expected_shapes(everything, tensors, layout), str(folder))
+        for part in everything:
+            if (cuts := sharding.cuts(part)) is None:
+                continue
+            tensors.cuts[part.name] = cuts
+            if layout is not None and (scales := tensors.get(part.name + layout.suffix)) is not None:
+                mine = scale_cuts(part, cuts, tuple(scales.shape), block)
+                tensors.cuts |= {} if mine is None else {part.name + layout.suffix: mine}
+        parts = {name: [part for part in group if sharding.has(part)] for name, group in parts.items()}
+        if quantization != "none":
+            fill_fp8(model, parts, tensors, layout, dtype, device, casts=quantization == "fp8")
+        fill(model, parts, tensors, layout, dtype, device)
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight

@@ -78,7 +78,7 @@ class LlamaModel(Target):
     """Target of the families that are written here.
 
     Args:
-        config: with ``ranks``, of this rank's part (:func:`~eagle_kit.models.sharding.shard_config`).
+        config: with ``ranks``, of this rank's part (:meth:`~eagle_kit.models.sharding.Sharding.rank_config`).
         ranks: the processes that share it.
     """
 

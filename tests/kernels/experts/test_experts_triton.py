@@ -5,7 +5,7 @@ import torch
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 
-from eagle_kit.kernels.experts import experts
+from eagle_kit.kernels.experts import experts, reference
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,22 @@ def test_a_token_does_not_depend_on_the_others(triton_device):
     together = experts(x, ids, weights, gate_up, down, backend="triton")
     alone = experts(x[7:8], ids[7:8], weights[7:8], gate_up, down, backend="triton")
     torch.testing.assert_close(together[7:8], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["triton", "by_expert", "dense"])
+def test_experts_of_other_processes_add_nothing(triton_device, way):
+    """Three processes of two experts each, one of which has no rows: what they give adds up."""
+    device = triton_device if way == "triton" else "cpu"
+    x, ids, weights, gate_up, down = given = make(23, 6, 2, 32, 24, torch.float32, device, "few")
+    total = torch.zeros_like(x)
+    for first in (0, 2, 4):
+        local = torch.where((ids >= first) & (ids < first + 2), ids - first, 2)
+        mine = x, local, weights, gate_up[first : first + 2], down[first : first + 2]
+        part = experts(*mine, backend="triton") if way == "triton" else getattr(reference, way)(*mine)
+        assert first == 0 or not part.any()
+        total += part
+    wanted, sizes = expected(*given)
+    assert ((total.double() - wanted).abs() <= 4e-6 * sizes + 1e-7).all()
 
 
 def test_no_tokens(triton_device):

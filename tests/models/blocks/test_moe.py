@@ -1,6 +1,8 @@
 """Mixtures of experts: Mixtral and Qwen3-MoE against transformers, the gates' rules by hand, the
 implementations of the experts against each other."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_mixtures import MIXTURES, randomised, run
@@ -50,6 +52,16 @@ def by_hand(x, ids, weights, gate_up, down):
 def test_every_form_of_the_experts_computes_the_weighted_sum(form, work):
     want = by_hand(*work)
     assert (form(*work) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "form", [reference.by_expert, partial(reference.grouped, are_all=False), reference.dense]
+)
+def test_experts_of_other_processes_add_nothing(form, work):
+    x, ids, weights, gate_up, down = work
+    mine = x, ids.clamp(max=3), weights, gate_up[:3], down[:3]  # 3, as there are so many, is another's
+    want = by_hand(x, ids, weights * (ids < 3), gate_up, down)
+    assert (form(*mine) - want).abs().max() < 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("form", [reference.by_expert, reference.grouped, reference.dense])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head
 from tiny_run import make_target
@@ -12,6 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve.llm import LLM
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -87,6 +89,40 @@ def test_a_checkpoint_in_fp8_is_run_as_it_is_and_means_its_numbers(pair, rows):
     widened = load_target(small)
     assert not widened.fp8_layers
     torch.testing.assert_close(logits(widened, rows), want, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def of_a_rank(ranks, folder, rows, **options):
+    """Logits of a text of ``rows`` tokens, the number of layers in fp8, and the bytes of their values."""
+    target = load_share(folder, ranks, **options)
+    ids, positions = torch.arange(rows) % 250 + 3, torch.arange(rows)
+    hidden = target(ids, positions, target.packed([(0, rows)], torch.zeros(rows, dtype=torch.int32))).hidden
+    values = sum(layer.weight.nbytes for layer in target.fp8_layers)
+    return target.logits(hidden), len(target.fp8_layers), values
+
+
+def test_ranks_have_parts_of_a_checkpoint_in_fp8(pair):
+    """Values are cut, and so are the scales of blocks and of outputs; one of a tensor is every rank's."""
+    small, wide = pair
+    whole = load_target(small, quantization="auto")
+    want = logits(load_target(wide), 90)
+    found = run_ranks(2, of_a_rank, small, 90, quantization="auto")
+    for each, number, _ in found:
+        assert number == 16
+        torch.testing.assert_close(each, want, atol=2e-4, rtol=1e-4)
+    assert sum(values for *_, values in found) == sum(layer.weight.nbytes for layer in whole.fp8_layers)
+    for each, number, _ in run_ranks(2, of_a_rank, small, 5):
+        assert number == 0
+        torch.testing.assert_close(each, logits(load_target(wide), 5), atol=2e-4, rtol=1e-4)
+
+
+def test_ranks_cast_their_parts(tmp_path):
+    """No farther from the unquantised target than one process' cast: of a cut output both have scales."""
+    folder = make_target(tmp_path / "target")
+    want, cast = logits(load_target(folder), 40), logits(load_target(folder, quantization="fp8"), 40)
+    for each, number, _ in run_ranks(2, of_a_rank, folder, 40, quantization="fp8"):
+        assert number == 16
+        assert 1e-4 < (each - want).norm() / want.norm() < 1.5 * (cast - want).norm() / want.norm()
 
 
 def test_a_target_is_cast_when_it_is_loaded(tmp_path):

@@ -5,15 +5,18 @@ import json
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head
 from tiny_engine import decode, resolved
 from tiny_mixtures import MIXTURES, randomised, run, v3
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
 from eagle_kit.kernels.linear import FP8Linear
 from eagle_kit.models.blocks.moe import Experts, FP8Experts
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve.memory import plan_memory
 
 OF_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}
@@ -40,9 +43,9 @@ def quantised(weight, block):
     return values, scales, values.float() * each
 
 
-def save(folder, config, *, inner, fused=False):
+def save(folder, config, *, inner, fused=False, **changes):
     """Save a DeepSeek-V3 whose layers are in fp8, and beside it the same numbers in fp32."""
-    theirs = randomised(v3(moe_intermediate_size=inner, num_hidden_layers=3))
+    theirs = randomised(v3(moe_intermediate_size=inner, num_hidden_layers=3, **changes))
     for name in ("fp8", "fp32"):
         theirs.save_pretrained(folder / name, save_original_format=not fused)
     small, wide = folder / "fp8", folder / "fp32"
@@ -132,3 +135,40 @@ def test_speculation_says_what_the_target_says_alone(tmp_path):
     values = [tensor for layer in layers for tensor in layer.parameters()]
     assert plan.fp8 == sum(x.numel() * (1 if x.dtype == E4M3 else 4) for x in values)
     assert f"{plan.fp8 / 1e9:.2f} GB are fp8 layers" in str(plan)
+
+
+HEADS_OF_BLOCKS = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
+
+@torch.no_grad()
+def of_a_rank(ranks, folder, **options):
+    try:
+        target = load_share(folder, ranks, quantization="auto", **options)
+    except UserError as error:
+        return error.cause
+    shapes = [layer.gate_up_proj.shape[:2] for layer in target.fp8_layers if isinstance(layer, FP8Experts)]
+    return target.logits(run(target, torch.arange(40) * 7 % 271).hidden), shapes
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["one by one", "in one tensor"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_have_parts_of_experts_in_fp8(tmp_path, layout, fused):
+    """By number whatever the blocks are; inside where ranks have whole blocks."""
+    config, inner = LAYOUTS[layout]
+    inner *= 2 if inner == 32 else 1
+    small, wide = save(tmp_path, config, inner=inner, fused=fused, **HEADS_OF_BLOCKS)
+    want = logits(load_target(wide))
+    for expert_parallel in (False, True):
+        found = run_ranks(2, of_a_rank, small, expert_parallel=expert_parallel)
+        if "across" in layout and not expert_parallel:
+            assert found == ["2 ranks are too many for 24 inner values of an expert in fp8 blocks of 32."] * 2
+            continue
+        for ours, shapes in found:
+            torch.testing.assert_close(ours, want, atol=1e-3, rtol=1e-4)
+            assert shapes == [(6, 2 * inner) if expert_parallel else (12, inner)] * 2
+
+
+def test_blocks_are_not_cut_apart(tmp_path):
+    small, _ = save(tmp_path, OF_BLOCKS, inner=64)
+    for cause in run_ranks(2, of_a_rank, small):
+        assert "q_b_proj.weight, whose fp8 scales are those of blocks of 16" in cause
