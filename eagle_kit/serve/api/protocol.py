@@ -2,7 +2,8 @@
 
 An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
 that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
-`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`, `best_of: 1`.
+`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`, `best_of: 1`, and
+what SGLang's router adds to every body (those of its server's parameters that have no ``null``).
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -166,6 +167,9 @@ class Sampling(Strict):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    no_stop_trim: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    return_hidden_states: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _check_sampling(self) -> "Sampling":
@@ -209,6 +213,9 @@ class ChatRequest(ChatMessages, Sampling):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    continue_final_message: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":

@@ -83,6 +83,24 @@ def test_max_tokens_ends_a_reply_with_length_and_releases_what_was_held(one_byte
     assert answer["usage"]["completion_tokens"] == 3
 
 
+def test_bodies_as_the_router_of_sglang_sends_them_on_are_answered(one_byte_a_step):
+    """What sglang-router 0.3.2 made of bodies with a model, messages or a prompt, and max_tokens."""
+    both = {
+        "no_stop_trim": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "return_hidden_states": False,
+    }
+    reasoning = {"continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True}
+    answer = chat(one_byte_a_step, **both, **reasoning, logprobs=False, max_completion_tokens=5, stream=False)
+    assert answer.status_code == 200
+    assert complete(one_byte_a_step, **both, echo=False, stream=False).status_code == 200
+    for name, value in {**both, **reasoning}.items():
+        if name != "ignore_eos":
+            answer = chat(one_byte_a_step, **{name: not value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 def test_choices_have_seeds_in_a_row_and_prompts_are_counted_once(one_byte_a_step):
     engine = one_byte_a_step.engine
     engine.seen.clear()

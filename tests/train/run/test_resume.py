@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from nodes import run_nodes
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.train.run.checkpoint import load_checkpoint
@@ -109,22 +110,11 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
     assert not (run.output / ".lock").exists()
 
 
-def test_two_processes_started_by_torchrun_equal_one(make_run: Callable) -> None:
+def test_two_processes_started_by_torchrun_as_on_two_machines_equal_one(make_run: Callable) -> None:
     run = make_run(judge={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "4") == 0
     both = run.folder / "both"
-    launched = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train"),
-            *(str(run.config), f"output_dir={both}", "--max-steps", "4"),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert launched.returncode == 0, launched.stderr
+    run_nodes(2, 1, "train", str(run.config), f"output_dir={both}", "--max-steps", "4")
     one, two = run.metrics(), run.metrics("both")
     assert [row["step"] for row in two] == [1, 2, 3, 4]
     for a, b in zip(one, two, strict=True):
