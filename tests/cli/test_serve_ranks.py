@@ -105,7 +105,7 @@ def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
 
 @pytest.mark.slow
 def test_torchrun_starts_a_server(folder):
-    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit.cli"
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
     with server(folder, *launcher) as (process, address):
         assert complete(address) == expected(folder)
         process.terminate()
