@@ -132,10 +132,11 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = options.out.expanduser()
     _check_out(out)
     config, process = with_precision(config), make_process_state(config)
-    if options.other is not None and process.num_processes > 1:
+    drives_engine = options.other is not None and options.other.python is not None
+    if drives_engine and process.num_processes > 1:
         raise UserError(
-            f"{process.num_processes} processes would each take in the other engine's states.",
-            "Start one without a launcher.",
+            f"{process.num_processes} processes would each start vLLM.",
+            "Start one without a launcher, on each machine with its --shard.",
         )
     made = {"engine": "eagle-kit"} if options.other is None else options.other.made
     found = load_components(config, process, with_layers=options.other is None)
