@@ -70,6 +70,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     left_out = regenerate.add_argument_group("left out, and counted in the manifest")
     left_out.add_argument("--skip-refusals", action="store_true", help="replies that begin as refusals do")
     left_out.add_argument(
+        "--refusal-patterns",
+        type=Path,
+        metavar="FILE",
+        help="regular expressions, one a line, of how refusals of other languages begin",
+    )
+    left_out.add_argument(
         "--skip-truncated", action="store_true", help="replies cut at --max-tokens or by the context"
     )
     left_out.add_argument(
@@ -264,6 +270,7 @@ def _vocab(args: argparse.Namespace) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
+    from eagle_kit.train.replies.dialogue import read_refusals
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
     options = RegenerateOptions(
@@ -276,6 +283,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         samples=args.samples,
         chat_template_kwargs=_template_variants(args.chat_template_kwargs),
         skip_refusals=args.skip_refusals,
+        refusals=read_refusals(args.refusal_patterns) if args.refusal_patterns else (),
         skip_truncated=args.skip_truncated,
         near_duplicates=args.near_duplicates,
         test_prompts=_test_prompts(args.decontaminate),

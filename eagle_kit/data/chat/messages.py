@@ -14,7 +14,8 @@ from eagle_kit.core.files import is_unicode
 
 Message = dict[str, Any]
 """``role`` (system, developer, user, assistant or tool), ``content`` (text, empty beside calls), and where
-there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``."""
+there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``; of a regenerated reply
+that was read into parts also ``generated``, its text as it was written, special tokens included."""
 Tool = dict[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
@@ -43,7 +44,7 @@ CALLERS = ("function_call", "tool_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and that of gpt-oss."""
 KNOWN_KEYS = {
-    *("role", "content", "tool_calls", "function_call", "tool_call_id", "name", *REASONING),
+    *("role", "content", "tool_calls", "function_call", "tool_call_id", "name", "generated", *REASONING),
     *("id", "refusal", "audio", "annotations"),
 }
 """Keys of a message that are read, or say nothing of its text."""
@@ -94,7 +95,7 @@ def read_message(turn: Any) -> Message:
         message["tool_calls"] = read_calls(calls)
     if (calls or "reasoning_content" in message) and message["role"] != "assistant":
         raise Unusable(f"a turn of the {message['role']} with tool calls or reasoning")
-    for name in ("tool_call_id", "name"):
+    for name in ("tool_call_id", "name", "generated"):
         if name in turn:
             message[name] = _text(turn[name])
     return message
@@ -185,8 +186,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def is_empty(message: Message) -> bool:
-    """True for a turn that says nothing and calls nothing."""
-    return not message["content"].strip() and not message.get("tool_calls")
+    """True for a turn that says nothing and calls nothing, and of which nothing was generated."""
+    return not (message["content"].strip() or message.get("tool_calls") or message.get("generated"))
 
 
 def on_the_wire(messages: Sequence[Message]) -> list[Message]:

@@ -74,7 +74,8 @@ def tokenize_chat(
         noted[EMPTY_END] = 1
     if not turns or any(is_empty(messages[turn]) for turn in turns[:-1]):
         raise Unusable("an empty reply")
-    check_prompt(tokenizer, conversation.prompt(turns[-1] + 1))
+    is_generated = _generated(conversation, turns[-1]) is not None  # and is not rendered
+    check_prompt(tokenizer, conversation.prompt(turns[-1] if is_generated else turns[-1] + 1))
     chats: list[TokenizedChat] = []
     rows = _rows(tokenizer, conversation, turns, noted)
     if not rows:
@@ -100,7 +101,9 @@ def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: C
     for turn in turns:
         prompt = render(tokenizer, conversation.prompt(turn), generation_prompt=True)
         is_last = turn == turns[-1]
-        if is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
+        if (generated := _generated(conversation, turn)) is not None:
+            reply = generated
+        elif is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
             reply = TAG.sub("", begun) if OPENING.search(prompt) else begun
         else:
             reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
@@ -120,6 +123,12 @@ def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: C
         rows[-1].text = prompt + reply
         rows[-1].spans.append((len(prompt), len(prompt) + len(reply)))
     return rows
+
+
+def _generated(conversation: Conversation, turn: int) -> str | None:
+    """The regenerated reply number ``turn`` as it was written, with its end; None where it was not read into
+    parts."""
+    return conversation.messages[turn].get("generated") if conversation.regenerated else None
 
 
 def _begun_thought(tokenizer: Any, conversation: Conversation, turn: int) -> str:

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_text
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import WHOLE, Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Message, on_the_wire
+from eagle_kit.data.chat.reply.tags import END_THINK
 from eagle_kit.train.replies.responder import Reply
 
 OPENING = r"(?:(?:i'm |i am )?(?:really |very |so )?sorry|i apologi[sz]e|unfortunately|as an ai)\b"
@@ -18,7 +22,7 @@ DEEDS = r"help|assist|comply|provide|fulfil|create|generate|engage|answer|discus
 REFUSAL = re.compile(
     rf"\A\W*(?:{OPENING}.{{0,60}}?\b)?{CANNOT} (?:\w+ )?(?:{DEEDS})(?! but\b)", re.IGNORECASE | re.DOTALL
 )
-"""Beginning of a refusal, as English replies have it; a rule of thumb."""
+"""Beginning of a refusal, as English replies have it; a rule of thumb. Files of patterns add to it."""
 CUT = ("length", "context")
 """Finish reasons of a reply cut at ``max_tokens``, and at the end of the engine's context."""
 FAILED = ("error", "abort")
@@ -64,14 +68,19 @@ class Dialogue:
         """The prompt of the next reply."""
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
-    def take(self, reply: Reply, *, skip_refusals: bool, skip_truncated: bool) -> None:
+    def take(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
         """Put the next messages and their reply into the conversation; a cut, empty, failed or unwanted reply
-        ends it, and all but the cut are left out; of a cut reply, a thought alone is no empty one."""
+        ends it, and all but the cut are left out; of a cut reply, a thought alone is no empty one.
+
+        Args:
+            refusals: beginnings of replies that are left out.
+            skip_truncated: leave out cut replies.
+        """
         if reply.finish_reason in FAILED:
             return self.end(f"a reply ended with {reply.finish_reason}")
         if skip_truncated and reply.finish_reason in CUT:
             return self.end(TRUNCATED)
-        if skip_refusals and is_refusal(reply.text):
+        if is_refusal(reply.text, refusals):
             return self.end(REFUSED)
         is_whole = reply.finish_reason in WHOLE
         if not (reply.text.strip() or reply.tool_calls or (reply.reasoning and not is_whole)):
@@ -81,6 +90,8 @@ class Dialogue:
             said["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             said["tool_calls"] = reply.tool_calls
+        if reply.generated is not None:
+            said["generated"] = reply.generated
         self.prompt = replace(self.prompt, messages=[*self.ask().messages, said])
         self.waiting = self.waiting[1:] if is_whole else []
         self.finish_reasons.append(reply.finish_reason)
@@ -108,9 +119,35 @@ class Dialogue:
         return json.dumps(about | {"replies_kept": len(self.finish_reasons)}, ensure_ascii=False) + "\n"
 
 
-def is_refusal(text: str) -> bool:
-    """True for a reply that begins as refusals do; what was thought before it does not count."""
-    return REFUSAL.match(text.rpartition("</think>")[2].replace("’", "'")) is not None
+def is_refusal(text: str, patterns: Sequence[re.Pattern[str]] = (REFUSAL,)) -> bool:
+    """True for a reply that begins as one of ``patterns``; what was thought before it does not count, and
+    ``’`` is ``'``."""
+    text = text.rpartition(END_THINK)[2].lstrip().replace("’", "'")
+    return any(pattern.match(text) is not None for pattern in patterns)
+
+
+def read_refusals(path: Path) -> tuple[str, ...]:
+    """Patterns of refusals out of a file: a regular expression of Python a line; empty lines and those that
+    begin with ``#`` are none. Raises UserError for one that is no regular expression."""
+    remedy = "Write a regular expression of Python on each line."
+    found = []
+    for number, line in enumerate(read_text(path, remedy).splitlines(), 1):
+        if (pattern := line.strip()) and not pattern.startswith("#"):
+            try:
+                refusal_pattern(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise UserError(
+                    f"{path}, line {number}, is no regular expression ({error}).", remedy
+                ) from None
+            found.append(pattern)
+    if not found:
+        raise UserError(f"{path} has no pattern.", remedy)
+    return tuple(found)
+
+
+def refusal_pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of refusals, in which case does not matter and ``.`` is any character."""
+    return re.compile(text, re.IGNORECASE | re.DOTALL)
 
 
 def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], list[list[Message]]]:

@@ -14,6 +14,7 @@ Key = tuple[str, str, int]
 """A conversation's id, its first human turn, since ids alone need not be different, and the sample."""
 LATER_SETTINGS: dict[str, Any] = {
     **{"samples": 1, "chat_template_kwargs": [], "skip_refusals": False, "skip_truncated": False},
+    "refusals": [],
     **{"near_duplicates": None, "test_prompts": "none"},
 }
 """Settings that files of before they existed were made with."""

@@ -31,7 +31,7 @@ from eagle_kit.data.chat.overlap import LEAST_SIMILARITY, NearDuplicates, TestPr
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
-from eagle_kit.train.replies.dialogue import Dialogue, script, texts
+from eagle_kit.train.replies.dialogue import REFUSAL, Dialogue, refusal_pattern, script, texts
 from eagle_kit.train.replies.files import (
     ANOTHER_FILE,
     Key,
@@ -68,6 +68,8 @@ class RegenerateOptions:
         chat_template_kwargs: variants of the chat template's arguments, one of which is drawn for every
             conversation and sample; a record's own come first.
         skip_refusals, skip_truncated: leave out replies that refuse, or were cut, and what follows them.
+        refusals: patterns of beginnings of refusals beside the English ones
+            (:func:`~eagle_kit.train.replies.dialogue.read_refusals`).
         near_duplicates: leave out conversations whose human turns are as similar to those of an earlier one,
             by Jaccard similarity; None leaves out the same ones only.
         test_prompts: prompts of evaluation sets; conversations that hold one are left out.
@@ -84,6 +86,7 @@ class RegenerateOptions:
     samples: int = 1
     chat_template_kwargs: tuple[TemplateVariant, ...] = ()
     skip_refusals: bool = False
+    refusals: tuple[str, ...] = ()
     skip_truncated: bool = False
     near_duplicates: float | None = None
     test_prompts: tuple[str, ...] = ()
@@ -92,6 +95,10 @@ class RegenerateOptions:
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"{self.samples} samples of greedy replies would be the same.", "Give a temperature above 0."
+            )
+        if self.refusals and not self.skip_refusals:
+            raise UserError(
+                "Patterns of refusals are given, and refusals are kept.", "Set skip_refusals too."
             )
         if self.near_duplicates is not None and not LEAST_SIMILARITY <= self.near_duplicates <= 1:
             raise UserError(
@@ -264,6 +271,7 @@ def _answer(
     """
 
     longest = _longest_prompt(responder, options)
+    refusals = [REFUSAL, *map(refusal_pattern, options.refusals)] if options.skip_refusals else []
     while any(dialogue.waiting for dialogue in group):
         asking, counted = [], []
         for dialogue in group:
@@ -289,8 +297,7 @@ def _answer(
                 report.skipped.add(dialogue.id, reply.refused)
                 dialogue.end()
                 return write()
-            skips = {"skip_refusals": options.skip_refusals, "skip_truncated": options.skip_truncated}
-            dialogue.take(reply, **skips)
+            dialogue.take(reply, refusals=refusals, skip_truncated=options.skip_truncated)
             is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
             if is_long and dialogue.waiting:  # what a server does not tell before
                 dialogue.end(TOO_LONG)

@@ -1,13 +1,17 @@
 """Who answers: our engine, or a server (:mod:`.server`)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.data.chat.messages import ChatPrompt
+from eagle_kit.data.chat.messages import ChatPrompt, Tool
+from eagle_kit.data.chat.reply.choice import ReplyForms, choose_forms
+from eagle_kit.data.chat.reply.parts import ReplyParts, read_reply
+from eagle_kit.data.chat.template import end_tokens
+from eagle_kit.serve.text_stream import TextStream
 
 if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
@@ -23,8 +27,9 @@ class Reply:
         ids: tokens of the prompt and the reply; None where they are not known.
         num_prompt_tokens: of the prompt; 0 where it is not known.
         refused: why the responder would not answer this prompt; None where it has.
-        reasoning: what was thought before the text, where a server tells the two apart.
-        tool_calls: calls, as messages have them, where a server reads them; otherwise they stay in the text.
+        reasoning: what was thought before the text, where the two are told apart.
+        tool_calls: calls, as messages have them, where they are read; otherwise they stay in the text.
+        generated: the reply as it was written, special tokens included; None where it is the text.
         stats: acceptance, where there is a draft.
     """
 
@@ -34,6 +39,7 @@ class Reply:
     ids: list[int] | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    generated: str | None = None
     num_prompt_tokens: int = 0
     refused: str | None = None
     stats: SpecStats = field(default_factory=SpecStats)
@@ -71,13 +77,14 @@ class Responder(Protocol):
 
 
 class EngineResponder:
-    """Our engine."""
+    """Our engine, whose replies are read into parts in the form that the target's chat template writes."""
 
     repeats = True
 
     def __init__(self, llm: "LLM") -> None:
         self._llm, self.batch_size = llm, llm.max_batch_size
         self.max_prompt_tokens: int | None = llm.max_context - 1
+        self._forms = ReplyForms(None) if llm.tokenizer is None else choose_forms(llm.tokenizer)
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
         """See :class:`Responder`."""
@@ -94,6 +101,38 @@ class EngineResponder:
         def finish(number: int, output: RequestOutput) -> None:
             ids = [*output.prompt_ids, *output.token_ids]
             count = len(output.token_ids)
-            take(number, Reply(output.text, output.finish_reason, count, ids, stats=output.stats))
+            reply = Reply(output.text, output.finish_reason, count, ids, stats=output.stats)
+            take(number, self._read(reply, output, prompts[number].tools, params[number].stop))
 
         self._llm.generate([self._llm.tokenize(prompt) for prompt in prompts], list(params), on_finish=finish)
+
+    def _read(self, reply: Reply, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]) -> Reply:
+        """The reply in parts; as it is where it has none but text."""
+        reader = self._forms.reader(output.prompt_ids, tools)
+        if reader is None:
+            return reply
+        tokenizer, text = self._llm.tokenizer, output.text
+        if shown := self._forms.shown_tokens(bool(tools)):
+            stream = TextStream(tokenizer, stop, shown=shown)
+            stream.push(output.token_ids[:-1] if self._is_ended(output) else output.token_ids)
+            stream.finish()
+            text = stream.text
+        parts = read_reply(reader, text)
+        if parts == ReplyParts(content=output.text):
+            return reply
+        calls = [{"type": "function", "function": call._asdict()} for call in parts.calls]
+        generated = tokenizer.decode(
+            output.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return replace(
+            reply,
+            text=parts.content,
+            reasoning=parts.reasoning or None,
+            tool_calls=calls or None,
+            generated=generated,
+        )
+
+    def _is_ended(self, output: RequestOutput) -> bool:
+        """True for a reply whose last token is its end."""
+        ends = end_tokens(self._llm.tokenizer)
+        return output.finish_reason == "stop" and not ends.isdisjoint(output.token_ids[-1:])

@@ -15,7 +15,15 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
-from eagle_kit.train.replies.dialogue import EMPTY, TRUNCATED, is_refusal, script
+from eagle_kit.train.replies.dialogue import (
+    EMPTY,
+    REFUSED,
+    TRUNCATED,
+    is_refusal,
+    read_refusals,
+    refusal_pattern,
+    script,
+)
 from eagle_kit.train.replies.regenerate import GROUP_FACTOR, TOO_LONG, RegenerateOptions, regenerate
 from eagle_kit.train.replies.responder import EngineResponder
 
@@ -27,6 +35,7 @@ class Parrot:
 
     max_batch_size = 2
     max_context = 60
+    tokenizer = None
 
     def __init__(self) -> None:
         self.num_prompts = 0
@@ -106,7 +115,7 @@ def test_a_reply_longer_than_the_prompt_limit_ends_nothing_where_the_next_prompt
     talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Again"}]}
     llm = Agent(thought="hm " * 400)
     (record,), _, manifest = _ask(tmp_path, [talk], llm, max_prompt_tokens=300)
-    assert len(llm.tokenizer(record["messages"][1]["content"])["input_ids"]) > 300
+    assert len(llm.tokenizer(record["messages"][1]["reasoning_content"])["input_ids"]) > 300
     assert record["finish_reasons"] == ["stop", "stop"] and manifest["shortened"] == {}
 
 
@@ -140,8 +149,10 @@ def test_the_same_turns_with_thinking_on_and_off_are_two_conversations(tmp_path)
     talk = {"messages": [{"role": "user", "content": "Hi"}]}
     talks = [talk | {"chat_template_kwargs": {"enable_thinking": on}} for on in (True, False, True)]
     records, report, _ = _ask(tmp_path, talks)
-    said = [record["messages"][-1]["content"] for record in records]
-    assert said == ["<think>\nhm\n</think>\n\nDry.", "Dry."]
+    said = [record["messages"][-1] for record in records]
+    assert [message["content"] for message in said] == ["Dry.", "Dry."]
+    assert said[0]["reasoning_content"] == "hm" and said[1].keys() == {"role", "content"}
+    assert said[0]["generated"] == "<think>\nhm\n</think>\n\nDry.<|im_end|>"
     assert sum(report.skipped.counts.values()) == 1
 
 
@@ -279,7 +290,8 @@ class Agent:
             if not text.endswith("</think>\n\n"):
                 reply = f"<think>\n{self.thought}\n</think>\n\n{reply}"
             reason = "length" if "novel" in asked else "stop"
-            on_finish(i, RequestOutput(ids, self.tokenizer(reply)["input_ids"], reply, reason))
+            said = reply + "<|im_end|>" * (reason == "stop")
+            on_finish(i, RequestOutput(ids, self.tokenizer(said)["input_ids"], reply, reason))
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -313,7 +325,10 @@ def test_results_of_tools_stay_where_they_were_recorded_and_rows_are_what_was_as
     assert [m["role"] for m in record["messages"]] == [
         *("system", "user", "assistant", "tool", "assistant", "user", "assistant"),
     ]
-    assert record["messages"][3]["content"] == "none" and "<tool_call>" in record["messages"][2]["content"]
+    assert record["messages"][3]["content"] == "none"
+    (call,) = record["messages"][2]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert call["id"] == record["messages"][3]["tool_call_id"]
     conversation = to_conversation(record, "x")
     rows = tokenize_chat(llm.tokenizer, conversation, 4000, remarks)
     prompts, said = [], []
@@ -329,6 +344,69 @@ def test_results_of_tools_stay_where_they_were_recorded_and_rows_are_what_was_as
     ]
 
 
+class Writer(Agent):
+    """Calls the tool, then answers its result, in the texts given, special tokens in them."""
+
+    def __init__(self, name: str, call: str, answer: str) -> None:
+        super().__init__()
+        self.tokenizer, self.texts = tokenizer_for(name), (call, answer)
+
+    def generate(self, prompts, params, on_finish):
+        for i, ids in enumerate(prompts):
+            text = self.tokenizer.decode(ids)
+            self.prompts.append(text)
+            tokens = self.tokenizer(self.texts["It rains" in text], add_special_tokens=False)["input_ids"]
+            shown = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            on_finish(i, RequestOutput(ids, tokens, shown, "stop"))
+
+
+THOUGHT = "<|channel|>analysis<|message|>I look,  twice.<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "answer", "thoughts"),
+    [
+        (
+            "harmony",
+            f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
+            '<|message|>{"city":"Oslo"}<|call|>',
+            f"{THOUGHT}<|start|>assistant<|channel|>final<|message|> Wet.<|return|>",
+            ("I look,  twice.", "I look,  twice."),
+        ),
+        ("llama3", '{"name": "weather",  "parameters": {"city":"Oslo"}}<|eot_id|>', " Wet.<|eot_id|>", None),
+        ("hermes", '<tool_call>{"name":"weather","arguments":{"city":"Oslo"}}</tool_call><|im_end|>',
+         "Wet.<|im_end|>", None),
+    ],
+)  # fmt: skip
+def test_replies_are_read_for_later_prompts_and_learned_as_they_were_written(
+    tmp_path, name, call, answer, thoughts
+):
+    about = {
+        "description": "Rain.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    about["parameters"]["required"] = ["city"]
+    tool = {"type": "function", "function": {"name": "weather", **about}}
+    turns = [*RECORDED[1:3], RECORDED[3] | {"content": "It rains."}]
+    llm, remarks = Writer(name, call, answer), Counter()
+    (record,), _, _ = _ask(tmp_path, [{"messages": turns, "tools": [tool]}], llm)
+    _, called, result, answered = record["messages"]
+    (made,) = called["tool_calls"]
+    assert (
+        made["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} and called["content"] == ""
+    )
+    assert answered["content"].strip() == "Wet." and result["content"] == "It rains."
+    if thoughts is not None:
+        assert (called["reasoning_content"], answered["reasoning_content"]) == thoughts
+    prompts, said = [], []
+    for row in tokenize_chat(llm.tokenizer, to_conversation(record, "x"), 4000, remarks):
+        for number in range(row.reply.max() + 1):
+            prompts.append(llm.tokenizer.decode(row.ids[: (row.reply == number).argmax()].tolist()))
+            said.append(llm.tokenizer.decode(row.ids[row.reply == number].tolist()))
+    assert prompts == llm.prompts and not remarks
+    assert said == [call, answer]
+
+
 def test_both_thinking_modes_and_several_samples(tmp_path):
     variants = tuple(TemplateVariant(kwargs={"enable_thinking": on}) for on in (True, False))
     sampling = SamplingParams(max_tokens=512, temperature=0.8, seed=0)
@@ -340,7 +418,7 @@ def test_both_thinking_modes_and_several_samples(tmp_path):
     ]
     thinks = [r["chat_template_kwargs"]["enable_thinking"] for r in records]
     assert 15 < sum(thinks) < 45  # of 60, four standard deviations
-    assert thinks == [r["messages"][-1]["content"].startswith("<think>") for r in records]
+    assert thinks == ["reasoning_content" in r["messages"][-1] for r in records]
     numbers = [r["messages"][-1]["content"].rpartition(" ")[2] for r in records]
     assert len(set(numbers)) > 50
     _ask(tmp_path, talks, out="broken", limit=7, **options)
@@ -459,6 +537,27 @@ def test_a_prompt_that_the_template_refuses_is_listed_and_the_others_are_answere
 )
 def test_refusals_are_told_by_their_beginning(text, refuses):
     assert is_refusal(text) == refuses
+
+
+def test_refusals_of_other_languages_are_patterns_of_a_file(tmp_path):
+    file = tmp_path / "german.txt"
+    file.write_text("# German\n\n(?:es )?tut mir leid.{0,40}kann ich nicht\n", encoding="utf-8")
+    german = "Es tut mir leid, dabei kann ich nicht helfen."
+    patterns = tuple(map(refusal_pattern, read_refusals(file)))
+    assert is_refusal(f"<think>\nhm\n</think>\n\n{german}", patterns) and not is_refusal(german)
+    assert not is_refusal(f"Er sagte: {german}", patterns)
+    llm = Writer("hermes", "", f"{german}<|im_end|>")
+    talks = [{"messages": [{"role": "user", "content": "It rains"}]}]
+    options = {"skip_refusals": True, "refusals": read_refusals(file)}
+    records, report, manifest = _ask(tmp_path, talks, llm, **options)
+    assert not records and report.left_out == {REFUSED: 1}
+    assert manifest["settings"]["refusals"] == ["(?:es )?tut mir leid.{0,40}kann ich nicht"]
+    for text, problem in (("ab\n(", "line 2, is no regular expression"), ("# none\n", "no pattern")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=problem):
+            read_refusals(file)
+    with pytest.raises(UserError, match="refusals are kept"):
+        RegenerateOptions(SamplingParams(), refusals=("a",))
 
 
 def test_messages_between_turns_wait_with_the_turn_they_belong_to():
