@@ -12,8 +12,6 @@ Beside any of them: ``id``, ``category``, ``system`` (text), ``tools`` (a list o
 ``chat_template_kwargs`` (an object or its JSON text), ``finish_reasons`` of regenerated replies.
 """
 
-import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,8 +28,10 @@ from eagle_kit.data.chat.messages import (
     read_message,
     read_tools,
 )
+from eagle_kit.data.chat.reply.calls import HERMES, TOOL_CALL
+from eagle_kit.data.chat.reply.parts import read_reply
+from eagle_kit.data.chat.reply.tags import TagReader
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 WHOLE = ("stop", "tool_calls", "function_call", "eos_token")
 """Finish reasons of a reply that came to its own end: OpenAI's, and text-generation-inference's."""
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
@@ -164,25 +164,17 @@ def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Messa
             remarks[
                 "a system message that lists the tools is left out, since the chat template writes it"
             ] = None
-        elif role == "assistant" and "tool_calls" not in message and CALL.search(text):
-            calls = [_literal(call) for call in CALL.findall(text)]
-            found.append(message | {"content": CALL.sub("", text).strip(), "tool_calls": read_calls(calls)})
+        elif role == "assistant" and "tool_calls" not in message and TOOL_CALL in text:
+            parts = read_reply(TagReader(has_thoughts=False, form=HERMES), text)
+            if TOOL_CALL in parts.content:
+                raise Unusable("a <tool_call> that cannot be read")
+            calls = read_calls([call._asdict() for call in parts.calls])
+            found.append(message | {"content": parts.content.strip(), "tool_calls": calls})
         elif role == "tool" and (results := RESULT.findall(text)):
             found += [message | {"content": result} for result in results]
         else:
             found.append(message)
     return found
-
-
-def _literal(text: str) -> Any:
-    """A call written as JSON, or as Python writes a dict."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise Unusable("a <tool_call> that cannot be read") from None
 
 
 def _from_first_user(messages: list[Message]) -> tuple[Message, ...]:

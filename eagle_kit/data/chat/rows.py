@@ -19,10 +19,10 @@ import numpy as np
 
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import Message, Unusable, is_empty
+from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thought
 from eagle_kit.data.chat.template import chat_template, check_prompt, end_names, render, text_token_ids
 
 THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
-OPENING = re.compile(r"<think>\s*\Z")
 TAG = re.compile(r"\A\s*<think>\n?")
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
@@ -104,14 +104,14 @@ def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: C
         if (generated := _generated(conversation, turn)) is not None:
             reply = generated
         elif is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
-            reply = TAG.sub("", begun) if OPENING.search(prompt) else begun
+            reply = TAG.sub("", begun) if opens_thought(prompt) else begun
         else:
             reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
             end = next(end for end in ends if reply.endswith(end)) if is_ended else ""
             message, reply = conversation.messages[turn], reply.removesuffix(end)
             if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
                 text = message["content"]
-                text = TAG.sub("", text) if OPENING.search(prompt) else text
+                text = TAG.sub("", text) if opens_thought(prompt) else text
                 if text.split() != reply.split():
                     noted[OTHERWISE] += 1
                     continue
@@ -137,11 +137,11 @@ def _begun_thought(tokenizer: Any, conversation: Conversation, turn: int) -> str
     any other reply."""
     message = conversation.messages[turn]
     thought, text = message.get("reasoning_content"), message["content"]
-    knows_thoughts = "</think>" in chat_template(tokenizer, conversation.tools)
-    has_ended = "</think>" in text or "tool_calls" in message or (thought and text.strip())
+    knows_thoughts = END_THINK in chat_template(tokenizer, conversation.tools)
+    has_ended = END_THINK in text or "tool_calls" in message or (thought and text.strip())
     if conversation.complete or not knows_thoughts or has_ended:
         return ""
-    return f"<think>\n{thought}" if thought else text
+    return f"{THINK}\n{thought}" if thought else text
 
 
 def _until_end(reply: str, ends: list[str]) -> tuple[str, bool]:
@@ -164,20 +164,20 @@ def _reply(tokenizer: Any, conversation: Conversation, turn: int, prompt: str, n
     if text.startswith(prompt) and _without_tags(thought) in text[len(prompt) :]:
         return text[len(prompt) :]
     bare = through(plain)
-    knows_thoughts = "</think>" in chat_template(tokenizer, conversation.tools)
-    if bare.startswith(prompt) and (not knows_thoughts or prompt.rstrip().endswith("</think>")):
+    knows_thoughts = END_THINK in chat_template(tokenizer, conversation.tools)
+    if bare.startswith(prompt) and (not knows_thoughts or prompt.rstrip().endswith(END_THINK)):
         noted[ENDED if knows_thoughts else NO_PLACE] += 1
         return bare[len(prompt) :]
     # The template drops the thought even of the last reply (DeepSeek-R1): it is written as the model does.
-    opening = OPENING.search(prompt)
+    opening = OPENED.search(prompt)
     head = prompt[: opening.start()] if opening else prompt
     if not knows_thoughts or not bare.startswith(head):
         mark = prompt.removeprefix(render(tokenizer, conversation.prompt(turn), generation_prompt=False))
         return _behind_mark(text, through(_changed(message)), mark, thought)
     if "reasoning_content" in message or not thought:
-        thought = f"<think>\n{_without_tags(thought)}\n</think>\n\n"
+        thought = f"{THINK}\n{_without_tags(thought)}\n{END_THINK}\n\n"
     written = TAG.sub("", thought)
-    return (written if opening else f"<think>\n{written}") + bare[len(head) :]
+    return (written if opening else f"{THINK}\n{written}") + bare[len(head) :]
 
 
 def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
@@ -214,7 +214,7 @@ def _split(message: Message) -> tuple[str, Message]:
 
 
 def _without_tags(thought: str) -> str:
-    return thought.strip().removeprefix("<think>").removesuffix("</think>").strip()
+    return thought.strip().removeprefix(THINK).removesuffix(END_THINK).strip()
 
 
 def _encode(tokenizer: Any, row: _Row, max_length: int | None = None) -> TokenizedChat | None:
