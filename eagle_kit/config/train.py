@@ -178,13 +178,15 @@ class HeadConfig(Section):
     Attributes:
         kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
             targets that have it), ``p-eagle`` (P-EAGLE: several Llama layers, all steps in one pass),
-            ``eagle1`` (EAGLE-1 and 2, with a Llama layer), or ``mtp`` (DeepSeek's multi-token prediction
-            modules). The last two propose any token through the target's own output layer. What follows is
+            ``eagle1`` (EAGLE-1 and 2, with a Llama layer), ``dflash`` (DFlash: Qwen3 layers over blocks of
+            masks, with captured states as keys), or ``mtp`` (DeepSeek's multi-token prediction
+            modules). The last three propose any token through the target's own output layer. What follows is
             for EAGLE-3, except where it says otherwise; of it, P-EAGLE has no ``norm_output``,
-            ``sliding_window`` and ``start_from``.
+            ``sliding_window`` and ``start_from``, and DFlash what is said to be its.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
-        aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``.
+        aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, and of ``dflash``
+            five spread from 2 to L - 2.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
         norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
@@ -192,13 +194,16 @@ class HeadConfig(Section):
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         sliding_window: tokens that the layer attends to, its own included: a head's cost then ends with it;
-            more than ``training.ttt_length``. Null is all.
+            more than ``training.ttt_length``. Null is all. Of ``dflash`` the last layer attends to all.
         fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
         start_from: a draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary
             the run begins with: all but ``kind`` is left to it.
-        num_layers: of ``p-eagle``: decoder layers, the one over embedding and feature included.
-        mask_token_id: of ``p-eagle``: token whose embedding is the mask's in exported heads; choose one that
-            texts do not have. Null is the last one of the target's vocabulary.
+        num_layers: of ``p-eagle`` and ``dflash``: decoder layers; null is 4 and 5.
+        mask_token_id: of ``p-eagle`` and ``dflash``: token whose embedding is the mask's, of ``p-eagle`` in
+            exported heads; choose one that texts do not have. Null is the last one of the target's
+            vocabulary.
+        block_size: of ``dflash``: rows of a block, the sampled token's included; ``training.ttt_length`` must
+            be one less, the tokens that it drafts.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -220,8 +225,9 @@ class HeadConfig(Section):
     sliding_window: int | None = Field(default=None, ge=33)
     fc_bias: bool = True
     start_from: str | None = None
-    num_layers: int = Field(default=4, ge=1, le=64)
+    num_layers: int | None = Field(default=None, ge=1, le=64)
     mask_token_id: int | None = Field(default=None, ge=0)
+    block_size: int = Field(default=8, ge=2, le=32)
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
@@ -314,6 +320,8 @@ class TrainingConfig(Section):
             takes from those behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
         down_sample_ratio, down_sample_ratio_min: of ``p-eagle``: step k is trained at a share
             ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser step.
+        num_anchors: of ``dflash``: anchors of a conversation, drawn anew in every optimiser step, each with a
+            block behind it; all tokens of replies where there are fewer.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
@@ -379,6 +387,7 @@ class TrainingConfig(Section):
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
     down_sample_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
     down_sample_ratio_min: float = Field(default=0.2, ge=0.0, le=1.0)
+    num_anchors: int = Field(default=512, ge=1)
     detach_steps: bool = False
     regression: RegressionConfig | None = None
     loss: str | dict[str, float] = "ce"

@@ -113,6 +113,15 @@ class Start(NamedTuple):
     device: torch.device
 
 
+class RowSampling(NamedTuple):
+    """Rows that are trained: at most ``most`` of every document (None for all), and of those a share of
+    ``ratio ** depth`` at each depth, at least ``floor``."""
+
+    ratio: float = 1.0
+    floor: float = 1.0
+    most: int | None = None
+
+
 class HeadKind(DraftKind, Generic[Config, Head]):
     """A draft head: how it is published, checked, described, planned, trained and served.
 
@@ -335,12 +344,12 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             return None
         return config.training.regression or RegressionConfig()
 
-    def down_sampling(self, config: TrainConfig) -> tuple[float, float] | None:
-        """Ratio and least share of the rows that deeper steps are trained at; None for kinds that need
-        all."""
-        if "training.down_sample_ratio" not in self.settings:
-            return None
-        return config.training.down_sample_ratio, config.training.down_sample_ratio_min
+    def sampling(self, config: TrainConfig) -> RowSampling | None:
+        """Rows that an optimiser step trains; None for kinds that need all."""
+        training = config.training
+        if "training.down_sample_ratio" in self.settings:
+            return RowSampling(training.down_sample_ratio, training.down_sample_ratio_min)
+        return RowSampling(most=training.num_anchors) if "training.num_anchors" in self.settings else None
 
     def runs_target(self, config: TrainConfig) -> bool:
         """True when training needs the target's layers: not with captured states and nothing to judge."""

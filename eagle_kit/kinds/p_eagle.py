@@ -132,7 +132,10 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
                 f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
                 "Name a token of the target that its texts do not have.",
             )
-        fields = chosen_fields(settings, target) | {"mask_token_id": mask, "num_layers": settings.num_layers}
+        fields = chosen_fields(settings, target) | {
+            "mask_token_id": mask,
+            "num_layers": 4 if settings.num_layers is None else settings.num_layers,
+        }
         return PEagleConfig.for_target(target, settings.draft_vocab_size, **fields)
 
     def new_head(self, settings: HeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:

@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.kind import DraftKind, HeadKind
@@ -17,6 +18,7 @@ from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import HeadArchitecture
 
 KINDS: tuple[DraftKind, ...] = (
+    DFLASH,
     P_EAGLE,
     EAGLE3,
     MTP,
@@ -26,7 +28,7 @@ KINDS: tuple[DraftKind, ...] = (
 """In the order in which they are asked for a draft's files; the last one takes everything."""
 OTHERS = {
     "medusa": "Medusa heads",
-    "dflash": "a DFlash draft",
+    "dflash2": "a DFlash2 draft",
     "dspark": "a DSpark draft",
     "mlpspeculator": "an MLP speculator",
     "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",
@@ -38,6 +40,7 @@ KIND_SETTINGS = (
     *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
     *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
     *("training.down_sample_ratio", "training.down_sample_ratio_min", "training.detach_steps"),
+    "training.num_anchors",
 )
 """Keys of a training config that have a meaning for some kinds of head only."""
 

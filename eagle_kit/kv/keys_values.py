@@ -83,6 +83,20 @@ class PagedKV(PagedStore):
         (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
         return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
 
+    def entering_attend(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        ancestors: torch.Tensor,
+        num_keys: int,
+        num_columns: int,
+    ) -> Attend:
+        """Make the attention of a forward over all ``[B * num_keys]`` rows of windows, of which the last N
+        of each attend and the others are written only; arguments as of :meth:`window_attend`."""
+        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
+        every = WindowRows(self.num_slots, self.window, rows.batch, num_keys, self.device)
+        return _WindowAttend(self, plan, every)
+
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
         """See :class:`PagedStore`. Kernels, libraries, and stores of another dtype read keys from the pool;
         otherwise those of earlier tokens are copied next to the new ones."""
@@ -170,7 +184,7 @@ class _WindowAttend(_StoreAttend):
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_rows, v_rows = self._stored(layer, k, v)
         b, n = self.plan.ancestors.shape
-        nodes = q.view(b, n, *q.shape[1:])
+        nodes = q.unflatten(0, (b, -1))[:, -n:]
         return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer]).flatten(0, 1)
 
 

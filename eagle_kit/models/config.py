@@ -280,9 +280,19 @@ class HeadArchitecture:
         return True
 
     @property
+    def most_steps(self) -> int | None:
+        """Steps that it is trained for, no more and no fewer; None for any number."""
+        return self.num_modules if self.num_modules > 1 else None
+
+    @property
     def cache(self) -> CacheSpec:
         """Entry of a token in the cache of all modules."""
         return self.layer.cache_of(self.num_modules)
+
+    @property
+    def variants(self) -> list[AttentionVariant]:
+        """How each layer of the cache attends."""
+        return [self.layer.attention] * self.cache.num_layers
 
 
 class TiedArchitecture(HeadArchitecture):

@@ -4,6 +4,7 @@ import torch
 
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.models.targets.llama import LlamaModel
@@ -51,6 +52,14 @@ def tiny_head(
     """A random head for ``target`` with a random, unsorted hot-token map."""
     config = Eagle3Config.for_target(target.config, draft_vocab_size, **changes)
     return with_random_map(randomise(Eagle3Head(config), seed, std), seed)
+
+
+def tiny_dflash(target: LlamaModel, seed: int = 1, std: float = 0.2, **changes) -> DFlashHead:
+    """The same of DFlash, bound to the target."""
+    sizes = {"num_layers": 3, "block_size": 6, "aux_layer_ids": (0, 1, 2, 3, 4), **changes}
+    config = DFlashConfig.for_target(target.config, **sizes)
+    head = randomise(DFlashHead(config), seed, std)
+    return (with_random_map(head, seed) if config.owns_output else head).bind(target.lm_head)
 
 
 def tiny_p_eagle(

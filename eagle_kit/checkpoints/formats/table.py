@@ -3,12 +3,13 @@
 from types import ModuleType
 from typing import Any
 
-from eagle_kit.checkpoints.formats import eagle1, eagle3, mtp, own, p_eagle
+from eagle_kit.checkpoints.formats import dflash, eagle1, eagle3, mtp, own, p_eagle
 from eagle_kit.kinds.kind import HeadKind
 
 CONVERTERS: dict[str, ModuleType] = {
     "eagle3": eagle3,
     "p-eagle": p_eagle,
+    "dflash": dflash,
     "eagle1": eagle1,
     "mtp": mtp,
 }

@@ -157,7 +157,7 @@ def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.
         tokens = row.ids[(at + 1 + step + view.token_shift).clamp(0, len(row.ids) - 1)]
         return torch.nn.functional.embedding(tokens, weight)
 
-    return head.chain(ChainRows(hidden, embeds, rows, doc_start), steps)
+    return head.chain(ChainRows(hidden, embeds, lambda token: weight[token, None], rows, doc_start), steps)
 
 
 def _moved(rows: torch.Tensor, shift: int, doc_start: torch.Tensor) -> torch.Tensor:

@@ -367,9 +367,11 @@ def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTT
     return blocks._replace(n=n, num_stages=stages)
 
 
-def _own_rows(block_g: int, block_d: int) -> int:
-    """Rows of ``_backward_own``: 16 elements per thread of queries, of gradients and of their sum."""
-    return max(1, 2048 // (block_g * block_d))
+def _own_rows(block_g: int, block_d: int) -> tuple[int, int]:
+    """Rows and warps of ``_backward_own``: 16 elements per thread of queries, of gradients and of their
+    sum; more where heads of a block's rows (``anchored.py``) are too many for 32 warps."""
+    rows = max(1, 2048 // (block_g * block_d))
+    return rows, min(32, max(4, rows * block_g * block_d // 512))
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
@@ -461,12 +463,13 @@ def ttt_attention_backward(
     delta = torch.empty_like(lse)
     shape, itemsize, facts = _constants(q, k), q.element_size(), device_facts(q.device)
     block_g = triton.next_power_of_2(hq // hkv)
-    block_r = _own_rows(block_g, shape["BLOCK_D"])
+    block_r, num_warps = _own_rows(block_g, shape["BLOCK_D"])
     _backward_own[(triton.cdiv(rows, block_r), hkv)](
         *(q, own_k, own_v, out, dout, lse, delta, dq, down_k, down_v, scale, rows, num_own),
         **shape,
         BLOCK_R=block_r,
         BLOCK_G=block_g,
+        num_warps=num_warps,
     )
     blocks = _blocks("q", shape["BLOCK_D"], itemsize, facts)
     _backward_q[(hq, triton.cdiv(rows, blocks.m))](
@@ -528,8 +531,10 @@ def ttt_attention(
     return ttt_attention_op(*tensors, starts, stops, scale, soft_cap, sinks)[0].to(q.dtype)
 
 
-def _variant(name: str, kernel: Any, kind: str, size: int, facts: DeviceFacts, **constants: int) -> Variant:
-    """Kernel for 32 query and 8 key heads, in the blocks it runs with."""
+def _variant(
+    name: str, kernel: Any, kind: str, size: int, facts: DeviceFacts, block: int = 1, **constants: int
+) -> Variant:
+    """Kernel for 32 query and 8 key heads, in the blocks it runs with; each of ``block`` rows of a block."""
     types = {
         "lse": "*fp32",
         "delta": "*fp32",
@@ -542,11 +547,12 @@ def _variant(name: str, kernel: Any, kind: str, size: int, facts: DeviceFacts, *
     types |= dict.fromkeys(("starts", "stops", "bounds"), "*i32")
     types = {x: types.get(x, f"*{kind}") for x in kernel.arg_names if x.islower()}
     block_d = triton.next_power_of_2(size)
-    constants |= {"HQ": 32, "HKV": 8, "D": size, "BLOCK_D": block_d}
+    constants |= {"HQ": 32 * block, "HKV": 8, "D": size, "BLOCK_D": block_d}
     if kernel is _backward_own:
-        constants |= {"BLOCK_R": _own_rows(4, block_d), "BLOCK_G": 4}
+        block_r, num_warps = _own_rows(4 * block, block_d)
+        constants |= {"BLOCK_R": block_r, "BLOCK_G": 4 * block}
         narrow = "16 values of a thread, of several heads"
-        return Variant(f"{name} {kind} D{size}", kernel, types, constants, narrow=narrow)
+        return Variant(f"{name} {kind} D{size}", kernel, types, constants, num_warps=num_warps, narrow=narrow)
     of = {_forward: "forward", _backward_q: "q", _backward_kv: "kv"}[kernel]
     blocks = _blocks(of, block_d, 4 if kind == "fp32" else 2, facts)
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
@@ -583,4 +589,5 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             for at in (*every, ("bf16", 64, facts), ("fp32", 128, facts))
         ),
         _variant("ttt_attention own keys", _backward_own, "bf16", 128, facts),
+        _variant("ttt_attention own keys of blocks", _backward_own, "bf16", 128, facts, block=16),
     ]

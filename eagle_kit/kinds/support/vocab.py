@@ -9,7 +9,7 @@ import hashlib
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.heads.eagle3 import Eagle3Config
+from eagle_kit.models.config import HeadArchitecture
 
 
 def map_fingerprint(d2t: torch.Tensor) -> str:
@@ -18,7 +18,7 @@ def map_fingerprint(d2t: torch.Tensor) -> str:
 
 
 def complete_map(
-    d2t: torch.Tensor | None, t2d: torch.Tensor | None, config: Eagle3Config, where: str
+    d2t: torch.Tensor | None, t2d: torch.Tensor | None, config: HeadArchitecture, where: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Complete a checkpoint's map -> ``d2t`` int64 ``[Vd]`` and ``t2d`` bool ``[V]``.
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from eagle_kit.kernels.packed_attention import document_spans, packed_attention
 from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+from eagle_kit.kernels.ttt_attention.anchored import anchored_attention
 from eagle_kit.kernels.variant import AttentionVariant
 
 
@@ -23,12 +24,14 @@ class ChainRows(NamedTuple):
     Attributes:
         features: ``[T, H]``, of the target at every token.
         embeds: embeddings ``[n, H]`` of the tokens that rows int64 ``[n]`` embed at a step.
+        mask: embedding ``[1, H]`` of a token.
         rows: int64 ``[R]``, ascending: the chain of row i drafts behind token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.
     """
 
     features: torch.Tensor
     embeds: Callable[[torch.Tensor, int], torch.Tensor]
+    mask: Callable[[int], torch.Tensor]
     rows: torch.Tensor
     doc_start: torch.Tensor
 
@@ -65,3 +68,16 @@ class RowAttention:
         values, own_v = (pad(x, (0, missing)) if missing else x for x in (self.v, own_v))
         rows = self.rows.within(self.variant.limits.window or None, len(self.own))
         return ttt_attention(q, self.k, values, own_k, own_v, rows, self.variant.scale)[..., :size]
+
+    def block(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of a block behind every row that drafts, to keys of the text up to it and to its own:
+        arguments as of :func:`~eagle_kit.kernels.ttt_attention.anchored.anchored_attention`."""
+        window = self.variant.limits.window or None
+        return anchored_attention(q, k, v, own_k, own_v, self.rows, self.variant.scale, window)

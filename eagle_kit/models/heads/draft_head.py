@@ -27,11 +27,12 @@ from eagle_kit.models.heads.chain import ChainRows, RowAttention
 class StepForm(Enum):
     """How the steps of a draft come about: ``FED_BACK``, one block reads its own output of the step before;
     ``MODULES``, each step has a block of its own; ``MASKED``, all steps are rows of one pass, the later ones
-    over masks."""
+    over masks; ``BLOCK``, so they are, and the target's states are keys only."""
 
     FED_BACK = "fed back"
     MODULES = "modules"
     MASKED = "masked"
+    BLOCK = "block"
 
 
 class StepOutput(NamedTuple):
@@ -76,12 +77,15 @@ class DraftHead(nn.Module, ABC):
         config: its architecture.
         rope: rotation tables, fp32.
         t2d: bool ``[V]``, the tokens it can propose.
+        first_slot: slot of the token that the first entry of its cache belongs to: 1 where entries are made
+            of a feature and the token after it, 0 where they are made of features alone.
         bound: the target's output layer, of heads that have none of their own and were bound to it.
     """
 
     config: Any
     rope: Rope
     t2d: torch.Tensor
+    first_slot: int = 1
     bound: Linear | None = None
 
     def __init__(self, config: HeadArchitecture) -> None:
@@ -110,7 +114,8 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Decoder layers that read features and embeddings; one per step if there are several."""
+        """Decoder layers that read features and embeddings; one per step if there are several, none where
+        features are keys only."""
 
     @property
     def step_form(self) -> StepForm:
@@ -120,7 +125,8 @@ class DraftHead(nn.Module, ABC):
     @property
     def most_steps(self) -> int | None:
         """Steps of its longest chain; None for any number."""
-        return len(self.blocks) if self.step_form is StepForm.MODULES else None
+        steps: int | None = self.config.most_steps
+        return steps
 
     @property
     def plain(self) -> Sequence[nn.Module]:

@@ -3,6 +3,7 @@
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.draft_head import StepForm
+from eagle_kit.speculation.propose.block import BlockDrafter
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.masked import MaskedDrafter
@@ -13,6 +14,7 @@ from eagle_kit.speculation.propose.static import SampledStaticDrafter, StaticDra
 _CHAINS: dict[StepForm, tuple[type[Drafter], str]] = {
     StepForm.MODULES: (ModulesDrafter, "{0.num_modules} modules"),
     StepForm.MASKED: (MaskedDrafter, "masks for its later steps"),
+    StepForm.BLOCK: (BlockDrafter, "blocks"),
 }
 """Drafters whose chains are made during draft-extend, and what a model of theirs has."""
 

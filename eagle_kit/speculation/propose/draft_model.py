@@ -47,7 +47,7 @@ class DraftModel(ABC):
     Attributes:
         capture: target layers whose inputs it reads.
         first_slot: first slot of its store that it fills: 1 where an entry is made of a feature and the token
-            after it (EAGLE), 0 for a whole model.
+            after it (EAGLE), 0 where it is made of a feature alone (DFlash), and for a whole model.
         cache: entry of a token in its store.
         variants: how each layer of the store attends.
         feature_size: F; 0 for a model that reads no states.
@@ -58,7 +58,7 @@ class DraftModel(ABC):
         token_map: the target id of each draft id, int64 ``[Vd]``; None when they are the same.
     """
 
-    first_slot: ClassVar[int]
+    first_slot: int
     is_whole_model: ClassVar[bool]
     capture: tuple[int, ...] = ()
     feature_size: int = 0
@@ -117,17 +117,17 @@ class HeadDraftModel(DraftModel):
         UserError: a ``token_map`` beside the head's own.
     """
 
-    first_slot, is_whole_model = 1, False
+    is_whole_model = False
     head: DraftHead
 
     def __init__(self, head: DraftHead, target: Target, token_map: torch.Tensor | None = None) -> None:
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
-        self.head, self.target = head, target
+        self.head, self.target, self.first_slot = head, target, head.first_slot
         self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
         self.feature_size, self.step_form = head.config.hidden_size, head.step_form
-        self.variants = [head.config.layer.attention] * self.cache.num_layers
+        self.variants = head.config.variants
         if token_map is None:
             self.token_map = head.token_map
 

@@ -58,7 +58,7 @@ def make_micro_batch(
     drop: RowDrop | None = None,
 ) -> MicroBatch:
     """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart; ``drop`` leaves
-    rows of deeper steps out."""
+    rows out."""
     lengths: list[int] = []
     reply: list[np.ndarray] = []
     ids, doc_start, group = [], [], []
@@ -72,10 +72,10 @@ def make_micro_batch(
         group.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
     packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
-    shares = uniforms = None
+    shares = uniforms = most = None
     if drop is not None:
-        shares, uniforms = drop.shares(ttt_length), drop.uniforms(numbers, lengths)
-    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, shares, uniforms)
+        shares, uniforms, most = drop.shares(ttt_length), drop.uniforms(numbers, lengths), drop.most
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, shares, uniforms, most)
     counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
     moved, groups, plan = plan.to(device, packed[0], packed[3])
     return MicroBatch(numbers, lengths, moved, plan.doc_start, plan, groups, counts)

@@ -1,9 +1,15 @@
-"""Conditional drop of deeper rows (COD; P-EAGLE, arXiv 2602.01469, section 4): depth d of a draft is trained
-at a share max(r^d, floor) of the rows that could learn there, so that K depths cost little more than a few.
+"""Rows that an optimiser step trains, drawn anew for each.
 
-A row's uniform random number decides for all depths, so rows of a depth are among those of the depth before,
-whose keys they attend to. It depends on the seed, the optimiser step and the packed row's number alone: not
-on the process that has the row, nor on the rows beside it. So a run resumes to the bit.
+Conditional drop of deeper rows (COD; P-EAGLE, arXiv 2602.01469, section 4): depth d of a draft is trained at
+a share max(r^d, floor) of the rows that could learn there, so that K depths cost little more than a few. A
+row's uniform random number decides for all depths, so rows of a depth are among those of the depth before,
+whose keys they attend to.
+
+Anchors (DFlash, arXiv 2602.06036, section 4): the rows of a document with the smallest numbers, at most
+``most`` of them, at all depths.
+
+The number depends on the seed, the optimiser step and the packed row's number alone: not on the process that
+has the row, nor on the rows beside it. So a run resumes to the bit.
 
 Legend: T packed tokens of a micro_batch.
 """
@@ -20,12 +26,13 @@ _STREAM = 0x64726F70
 
 class RowDrop(NamedTuple):
     """Shares of the rows that are kept, ``max(ratio ** depth, floor)``, in the optimiser step behind ``step``
-    finished ones of a run with ``seed``."""
+    finished ones of a run with ``seed``; and before that, ``most`` rows of every document, None for all."""
 
     ratio: float
     floor: float
     seed: int
     step: int
+    most: int | None = None
 
     def shares(self, num_depths: int) -> tuple[float, ...]:
         """Share of the rows of each depth that is kept."""
@@ -39,6 +46,19 @@ class RowDrop(NamedTuple):
             for number, length in zip(numbers, lengths, strict=True)
         ]
         return torch.cat(parts)
+
+
+def anchors_of(
+    rows: torch.Tensor, doc_start: torch.Tensor, uniforms: torch.Tensor, most: int
+) -> torch.Tensor:
+    """At most ``most`` of the ``rows`` of every document, those with the smallest ``uniforms [T]``: int64
+    ``[R]`` ascending -> int64 ``[A]`` ascending."""
+    document = doc_start[rows]
+    order = torch.argsort(uniforms[rows], stable=True)
+    order = order[torch.argsort(document[order], stable=True)]
+    first = torch.searchsorted(document, document[order])  # documents ascend with rows
+    rank = torch.arange(len(order), device=rows.device) - first
+    return rows[order[rank < most].sort().values]
 
 
 def row_generator(stream: int, seed: int, step: int, number: int) -> torch.Generator:

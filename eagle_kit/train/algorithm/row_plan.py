@@ -19,6 +19,7 @@ from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows
 from eagle_kit.train.algorithm.align import published_rows, supervised_rows, teacher_of
+from eagle_kit.train.algorithm.row_drop import anchors_of
 
 
 class LossBlock(NamedTuple):
@@ -151,6 +152,7 @@ def plan_row(
     loss_rows: str = "serving",
     shares: tuple[float, ...] | None = None,
     uniforms: torch.Tensor | None = None,
+    most: int | None = None,
 ) -> RowPlan:
     """Plan of a packed row.
 
@@ -158,13 +160,16 @@ def plan_row(
         reply, doc_start: int64 ``[T]``, see :mod:`eagle_kit.train.algorithm.align`.
         ttt_length: K.
         loss_rows: ``serving`` or ``published``, see there.
-        shares, uniforms: of :class:`~eagle_kit.train.algorithm.row_drop.RowDrop`; None keeps all rows.
+        shares, uniforms, most: of :class:`~eagle_kit.train.algorithm.row_drop.RowDrop`; None keeps all rows.
     """
     is_published, shares = loss_rows == "published", shares or (1.0,) * ttt_length
     if is_published:
         rows = published_rows(reply, doc_start, ttt_length)
     else:
         rows = supervised_rows(reply, ttt_length)
+    if uniforms is not None and most is not None:
+        chosen = anchors_of(rows[0], doc_start, uniforms, most)
+        rows = [mine[torch.isin(mine, chosen)] for mine in rows]
     if uniforms is not None:
         rows = [mine[uniforms[mine] < share] for mine, share in zip(rows, shares, strict=True)]
     computed = rows

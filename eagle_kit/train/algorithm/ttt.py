@@ -10,6 +10,9 @@ P-EAGLE (arXiv 2602.01469) feeds nothing back: rows of step k >= 1 are masks at 
 to rows of step 0 up to row i and to their own row's masks, as above. So each of its layers runs once, over
 the rows of all steps.
 
+DFlash (arXiv 2602.06036) has a block of rows behind each anchor, of which row k drafts what step k - 1 would;
+its keys are those of the target's states in front of the anchor, and the block's own.
+
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Hkv heads, Dv size of a value.
 """
 
@@ -22,6 +25,8 @@ from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.kernels.ttt_attention import QueryPlan, plan_rows, ttt_attention
+from eagle_kit.kernels.ttt_attention.anchored import anchored_attention
+from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.heads.draft_head import DraftHead, StepForm
 from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.train.algorithm.align import token_of
@@ -199,10 +204,39 @@ def _run_masked(head: PEagleHead, batch: TTTBatch, detach_steps: bool, recompute
     return [_at_rows(mine, plan, step) for step, mine in enumerate(out)]
 
 
+def _run_blocks(head: DFlashHead, batch: TTTBatch, detach_steps: bool, recompute: bool) -> list[torch.Tensor]:
+    """:func:`run_steps` of a head that drafts blocks; the token behind each row of step 0 is an anchor."""
+    assert not detach_steps, "no state is handed on"
+    plan, features, config = batch.plan, batch.inputs or batch.features, head.config
+    length, anchored, rows = plan.length, plan.attention[0], plan.computed[0]
+    size = len(plan.rows) + config.first_drafted
+    positions, numbers = positions_of(plan.doc_start), torch.arange(size, device=rows.device)
+    before = head.rope.at(positions[:length])
+    rotation = head.rope.at((positions[rows, None] + 1 + numbers).flatten())
+    context = _call(recompute, head.features, features.hidden[:length], features.aux[:length])
+    h = head.block_inputs(batch.ids[token_of(rows, 0)], batch.embed_weight, size).flatten(0, 1)
+
+    def one(i: int, context: torch.Tensor, normed: torch.Tensor, h: torch.Tensor) -> Any:
+        attention = head.plain[i].self_attn
+        _, k, v = attention.qkv(context, before)
+        mine = [part.unflatten(0, (-1, size)) for part in attention.qkv(normed, rotation)]
+        q, own_k, own_v = mine
+        window = config.windows[i]
+        attended = anchored_attention(q, k, v, own_k, own_v, anchored, config.attention_scale, window)
+        return head.end_layer(i, h, attended.flatten(0, 1))
+
+    normed = head.plain[0].input_layernorm(h)
+    for i in range(config.num_layers):
+        normed, h = _call(recompute, partial(one, i), context, normed, h)
+    blocks = h.unflatten(0, (-1, size))[:, config.first_drafted :]
+    return [blocks[torch.searchsorted(rows, mine), step] for step, mine in enumerate(plan.rows)]
+
+
 _RUNS: dict[StepForm, Callable[..., list[torch.Tensor]]] = {
     StepForm.FED_BACK: _run_one_layer,
     StepForm.MODULES: _run_layers,
     StepForm.MASKED: _run_masked,
+    StepForm.BLOCK: _run_blocks,
 }
 
 

@@ -6,6 +6,7 @@ Legend: T tokens, R rows with loss, K experts of a token, E experts.
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.bridge.config import BridgedConfig
@@ -46,7 +47,8 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     with torch.device("meta"):
         head = kind_of(config).head_class(config)
     layer = config.layer
-    block = head.blocks[0]
+    layers: list[nn.Module] = [*head.blocks[:1], *head.plain]
+    block, plain = layers[0], layers[1:]
     met = {name: _met(parameter, layer) for name, parameter in block.named_parameters()}
     behind = sum(count for name, count in met.items() if name.startswith(("mlp.", "self_attn.o_proj")))
     moe = layer.moe
@@ -63,9 +65,9 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
         attended=attended(layer),
         inner=inner,
         total=sum(parameter.numel() for parameter in head.parameters()),
-        num_layers=len(head.blocks),
-        plain=sum(_met(parameter, layer) for plain in head.plain for parameter in plain.parameters()),
-        num_plain=len(head.plain),
+        num_layers=max(1, len(head.blocks)),
+        plain=sum(_met(parameter, layer) for each in plain for parameter in each.parameters()),
+        num_plain=len(plain),
     )
 
 

@@ -18,7 +18,7 @@ from eagle_kit.models.heads.draft_head import DraftHead
 
 def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
     """The architecture of a run's head. Raises UserError when the target has no use for it, or the run asks
-    several modules for other steps than they have."""
+    the head for other steps than it has."""
     draft = training_kind(config).new_config(_here(config.head, target), target)
     check_steps(config, draft)
     named: HeadArchitecture = replace(draft, target=config.target, template_hash=template_hash(tokenizer))
@@ -26,21 +26,27 @@ def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any)
 
 
 def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
-    """Raise UserError when several modules are to be trained or judged for other steps than they have."""
-    modules = draft.num_modules
-    if modules == 1:
+    """Raise UserError when a head is to be trained or judged for other steps than it has: several modules, or
+    a block."""
+    most = draft.most_steps
+    if most is None:
         return
-    if config.training.ttt_length != modules:
+    modules = draft.num_modules
+    has, other = (
+        (f"each of the {modules} modules is trained for one step", "head.num_modules=1")
+        if modules > 1
+        else (f"a block drafts {most} tokens", "another head.block_size")
+    )
+    if config.training.ttt_length != most:
         raise UserError(
-            f"training.ttt_length is {config.training.ttt_length}, but each of the {modules} modules is "
-            "trained for one step.",
-            f"Set training.ttt_length={modules}, or head.num_modules=1.",
+            f"training.ttt_length is {config.training.ttt_length}, but {has}.",
+            f"Set training.ttt_length={most}, or {other}.",
         )
     shapes = [SpecShape.parse(shape) for shape in config.judge.shapes]
-    if config.judge.every and any(shape.topk > 1 or shape.steps > modules for shape in shapes):
+    if config.judge.every and any(shape.topk > 1 or shape.steps > most for shape in shapes):
         raise UserError(
-            f"judge.shapes asks for more than a chain of {modules} steps, what {modules} modules draft.",
-            f"Set judge.shapes to {SpecShape(modules, 1, modules + 1)}.",
+            f"judge.shapes asks for more than a chain of {most} steps, and {has}.",
+            f"Set judge.shapes to {SpecShape(most, 1, most + 1)}.",
         )
 
 

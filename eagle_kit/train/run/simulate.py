@@ -44,7 +44,10 @@ def match_table(
     def embeds(at: torch.Tensor, step: int) -> torch.Tensor:
         return target.embed(ids[(at + 1 + step).clamp(max=length - 1)]).to(dtype)
 
-    given = ChainRows(features, embeds, rows, torch.zeros_like(positions[:-1]))
+    def mask(token: int) -> torch.Tensor:
+        return target.embed(torch.tensor([token], device=device)).to(dtype)
+
+    given = ChainRows(features, embeds, mask, rows, torch.zeros_like(positions[:-1]))
     for step, fed_back in enumerate(head.chain(given, steps)):
         drafted = head.to_target(head.logits(fed_back).argmax(-1))
         exists = rows + 2 + step < length

@@ -150,8 +150,10 @@ class Stepper:
             rows = rows[token_map.to(rows.device)].contiguous()
         objective = Objective.of(training.losses, training.lk_eta, head, self.target.head_weight.to(device))
         kind = training_kind(config)
-        regression, down_sampling = kind.regression(config), kind.down_sampling(config)
-        self._drop = None if down_sampling is None else RowDrop(*down_sampling, config.seed, 0)
+        regression, sampled = kind.regression(config), kind.sampling(config)
+        self._drop = None
+        if sampled is not None:
+            self._drop = RowDrop(sampled.ratio, sampled.floor, config.seed, 0, sampled.most)
         objective = replace(
             objective,
             regression=regression,

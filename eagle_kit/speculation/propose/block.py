@@ -1,0 +1,164 @@
+"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036): chains, made
+during draft-extend.
+
+Legend: B requests, M emitted rows of a window, D drafted tokens, N rows of a block, H hidden.
+
+The entry of a token is made of its state alone, and nobody queries with it. So draft-extend writes entries of
+the accepted rows, root first, which are the tokens that the target commits, and the block behind them in the
+scratch: the new root, whose state is not known, and masks. Its rows attend to all entries before the new
+root and to each other. Only entries of accepted rows are committed. The chain to propose is then ready.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.kernels.transfer import to_device
+from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.models.blocks.layers import KVSlots
+from eagle_kit.models.heads.dflash import DFlashHead
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+from eagle_kit.speculation.propose.drafter import Missed
+from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
+from eagle_kit.speculation.state import CycleState
+
+
+class BlockState(NamedTuple):
+    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``."""
+
+    tokens: torch.Tensor
+
+
+class BlockDrafter(ReadyChainDrafter):
+    """A head that drafts blocks. The candidates that it keeps are the D tokens of the chain, which a block of
+    as many rows as they need makes, whatever the block of its training."""
+
+    model: HeadDraftModel
+    kv: PagedKV
+
+    def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
+        super().__init__(model, vocab_size, layout)
+        self.head = cast(DFlashHead, model.head)  # as its step form says
+        self.first = self.head.config.first_drafted
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        assert model.head is not None
+        most = min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
+        if shape.topk > 1 or shape.steps > most:
+            steps = min(shape.steps, most)
+            raise UserError(
+                f"The shape {shape} was given for a draft of blocks, which are chains of at most {most} "
+                "steps.",
+                f"Use a chain such as {SpecShape(steps, 1, steps + 1)}.",
+            )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`: the whole block."""
+        assert model.head is not None and model.head.most_steps is not None
+        steps = min(MAX_WINDOW // 2 - 1, model.head.most_steps)
+        return SpecShape(steps, 1, steps + 1)
+
+    @classmethod
+    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
+        """See :class:`Drafter`; D, the steps of the longest chain."""
+        return max(1, *(shape.steps for shape in shapes))
+
+    def num_appended(self, num_candidates: int) -> int:
+        """See :class:`Drafter`."""
+        return num_candidates + self.first
+
+    def empty_state(self, count: int, topk: int) -> BlockState:
+        """See :class:`Drafter`."""
+        return BlockState(torch.zeros(count, topk, dtype=torch.int64, device=self.model.device))
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`: None, a chain ranks nothing."""
+        return None
+
+    def extend(
+        self, state: CycleState, missed: Missed, last: torch.Tensor, topk: int, num_columns: int
+    ) -> BlockState:
+        """See :class:`Drafter`; ``topk`` is D."""
+        features, tokens, num_committed = missed
+        roots = tokens.gather(1, last[:, None])[:, 0]
+        drafted = self._block(features, roots, state.page_table, state.seq_lens, last + 1, topk, num_columns)
+        nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
+        self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
+        return drafted
+
+    def prefill(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        topk: int,
+    ) -> BlockState:
+        """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
+        context = self.model.features(out)
+        rows, _ = self.kv.prompt_rows(segments)
+        starts = [torch.arange(segment.start, segment.stop) for segment in segments]
+        positions = to_device(torch.cat(starts), context.device)
+        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
+        if not len(last):
+            return self.empty_state(0, topk)
+        stops, which = [segment.stop for segment in segments], segments_of(segments, last)
+        size = topk + self.first
+        return self._block(
+            context.new_empty(len(which), 0, context.shape[1]),
+            next_ids[last],
+            torch.stack([segment.page_table for segment in segments])[which],
+            to_device(stops, last.device)[which],
+            torch.zeros_like(which),
+            topk,
+            max(stops) + size,
+        )
+
+    def _block(
+        self,
+        context: torch.Tensor,
+        roots: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        counts: torch.Tensor,
+        drafted: int,
+        num_columns: int,
+    ) -> BlockState:
+        """Write entries of context rows and run a block behind them, in the scratch.
+
+        Args:
+            context: ``[B, M, H]``, M may be 0; the rows of slots ``seq_lens [B]`` and on, of which the first
+                ``counts [B]`` are valid.
+            roots: int64 ``[B]``, the token behind them.
+            drafted: D.
+        """
+        b, length, _ = context.shape
+        size = drafted + self.first
+        inputs = self.head.block_inputs(roots, self.model.target.embed_tokens.weight, size)
+        offsets = torch.cat(
+            (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:size]), 1
+        )
+        positions = (seq_lens[:, None] + offsets).view(-1)
+        valid = (1 << counts[:, None]) - 1
+        # Bit j is row j. A block's rows see the valid ones, and each other or those up to themselves.
+        causal = valid | (self.chain_bits[:size] << length)
+        both = (valid | (self.chain_bits[size - 1] << length)).expand(b, size)
+        over = length + size
+        ways = {
+            slides: self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
+            for slides, bits in ((True, causal), (False, both))
+        }
+        attends = [ways[window is not None] for window in self.head.config.windows]
+        out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
+        read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
+        return BlockState(self._candidates(read, 1)[0].view(b, drafted))

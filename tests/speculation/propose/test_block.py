@@ -1,0 +1,161 @@
+"""Blocks drafted in one pass over states as keys: the published forward's, and text of plain decoding."""
+
+import re
+
+import pytest
+import torch
+from published_dflash import PublishedDFlash
+from tiny import tiny_dflash, tiny_target
+from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, record_proposals, serve
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import write_draft
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.kinds.dflash import DFLASH
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.request import Request
+from eagle_kit.train.run.simulate import match_table
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_target(vocab_size=11)
+    return target, tiny_dflash(target).eval().requires_grad_(False)
+
+
+def texts(requests) -> list[list[int]]:
+    return [request.token_ids for request in requests]
+
+
+HEADS = {
+    "whole": {},
+    "next token": {"predicts_next": True},
+    "sliding": {"sliding_window": 8, "sliding_layers": (0, 2)},
+    "own output": {"draft_vocab_size": 9},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_chain_is_that_of_the_published_forward(models, tmp_path, kind):
+    """After every verify the draft is computed anew, over the whole text, and must be the engine's."""
+    target, steps = models[0], 4
+    head = tiny_dflash(target, **HEADS[kind]).eval().requires_grad_(False)
+    files = DFLASH.write(head, torch.float32)
+    write_draft(tmp_path / "head", files.tensors, files.config, metadata={})
+    published = PublishedDFlash(tmp_path / "head", target.embed_tokens.weight, target.head_weight)
+    engine = make_engine((target, head), page_size=4, prefill_tokens=7)
+    engine.use_shape(SpecShape(steps, 1, steps + 1))
+    proposals = record_proposals(engine)
+    request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
+    serve(engine, [request])
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux
+    first = head.config.first_drafted
+    assert len(proposals) > 5
+    for length, draft in proposals:
+        start, anchor = torch.zeros(length + 1, dtype=torch.int64), torch.tensor([length])
+        states = torch.cat((aux[:length], torch.full_like(aux[:1], 9.0)))  # the root's own is not known
+        logits = published(states, text[: length + 1], start, anchor, steps + first)[0, first:]
+        assert draft.tree.tokens[0, 1:].tolist() == head.to_target(logits.argmax(-1)).tolist()
+    prompt = len(request.prompt_ids)
+    table = match_table(target, head, text, prompt, steps)
+    row = pack([Text(request.prompt_ids, request.token_ids)])
+    reading = read_chain(head, Source(target, row, compute_states(target, row, head.capture)), steps)
+    for length, draft in (each for each in proposals if each[0] + steps < len(text)):
+        right = draft.tree.tokens[0, 1:] == text[length + 1 : length + 1 + steps]
+        assert table[length - prompt].tolist() == right.tolist()
+        at = row.roots.tolist().index(length)
+        assert reading.accepted[at] == right.long().cumprod(0).sum()
+
+
+OPTIONS = {
+    "alone": {"batch": 1},
+    "chunked prefill": {"batch": 3, "options": {"prefill_tokens": 7}},
+    "lag": {"batch": 3, "options": {"lag": 1}},
+    "preemption": {"batch": 4, "page_size": 2, "max_context": 100, "options": {"kv_tokens": 130}},
+}
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_greedy_text_is_that_of_plain_decoding(models, case, steps):
+    options = {**OPTIONS[case], "prompts": PROMPTS[:4]}
+    drafted = decode(models, f"{steps},1,{steps + 1}", **options)
+    assert texts(drafted) == texts(decode(models, prompts=PROMPTS[:4]))
+    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+
+
+def test_seeded_text_is_that_of_plain_decoding(models):
+    params = {"temperature": 0.9, "seed": 3, "prompts": PROMPTS[:4]}
+    drafted = decode(models, "4,1,5", batch=3, options={"lag": 1}, **params)
+    assert texts(drafted) == texts(decode(models, **params))
+
+
+def test_the_longest_chain(models):
+    target = models[0]
+    head = tiny_dflash(target, block_size=32)
+    assert texts(decode((target, head), "31,1,32", batch=2)) == texts(decode(models))
+
+
+def test_the_shape_may_follow_the_batch(models):
+    engine = make_engine(models, batch=4)
+    engine.use_shape(ShapeTable.parse("5,1,6 2:2,1,3 4:none"))
+    requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert texts(requests) == texts(decode(models, batch=4))
+
+
+def test_a_cached_prefix_has_the_drafts_entries(models):
+    check_next_turn(models)
+
+
+def test_replies_match_their_grammar(tmp_path):
+    target = load_target(make_target(tmp_path / "target"))
+    head, tokenizer = tiny_dflash(target, 250), load_tokenizer(tmp_path / "target")
+    llm = LLM(target, head, tokenizer=tokenizer, max_context=300, max_batch_size=2)
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cd){3}[0-9]{2}"))
+    plain, drafted = (llm.generate(["Tell me."], params, shape=shape)[0] for shape in ("none", "4,1,5"))
+    assert re.fullmatch("(ab|cd){3}[0-9]{2}", drafted.text) and drafted.token_ids == plain.token_ids
+
+
+@pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
+def test_recorded_cycles_say_the_same(models):
+    target, head = models
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    llm = LLM(target, head, max_batch_size=2, max_context=128, shape="4,1,5", lag=0)
+    llm.engine().runner.graphs = cpu_graph.CpuGraphs(1)
+    ours = [output.token_ids for output in llm.generate(PROMPTS[:2], params)]
+    assert llm.engine().runner.graphs.num_graphs > 0 and not llm.engine().runner.graphs._refused
+    assert ours == [request.token_ids[:60] for request in decode(models, prompts=PROMPTS[:2], max_tokens=60)]
+
+
+def test_shapes_are_chosen_among_chains(models):
+    llm = LLM(*models, max_context=128, max_batch_size=2)
+    assert llm.chooses_shapes and str(llm.default_shape) == "5,1,6"
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == texts(
+        decode(models, prompts=PROMPTS[:2], max_tokens=30)
+    )
+    assert {shape.topk for shape in llm.engine().shapes.shapes} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": "5,4,16"}, "draft of blocks.*at most 5.*such as 5,1,6"),
+        ({"shape": "6,1,7"}, "at most 5 steps"),
+        ({"tree": "static"}, "The draft has blocks"),
+        ({"sampled_drafts": True}, "The draft has blocks"),
+    ],
+)
+def test_what_is_no_plain_chain_is_refused(models, options, message):
+    with pytest.raises(UserError, match=message):
+        LLM(*models, max_context=128, **options)
