@@ -16,6 +16,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_rejection_chain, outcome
 from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
+from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_loss import linear_draft_loss
@@ -111,6 +112,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
         ("small_linear", "torch, SwiGLU", _linear_swiglu),
         ("experts", "torch", _experts),
         ("tree_build", "torch", _tree),
+        ("best_first", "torch", _best_first),
         ("accept", "torch", _accept),
         ("accept", "torch, sampled chain", _accept_sampled),
         ("accept", "torch, outcome", _outcome),
@@ -418,6 +420,17 @@ def _tree() -> float:
     tree = tree_build(torch.tensor([9]), tokens, scores, parents, SpecShape(2, 2, 4))
     got = torch.cat((tree.tokens, tree.parents, tree.depths, tree.ancestors))
     return _error(got, torch.tensor([[9, 10, 11, 12], [0, 0, 0, 1], [0, 1, 1, 2], [1, 3, 5, 11]]))
+
+
+def _best_first() -> float:
+    """Two depths of two candidates: the better one's better child (0.42) beats the other (0.4), whose own one
+    (0.28) beats the better one's second child (0.18)."""
+    tokens, scores = torch.tensor([[[10, 11], [12, 13]]]), torch.tensor([[[[0.6, 0.4]], [[0.7, 0.3]]]]).log()
+    tree = best_first(torch.tensor([9]), tokens, scores, SpecShape(2, 2, 5))
+    got = torch.cat((tree.tokens, tree.parents, tree.depths, tree.ancestors))
+    return _error(
+        got, torch.tensor([[9, 10, 12, 11, 12], [0, 0, 1, 0, 3], [0, 1, 2, 1, 2], [1, 3, 7, 9, 25]])
+    )
 
 
 def _accept() -> float:

@@ -35,7 +35,7 @@ LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER)
 OLDER_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-OUTPUT_BIAS = ".self_attn.o_proj.bias"
+OUTPUT_WEIGHT, OUTPUT_BIAS = ".self_attn.o_proj.weight", ".self_attn.o_proj.bias"
 LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
 SHIFTS = {"input": 0, "output": 1}
 """Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""

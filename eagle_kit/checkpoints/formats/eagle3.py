@@ -23,6 +23,7 @@ from eagle_kit.kinds.fused_states import (
     LAYER_IDS,
     LLAMA_LAYER,
     OUTPUT_BIAS,
+    OUTPUT_WEIGHT,
     FusedStatesKind,
     flatten_config,
     is_usual,
@@ -84,7 +85,8 @@ def write_fused(config: Eagle3Config, files: DraftFiles, peer: Format, served: S
             refuse(peer, "its draft vocabulary is the target's in another order")
         del tensors["d2t"], tensors["t2d"]
     if config.attention_bias:
-        tensors |= zeros_for(tensors, f"midlayer{OUTPUT_BIAS}", config.hidden_size)
+        for name in [name for name in tensors if name.endswith(OUTPUT_WEIGHT)]:
+            tensors |= zeros_for(tensors, name.removesuffix(OUTPUT_WEIGHT) + OUTPUT_BIAS, config.hidden_size)
     if peer in ("vllm", "speculators"):
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     own = {**raw[OWN], "format": peer}

@@ -126,3 +126,17 @@ def test_impossible_configs_are_refused(made, change, message):
     files.config.update(change)
     with pytest.raises(UserError, match=message):
         P_EAGLE.read_config(files)
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_every_layer_has_the_output_bias_that_peers_make_where_queries_have_one(made, tmp_path, peer):
+    target, _, model, _ = made
+    head = tiny_p_eagle(model, 150, aux_layer_ids=(1, 2, 3), attention_bias=True)
+    save_draft(head, tmp_path / "ours", metadata={})
+    export_draft(tmp_path / "ours", tmp_path / "theirs", format=peer, dtype=None, target=target)
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    for layer in range(3):
+        assert torch.equal(tensors[f"layers.{layer}.self_attn.o_proj.bias"], torch.zeros(64))
+    import_draft(tmp_path / "theirs", tmp_path / "back")
+    old, new = contents(tmp_path / "ours")[1], contents(tmp_path / "back")[1]
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
