@@ -22,6 +22,11 @@ LOADING = {
     "quantization": "--quantization",
     "device": "--device",
 }
+RANKS = {
+    "tensor_parallel": "--tensor-parallel",
+    "expert_parallel": "--enable-expert-parallel",
+    "rank_timeout_s": "--rank-timeout",
+}
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 SchemaT = TypeVar("SchemaT", bound=Options)
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from eagle_kit.cli.arguments import LOADING, add_flags, add_target, options_of
+from eagle_kit.cli.arguments import LOADING, RANKS, add_flags, add_target, options_of
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 
@@ -15,7 +15,7 @@ FLAGS = {
     "seed": "--seed",
     "plots": "--no-plots",
 }
-ENGINE_FLAGS = {"max_batch_size": "--batch-size", **LOADING}
+ENGINE_FLAGS = {"max_batch_size": "--batch-size", **LOADING, **RANKS}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -4,12 +4,14 @@ import argparse
 import json
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from eagle_kit.cli.arguments import (
     DECODING,
     LOADING,
+    RANKS,
     add_decoding,
     add_flags,
     add_sampling,
@@ -22,7 +24,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json, read_text
 from eagle_kit.core.output import RequestOutput
 
-FLAGS = {**DECODING, **LOADING, "algorithm": "--algorithm", "token_map": "--token-map"}
+FLAGS = {**DECODING, **LOADING, **RANKS, "algorithm": "--algorithm", "token_map": "--token-map"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.llm import LLM
 
     llm = LLM(args.target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
-    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-        print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
+    with closing(llm):
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
     return 0
 
 

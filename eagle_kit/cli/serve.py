@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
+from eagle_kit.cli import sglang_flags
+from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import UserError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
+PLANNED_GPU = "h100-80g"
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
 SERVER_FLAGS = {
     "api_key": "--api-key",
@@ -56,9 +58,7 @@ ENGINE_FLAGS = {
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
-    "tensor_parallel": "--tensor-parallel",
-    "expert_parallel": "--enable-expert-parallel",
-    "rank_timeout_s": "--rank-timeout",
+    **RANKS,
     **LOADING,
 }
 SHAPE_FLAGS = {
@@ -78,6 +78,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--target", help="of the draft, if not its own")
     given.add_argument("--draft", help="for the target; without it decoding is plain")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="without a GPU or the target's weights, print the memory of each rank for several numbers of "
+        "ranks, and what fits on which GPUs",
+    )
+    parser.add_argument("--gpu", metavar="KIND", help=f"kind of GPU of --plan (default {PLANNED_GPU})")
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
@@ -104,11 +111,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(engine, EngineConfig, ENGINE_FLAGS)
     engine.add_argument("--disable-cuda-graph", action="store_true", help="the same as --graph-mode off")
+    sglang_flags.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
     config = engine_config(args)
+    if args.plan:
+        return plan(args, config)
+    if args.gpu is not None:
+        raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
     from eagle_kit.data.chat.reply.choice import check_names
     from eagle_kit.serve.api.app import check_packages, create_app
     from eagle_kit.serve.api.server import bind, run_forever
@@ -144,6 +156,21 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
+def plan(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Print the memory that the engine would need. Raises UserError."""
+    from eagle_kit.cli.serve_plan import print_plan
+    from eagle_kit.serve.api.startup import find_model
+
+    draft, target = args.draft, args.model
+    if args.target is not None or (draft is None and Path(args.model).is_dir()):
+        model = find_model(args.model, args.target, DEFAULT_TARGET)
+        draft, target = model.draft, model.target
+    if args.speculative_algorithm == "NONE":
+        draft = None
+    print_plan(target, draft, config, args.gpu or PLANNED_GPU)
+    return 0
+
+
 def tell_of_end(error: "RankLost") -> None:
     """Print why the server has ended."""
     say(f"error: {error} The server has ended.\n  -> Start it again.")
@@ -166,6 +193,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.disable_cuda_graph and args.graph_mode not in (None, "off"):
         raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
     args.graph_mode = "off" if args.disable_cuda_graph else args.graph_mode
+    sglang_flags.apply(args)
     args.shape = shape_of(args)
     algorithm = args.speculative_algorithm
     algorithm = "auto" if algorithm in (None, "NONE") else algorithm

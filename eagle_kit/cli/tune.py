@@ -1,10 +1,11 @@
 """`eagle-kit tune DRAFT`: measure what shapes cost on this machine and what they accept."""
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, add_flags, options_of
+from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 
@@ -13,7 +14,13 @@ if TYPE_CHECKING:
     from eagle_kit.serve.llm import LLM
     from eagle_kit.serve.tune import Tuned
 
-FLAGS = {"max_batch_size": "--batch-size", "kv_dtype": "--kv-dtype", "graph_mode": "--graph-mode", **LOADING}
+FLAGS = {
+    "max_batch_size": "--batch-size",
+    "kv_dtype": "--kv-dtype",
+    "graph_mode": "--graph-mode",
+    **LOADING,
+    **RANKS,
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, keep and print what is chosen."""
-    from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.core.files import check_writable
     from eagle_kit.eval.tasks import load_tasks
-    from eagle_kit.eval.tune import TuneOptions, tune
-    from eagle_kit.eval.tune_check import held_out
     from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
-    from eagle_kit.tuning.files import acceptance_path, costs_path, ship
 
     if args.out and not args.check:
         raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
@@ -63,18 +66,27 @@ def run(args: argparse.Namespace) -> int:
     limits = [max(1, min(args.limit, len(task.prompts) // 2)) if args.check else args.limit for task in whole]
     tasks = [task.limited(limit, args.seed) for task, limit in zip(whole, limits, strict=True)]
     model = find_model(args.draft, args.target, DEFAULT_TARGET)
-    llm = LLM(model.target, model.draft, config)
+    with closing(LLM(model.target, model.draft, config)) as llm:
+        return _tune(args, llm, list(zip(whole, tasks, limits, strict=True)))
+
+
+def _tune(args: argparse.Namespace, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
+    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.core.files import check_writable
+    from eagle_kit.eval.tune import TuneOptions, tune
+    from eagle_kit.eval.tune_check import held_out
+    from eagle_kit.tuning.files import acceptance_path, costs_path, ship
+
     folder = resolve_draft(args.draft, llm.target.config)
     if args.ship:
         check_writable(folder, "Copy the draft to a folder of yours.")
-    tuned = tune(llm, TuneOptions(tasks, args.max_tokens))
+    tuned = tune(llm, TuneOptions([task for _, task, _ in triples], args.max_tokens))
     print(f"costs       {costs_path(tuned.costs.key)}")
     print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
     if args.ship:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
     if args.check:
-        triples = zip(whole, tasks, limits, strict=True)
         rest = [held_out(task, recorded, limit, args.seed) for task, recorded, limit in triples]
         _check(llm, tuned, [task for task in rest if task], args)
     return 0

@@ -24,6 +24,8 @@ class EvalEngine(Protocol):
 
     def tokenize(self, prompt: Any) -> list[int]: ...
 
+    def close(self) -> None: ...
+
     def logits(self, ids: list[int]) -> Any: ...
 
     def generate(
@@ -49,6 +51,7 @@ def make_engines(
     target: str, drafts: Sequence[str], *, config: EngineConfig, records: bool = True
 ) -> list[EvalEngine]:
     """Load the target once and every draft; one that does not fit is refused before the target is loaded.
+    With tensor parallelism one engine decodes plainly and with its draft.
 
     Args:
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
@@ -60,10 +63,18 @@ def make_engines(
     from eagle_kit.serve.options import choose_device
 
     folder: Path = resolve_target(target)
+    if config.tensor_parallel > 1 and len(drafts) > 1:
+        raise UserError(
+            f"With tensor parallelism an evaluation has one engine, and {len(drafts)} drafts were given.",
+            "Evaluate one after another.",
+        )
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder))
     if not records and choose_device(config.device) == "cpu":
         config = config.replace(graph_mode="off")
+    if config.tensor_parallel > 1:
+        one = LLM(folder, drafts[0] if drafts else None, config)
+        return [one] * (1 + len(drafts))
     plain = LLM(folder, config=config)
     return [plain, *(LLM(plain.target, draft, config, tokenizer=plain.tokenizer) for draft in drafts)]
 

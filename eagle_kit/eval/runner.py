@@ -78,6 +78,7 @@ def run_eval(
         "dtype": engine.dtype,
         "device": engine.device,
         "max_context": engine.max_context,
+        **({"tensor_parallel": engine.tensor_parallel} if engine.tensor_parallel > 1 else {}),
         **_speed_settings(),
     }
     store = AnswerStore(Path(out), settings, runs)
@@ -101,7 +102,10 @@ def run_eval(
                 "date": now(),
             }
         )
-        decoder.run(made)
+        try:
+            decoder.run(made)
+        finally:
+            made[None].close()
     return _finish(
         store, runs, loaded, {name: str(path) for name, path in drafts.items()}, config.plots, quiet
     )

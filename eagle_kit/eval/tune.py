@@ -17,6 +17,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.tasks import Task
 from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.report.environment import now
+from eagle_kit.serve.leading import Arrival, RecordDrafts
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
@@ -124,9 +125,10 @@ def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work
         recording = work.recording(first)
         if recording is None:
             requests = [llm.make_request(prompt, params) for prompt in part]
-            recording = record_drafts(
-                llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=bar.update
-            )
+            with llm.telling(RecordDrafts([Arrival.of(request) for request in requests], RECORDED)):
+                recording = record_drafts(
+                    llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=bar.update
+                )
             work.keep_recording(first, recording)
         else:
             bar.update(len(part))

@@ -12,6 +12,7 @@ with expert parallelism (GShard, arXiv 2006.16668), whole experts, contiguous an
 them: as every rank has every token, the same sum adds what they give, and there is nothing to dispatch.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,13 @@ class Sharding:
     expert_parallel: bool = False
     block: int = 1
 
+    @classmethod
+    def of(
+        cls, config: TargetConfig, share: Share, block: tuple[int, int] | None, expert_parallel: bool
+    ) -> "Sharding":
+        """With fp8 scales of ``block`` rows and columns, or without blocks."""
+        return cls(config, share, expert_parallel, 1 if block is None else math.lcm(*block))
+
     def rank_config(self) -> TargetConfig:
         """Architecture of the rank's model. Its vocabulary stays the whole one.
 
@@ -106,6 +114,8 @@ class Sharding:
             UserError: a target that is not cut, or that is too small for so many ranks.
         """
         config, share = self.config, self.share
+        if share.size == 1:
+            return config
         if config.states is not None:
             raise UserError(
                 f"Tensor parallelism does not cut the recurrent layers of {config.model_type}.",

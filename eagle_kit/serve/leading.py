@@ -17,6 +17,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.policy import ShapePolicy, ToldPolicy
 
@@ -49,8 +50,7 @@ class LeadingEngine(Engine):
     def add_request(self, request: Request) -> None:
         """See :class:`Engine`."""
         super().add_request(request)
-        arrival = request.number, request.prompt_ids, request.params, request.priority, request.group
-        self._note(Arrival(*arrival, request.seed))
+        self._note(Arrival.of(request))
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """See :class:`Engine`."""
@@ -150,9 +150,19 @@ class Arrival:
     group: int
     seed: int
 
+    @classmethod
+    def of(cls, request: Request) -> "Arrival":
+        """That of ``request``."""
+        given = request.number, request.prompt_ids, request.params, request.priority, request.group
+        return cls(*given, request.seed)
+
+    def request(self) -> Request:
+        """The request, which makes no text."""
+        return Request(self.number, self.prompt_ids, self.params, self.priority, group=self.group)
+
     def do(self, follower: Follower) -> None:
-        """See :class:`Message`; the request makes no text."""
-        request = Request(self.number, self.prompt_ids, self.params, self.priority, group=self.group)
+        """See :class:`Message`."""
+        request = self.request()
         follower.engine.add_request(request)
         request.seed = self.seed
         follower.requests[self.number] = request
@@ -234,6 +244,20 @@ class Ask:
     def do(self, follower: Follower) -> None:
         """See :class:`Message`."""
         getattr(follower.llm, self.method)(*self.args)
+
+
+@dataclass(frozen=True)
+class RecordDrafts:
+    """The drafts of requests are recorded in an engine of their own (:mod:`eagle_kit.serve.record`)."""
+
+    arrivals: list[Arrival]
+    shape: SpecShape
+
+    def do(self, follower: Follower) -> None:
+        """See :class:`Message`."""
+        llm, requests = follower.llm, [each.request() for each in self.arrivals]
+        assert llm.draft is not None
+        record_drafts(llm.target, llm.draft, llm.config, requests, shape=self.shape)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
-from eagle_kit.serve.leading import Ask, LeadingEngine, Leave
+from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
 from eagle_kit.serve.memory import MemoryPlan, plan_memory
 from eagle_kit.serve.options import (
     check_fp8,
@@ -189,18 +189,23 @@ class LLM:
         if is_launched:
             raise SystemExit(0)
 
-    @contextmanager
-    def _leading(self, method: str, *args: Any) -> Iterator[None]:
+    def _leading(self, method: str, *args: Any) -> AbstractContextManager[None]:
         """Context manager: the other ranks, if there are any, call ``method`` as this one does within."""
-        engine, ask = self._engine, Ask(method, args)
+        return self.telling(Ask(method, args))
+
+    @contextmanager
+    def telling(self, message: Message) -> Iterator[None]:
+        """Context manager: the other ranks, if there are any, do what ``message`` says and this one does
+        within."""
+        engine = self._engine
         if self.group is None or not self.group.ranks.is_first:
             yield
         elif isinstance(engine, LeadingEngine):
-            with engine.telling(ask):
+            with engine.telling(message):
                 yield
         else:
             with self._whole():
-                self.group.ranks.tell([ask])
+                self.group.ranks.tell([message])
                 yield
 
     def warm_up(

@@ -4,7 +4,7 @@ buffers."""
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -39,6 +39,13 @@ LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
 
 NO_GRAPHS = Graphs(0, 0)
+
+
+class Place(NamedTuple):
+    """Device of an engine, and its free bytes beside the weights."""
+
+    device: torch.device
+    free: int
 
 
 @dataclass(frozen=True)
@@ -129,58 +136,64 @@ class MemoryPlan:
 
 
 def plan_memory(
-    target: Target, draft: DraftModel | None, config: ResolvedConfig, *, chooses_shapes: bool = False
+    target: Target,
+    draft: DraftModel | None,
+    config: ResolvedConfig,
+    *,
+    chooses_shapes: bool = False,
+    place: Place | None = None,
 ) -> MemoryPlan:
     """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
     as much as fits.
 
     Args:
         chooses_shapes: whether the engine will choose among several shapes.
+        place: where the engine will be; default the device that the target is on.
 
     Raises:
         UserError: the given size does not fit into the free memory, or no token does.
     """
     model, weight, batch = target.config, target.embed_tokens.weight, config.max_batch_size
+    device, free = place or Place(weight.device, free_memory(weight.device))
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     per_token = model.cache.values_per_token * width + of_draft
     scratch = per_token * batch * MAX_WINDOW
     if draft is not None:  # states of tokens that it may read later
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
-    if weight.device.type != "cpu":  # graphs of every kind are captured at the start
+    if device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
         scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)  # masks of grammars
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
     expanded = config.max_context
-    if weight.device.type != "cpu":  # several prompts together
+    if device.type != "cpu":  # several prompts together
         expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
     values = config.prefill_tokens * _values_per_row(model) + expanded * _expanded_per_token(model)
     activations = values * weight.element_size() + target.working_bytes
-    if weight.device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
+    if device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
         gathered = batch * config.max_context * model.cache.values_per_token * width
         activations += min(gathered, MAX_BYTES)
-    activations += prefill_backends.working_bytes(config.prefill_backend, weight.device, target.variants)
+    activations += prefill_backends.working_bytes(config.prefill_backend, device, target.variants)
     if layers := target.fp8_layers:
-        activations += working_bytes(weight.device)
+        activations += working_bytes(device)
     states, snapshots = 0, None
     if (spec := model.states) is not None:
         states = (batch + 1) * spec.num_bytes(weight.element_size())
         scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
         activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
     graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
-    if weight.device.type != "cpu" and config.graph_mode == "cycle":
+    if device.type != "cpu" and config.graph_mode == "cycle":
         activations += config.most_rows * _values_per_row(model) * weight.element_size()  # of cycles, apart
         for extent in graphs:
             graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
     needed = scratch + logits + activations + states
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
-    free = free_memory(weight.device)
     ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
-    if weight.device.type == "cpu":
+    if device.type == "cpu":
         free = max(0, free - ngram_log)
         if target.ranks is not None:  # which share the machine's memory
             free //= target.ranks.size
-    room = int(FREE_SHARE[weight.device.type] * free) - needed
+    room = int(FREE_SHARE[device.type] * free) - needed
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)

@@ -48,6 +48,9 @@ class FakeLLM:
         text = "|".join(f"{message['role']}:{message['content']}" for message in prompt)
         return [ord(letter) % VOCABULARY for letter in text]
 
+    def close(self) -> None:
+        pass
+
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Row t prefers the plain next token by 3; every other token's logit is 0."""
         out = torch.zeros(len(ids), VOCABULARY)

@@ -10,7 +10,8 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.loading.loader import parse_target, read_target_config
+from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
+from eagle_kit.models.loading.loader import parse_target, read_raw_config, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
 
 
@@ -123,6 +124,7 @@ _YARN = {
 }
 _DEEPSEEK_V3 = _MLA | {
     "architectures": ["DeepseekV3ForCausalLM"],
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     "hidden_size": 7168,
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -494,20 +496,33 @@ def target_architecture(name: str) -> tuple[TargetConfig, str]:
     Raises:
         UserError: ``name`` is none of these.
     """
+    found, source = _find(name)
+    return read_target_config(found) if isinstance(found, Path) else found.architecture, source
+
+
+def target_fp8_layout(name: str) -> FP8Layout | None:
+    """Layout of the fp8 weights of a target, found as :func:`target_architecture` does; None for unquantised
+    weights."""
+    found, source = _find(name)
+    return read_fp8_layout(read_raw_config(found) if isinstance(found, Path) else found.config, source)
+
+
+def _find(name: str) -> tuple[Path | KnownTarget, str]:
+    """Folder with the ``config.json`` of a target, or an entry of the table, and the source in words."""
     from huggingface_hub import try_to_load_from_cache
 
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return read_target_config(path), f"{path}/config.json"
+        return path, f"{path}/config.json"
     packaged = PACKAGED_TARGETS.get(name.lower())
     repository, revision = split_revision(packaged.hub_id if packaged else name)
     known = known_target(repository)
     if known is not None:
-        return known.architecture, "its published config.json"
+        return known, "its published config.json"
     is_id = REPOSITORY.fullmatch(repository)
     cached = try_to_load_from_cache(repository, "config.json", revision=revision) if is_id else None
     if isinstance(cached, str):
-        return read_target_config(Path(cached).parent), "its config.json in the hub's cache"
+        return Path(cached).parent, "its config.json in the hub's cache"
     raise UserError(
         f"The sizes of the target {name!r} are not known without a network, and it is no folder here.",
         "Give a folder that holds its config.json, or one of the targets in configs/.",

@@ -1,6 +1,5 @@
 """Loading of a rank's part of a target: only its slices are read from the files."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -112,7 +111,7 @@ def load_share(
         raise UserError(f"Tensor parallelism does not cut {config.model_type}, run by transformers.", whole)
     layout = read_fp8_layout(read_raw_config(folder), str(folder))
     block = None if layout is None else layout.block
-    sharding = Sharding(config, ranks.share, expert_parallel, 1 if block is None else math.lcm(*block))
+    sharding = Sharding.of(config, ranks.share, block, expert_parallel)
     with torch.device("meta"):
         parameters = list(LlamaModel(config).named_parameters())  # of all ranks
         model = LlamaModel(sharding.rank_config(), ranks)

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from eagle_kit.config.engine import SNAPSHOTS_PER_REQUEST
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states.format import bytes_per_token
@@ -19,8 +20,8 @@ from eagle_kit.train.algorithm.loss import LOSS_BLOCK, LOSS_BLOCK_ON_GPU
 from eagle_kit.train.plan.activations import Numerics, training_bytes
 from eagle_kit.train.plan.sizes import HeadArchitecture, HeadSizes, attended, head_sizes, num_weights
 
-RUNTIME_BYTES, RUNTIME_BYTES_ON_GPU = 700e6, 1.5e9
-"""Python, torch and the tokenizer; on a GPU the CUDA context, kernels, libraries' workspaces."""
+RUNTIME_BYTES_ON_CPU = 700e6
+"""Python, torch and the tokenizer."""
 OPTIMISER_TRAFFIC = 40
 """Bytes that AdamW, clipping and zeroing move per weight and step."""
 
@@ -182,7 +183,7 @@ class Costs:
         }
         if config.judge.every and layout.target == "whole":
             memory["judge"] = self._judge_bytes(layout)
-        return memory | {"runtime": RUNTIME_BYTES_ON_GPU if self.is_gpu else RUNTIME_BYTES}
+        return memory | {"runtime": RUNTIME_BYTES if self.is_gpu else RUNTIME_BYTES_ON_CPU}
 
     @staticmethod
     def peak(memory: dict[str, float]) -> float:

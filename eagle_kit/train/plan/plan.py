@@ -7,8 +7,8 @@ sheets.
 import math
 from dataclasses import dataclass
 
-from eagle_kit.train.plan.costs import RUNTIME_BYTES_ON_GPU, Costs, Layout, Rates, Workload
-from eagle_kit.train.plan.gpus import Gpu
+from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
+from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""
@@ -88,7 +88,7 @@ class Planner:
         """The smallest power of two of GPUs, up to 64, over which the sharded target can run at all."""
         forward = self.costs.target_forward(self.costs.config.data.max_length)
         for num_gpus in (1, 2, 4, 8, 16, 32, 64):
-            needed = self.costs.target_bytes(_capture_layout(num_gpus)) + forward + RUNTIME_BYTES_ON_GPU
+            needed = self.costs.target_bytes(_capture_layout(num_gpus)) + forward + RUNTIME_BYTES
             if needed <= USABLE * self.gpu.memory:
                 return num_gpus
         return None

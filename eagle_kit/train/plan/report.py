@@ -6,10 +6,10 @@ from pathlib import Path
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.gpus import find_gpu
 from eagle_kit.models.loading.known_targets import target_architecture
 from eagle_kit.train.parallel.processes import with_precision
 from eagle_kit.train.plan.costs import Costs
-from eagle_kit.train.plan.gpus import find_gpu
 from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Placement, Planner
 from eagle_kit.train.run.new_head import head_architecture
 

@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.gpus import GPUS, find_gpu
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.heads.mtp import MTPConfig
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.__main__ import main
-from eagle_kit.train.plan.gpus import GPUS, find_gpu
 from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Planner
 from eagle_kit.train.plan.report import make_planner, report, table
 

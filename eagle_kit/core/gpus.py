@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from eagle_kit.core.errors import UserError
 
+RUNTIME_BYTES = 1.5e9
+"""CUDA context, kernels, libraries' workspaces."""
+
 
 @dataclass(frozen=True)
 class Gpu:

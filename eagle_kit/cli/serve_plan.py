@@ -1,0 +1,133 @@
+"""`eagle-kit serve --plan`: memory of engines on GPUs that are not at hand, by number of ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.gpus import GPUS, RUNTIME_BYTES, find_gpu
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.plan import Planner, RankPlan
+
+SIZES = (1, 2, 4, 8, 16)
+"""Ranks that are compared where no number is given."""
+NAME_WIDTH, CELL_WIDTH = 30, 12
+HONESTY = (
+    "Estimates: no plan has been compared with a GPU. Sizes of GPUs are their makers'. The rank is the last, "
+    "whose parts are the largest; tokens that fit would be in a pool for larger batches or contexts."
+)
+
+
+def print_plan(target: str, draft: str | None, options: EngineConfig, gpu: str) -> None:
+    """Print what each rank would hold on GPUs of one kind, and how many tokens would fit on others.
+
+    Args:
+        target: a folder, or a name whose ``config.json`` is known; no weights are read.
+        draft: its weights are read.
+        options: of the engine; a ``tensor_parallel`` above 1 is the only number of ranks that is planned.
+        gpu: a kind of :data:`~eagle_kit.core.gpus.GPUS`.
+
+    Raises:
+        UserError: an unknown GPU or target, or one that cannot be planned or shared at all.
+    """
+    from eagle_kit.models.loading.known_targets import target_architecture
+    from eagle_kit.serve.plan import Planner
+
+    find_gpu(gpu)
+    planner = Planner(target, draft, options)
+    wanted = (options.tensor_parallel,) if options.tensor_parallel > 1 else SIZES
+    plans, refused = _plans(planner, wanted)
+    first = next(iter(plans.values()))
+    dtype = first.target.weight_format
+    config = first.config
+    print(f"target  {target}, {dtype}; sizes from {target_architecture(target)[1]}")
+    print(
+        f"draft   {draft or options.algorithm if first.draft is not None else 'none'}, shape {config.shape}"
+    )
+    print(f"engine  context {config.max_context}, batch {config.max_batch_size}; ranks as columns,")
+    print("        e: experts by number (--enable-expert-parallel)")
+    lines = [*_memory(plans, gpu), "", *_tokens(plans)]
+    if planner.config.mla is not None:
+        lines += ["", *_latents(planner, plans, gpu)]
+    print("\n".join(["", *lines, "", *refused, HONESTY]))
+
+
+def _plans(planner: "Planner", wanted: Sequence[int]) -> "tuple[dict[str, RankPlan], list[str]]":
+    """Plans by the names of their columns, and why others are none. Raises UserError where there is none."""
+    ways = (False, True) if planner.config.moe is not None else (False,)
+    if planner.options.expert_parallel:
+        ways = (True,)
+    plans, refused = {}, {}
+    for size in wanted:
+        for by_number in ways:
+            if size == 1 and by_number:
+                continue
+            name = f"{size}e" if by_number else f"{size}"
+            try:
+                plans[name] = planner.plan(size, expert_parallel=by_number)
+            except UserError as error:
+                refused[name] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    return plans, [f"not with {name}: {error.cause}" for name, error in refused.items()]
+
+
+def _row(name: str, cells: "Sequence[str]") -> str:
+    return f"{name:{NAME_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
+
+
+def _memory(plans: "Mapping[str, RankPlan]", gpu: str) -> Iterator[str]:
+    """Lines of the memory of each rank, in GB."""
+    kind = find_gpu(gpu)
+    found = {name: plan.on(kind) for name, plan in plans.items()}
+    yield _row(f"GB of each rank on {gpu}", [*plans])
+    for part in next(iter(plans.values())).weights:
+        sizes = [plan.weights[part] for plan in plans.values()]
+        if any(sizes):
+            yield _row(f"  {part}", [f"{size / 1e9:.2f}" for size in sizes])
+    yield _row("  runtime", [f"{RUNTIME_BYTES / 1e9:.2f}"] * len(plans))
+    for use in ("pool", "scratch", "logits", "activations", "states", "graphs"):
+        cells = [None if memory is None else getattr(memory, use) for memory in found.values()]
+        cells = [getattr(size, "bytes", size) for size in cells]
+        if use != "states" or any(cells):
+            yield _row(f"  {use}", ["-" if size is None else f"{size / 1e9:.2f}" for size in cells])
+    heads = []
+    for plan, memory in zip(plans.values(), found.values(), strict=True):
+        if memory is None:
+            heads.append("no fit")
+            continue
+        parts = memory.pool, memory.scratch, memory.logits, memory.activations, memory.states
+        heads.append(f"{(plan.free(kind) - sum(parts) - memory.graphs.bytes) / 1e9:.2f}")
+    yield _row("  head room", heads)
+    sizes_of = attrgetter("kv_tokens", "bytes_per_token")
+    there = [None if memory is None else sizes_of(memory) for memory in found.values()]
+    yield _row("tokens of the pool", ["-" if each is None else f"{each[0]:,}" for each in there])
+    yield _row("kB of a token", ["-" if each is None else f"{each[1] / 1e3:.1f}" for each in there])
+
+
+def _fit(tokens: int) -> str:
+    return f"{tokens:,}" if tokens else "no fit"
+
+
+def _tokens(plans: "Mapping[str, RankPlan]") -> Iterator[str]:
+    """Lines of the tokens of cache that fit on each kind of GPU."""
+    yield _row("tokens of cache that fit", [*plans])
+    for name, gpu in GPUS.items():
+        yield _row(f"  {name}", [_fit(plan.tokens(gpu)) for plan in plans.values()])
+
+
+def _latents(planner: "Planner", plans: "Mapping[str, RankPlan]", gpu: str) -> Iterator[str]:
+    """Lines that compare a replica of the latents on every rank with latents by request."""
+    from eagle_kit.serve.plan import split_latents
+
+    whole, kind = planner.plan(1), find_gpu(gpu)
+    costs = [split_latents(whole, plan, kind) for plan in plans.values()]
+    yield _row(f"latents on {gpu}", [*plans])
+    fit = [plan.tokens(kind) for plan in plans.values()]
+    yield _row("  tokens, a replica of all", [f"{tokens:,}" if tokens else "no fit" for tokens in fit])
+    yield _row(
+        "  tokens, by request (not yet)", [f"{tokens:,}" if tokens else "no fit" for _, tokens in costs]
+    )
+    yield _row("  GB of attention it would add", [f"{more / 1e9:.2f}" for more, _ in costs])

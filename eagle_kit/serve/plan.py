@@ -1,0 +1,239 @@
+"""Memory of engines on GPUs that are not at hand: what a rank holds, for several numbers of ranks.
+
+The target is made on the meta device, as its loader would cut it, and planned by
+:func:`~eagle_kit.serve.memory.plan_memory` as it is before an engine is made. The last rank is planned: of
+nearly equal parts it has the largest.
+"""
+
+import re
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from eagle_kit.config.engine import EngineConfig, ResolvedConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
+from eagle_kit.kernels.collectives import Share
+from eagle_kit.kernels.fp8 import E4M3, FP8Weight
+from eagle_kit.kernels.linear import FP8Linear, Linear
+from eagle_kit.models.blocks.moe import Experts, FP8Experts
+from eagle_kit.models.bridge.config import BridgedConfig
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.fp8_layout import FP8Layout
+from eagle_kit.models.loading.known_targets import target_architecture, target_fp8_layout
+from eagle_kit.models.loading.loader import in_dtype
+from eagle_kit.models.loading.published import published_parts
+from eagle_kit.models.loading.quantize import quantizable
+from eagle_kit.models.sharding import Sharding, scale_cuts
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.memory import FREE_SHARE, MemoryPlan, Place, plan_memory
+from eagle_kit.serve.options import draft_in_target, dtype_of
+from eagle_kit.speculation.propose.choice import drafter_class
+from eagle_kit.speculation.propose.draft_model import DraftModel
+
+PARTS = {
+    "routed experts": r"\.experts\.",
+    "norms and routers": r"norm|\.gate\.|shared_expert_gate",
+    "MLP and shared experts": r"\.mlp\.",
+    "embedding and output layer": r"^(embed_tokens|lm_head)\.",
+    "attention": "",
+}
+"""Parts of a target's weights; a name belongs to the first that is found in it."""
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank of a target.
+
+    Attributes:
+        sharding: what it has.
+        target: its model, on the meta device.
+        draft: on the meta device.
+        config: of its engine.
+        chooses_shapes: whether the engine chooses among several shapes.
+    """
+
+    sharding: Sharding
+    target: LlamaModel
+    draft: DraftModel | None
+    config: ResolvedConfig
+    chooses_shapes: bool
+
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """Bytes by part of :data:`PARTS`, and those of the draft; a matrix that two share is counted once."""
+        found = dict.fromkeys((*PARTS, "draft"), 0)
+        for name, parameter in self.target.named_parameters():
+            part = next(part for part, pattern in PARTS.items() if re.search(pattern, name))
+            found[part] += parameter.nbytes
+        found["draft"] = self.all_weights - sum(found.values())
+        return found
+
+    @cached_property
+    def all_weights(self) -> int:
+        """Bytes of the weights of target and draft."""
+        return self._plan(Place(GPU, 10**15)).weights
+
+    def on(self, gpu: Gpu) -> MemoryPlan | None:
+        """Its memory on a GPU; None where it does not fit."""
+        try:
+            return self._plan(Place(GPU, self.free(gpu)))
+        except UserError:
+            return None
+
+    def free(self, gpu: Gpu) -> int:
+        """Bytes that are free beside the weights and the runtime."""
+        return max(0, int(gpu.memory - RUNTIME_BYTES) - self.all_weights)
+
+    def tokens(self, gpu: Gpu, more_weights: int = 0) -> int:
+        """Tokens that the pool could hold, whatever the batch needs.
+
+        Args:
+            more_weights: bytes that are not free beside those of :meth:`free`.
+        """
+        plan = self.on(gpu)
+        if plan is None:
+            return 0
+        needed = plan.scratch + plan.logits + plan.activations + plan.states + plan.graphs.bytes
+        room = FREE_SHARE[GPU.type] * (self.free(gpu) - more_weights) - needed
+        return max(0, int(room) // plan.bytes_per_token)
+
+    def _plan(self, place: Place) -> MemoryPlan:
+        return plan_memory(
+            self.target, self.draft, self.config, chooses_shapes=self.chooses_shapes, place=place
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans of a target, perhaps with a draft, for engines with ``options`` on GPUs.
+
+    Attributes:
+        name: of the target, see :func:`~eagle_kit.models.loading.known_targets.target_architecture`.
+        draft: name of a draft, whose weights are read.
+        options: of the engine; ``tensor_parallel`` and ``expert_parallel`` are those of :meth:`plan`.
+    """
+
+    name: str
+    draft: str | None
+    options: EngineConfig
+
+    @cached_property
+    def config(self) -> TargetConfig:
+        """Architecture of the target. Raises UserError for one that is not written here."""
+        config, _ = target_architecture(self.name)
+        if isinstance(config, BridgedConfig):
+            raise UserError(
+                f"The layers of {config.model_type} are those of transformers, whose memory is not planned.",
+                "Leave --plan out; the server prints its plan when it starts.",
+            )
+        return config
+
+    @cached_property
+    def layout(self) -> FP8Layout | None:
+        """Layout of the checkpoint's fp8 weights."""
+        return target_fp8_layout(self.name)
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of the weights in fp8 layers that share a scale; None without such layers or where
+        outputs have scales."""
+        return None if self.layout is None else self.layout.block
+
+    def plan(self, size: int, *, expert_parallel: bool = False) -> RankPlan:
+        """Plan the last of ``size`` ranks. Raises UserError where the target cannot be shared so."""
+        sharding = Sharding.of(self.config, Share(size - 1, size), self.block, expert_parallel)
+        if self.block is not None:
+            self._check_blocks(sharding)
+        target = self._target(sharding)
+        draft = self._draft(target)
+        options = self.options
+        if options.shape is None and draft is not None:
+            kind = drafter_class(draft, options)
+            options = options.replace(shape=kind.default_shape(draft, self.config.model_type))
+        config = options.resolve(on_gpu=True, max_positions=self.config.max_position_embeddings)
+        chooses = self.options.shape is None and draft is not None
+        return RankPlan(sharding, target, draft, config, chooses)
+
+    def _check_blocks(self, sharding: Sharding) -> None:
+        """Raise UserError where a block of an fp8 weight would be cut apart, as the loader does."""
+        assert self.layout is not None
+        with torch.device("meta"):
+            parameters = list(LlamaModel(self.config).named_parameters())
+        for name, group in published_parts(parameters, self.config, ()).items():
+            for part in group if name.startswith("layers.") else ():
+                if len(part.shape) > 1:
+                    shape = self.layout.scale_shapes(part.shape)[0]
+                    scale_cuts(part, sharding.cuts(part), shape, self.block)
+
+    def _target(self, sharding: Sharding) -> LlamaModel:
+        dtype, share = dtype_of(self.options.dtype, GPU.type), sharding.share
+        with torch.device("meta"):
+            model = LlamaModel(sharding.rank_config())
+            num_words = len(share.of(self.config.vocab_size))
+            model.embed_tokens = nn.Embedding(num_words, self.config.hidden_size)
+            model.lm_head = Linear(self.config.hidden_size, num_words, bias=False)
+            if self.config.tie_word_embeddings:
+                model.lm_head.weight = model.embed_tokens.weight
+            model = in_dtype(model, dtype)
+            stays = self.layout is not None and self.options.quantization != "none"
+            if stays or self.options.quantization == "fp8":
+                _use_fp8(model, self.block if stays else None)
+        return model.requires_grad_(False)
+
+    def _draft(self, target: LlamaModel) -> DraftModel | None:
+        """The draft behind ``target``, which gets the whole embedding where a draft reads it."""
+        algorithm = self.options.algorithm
+        name = self.draft
+        if draft_in_target(name, algorithm, self.name):
+            name = self.name
+        if name is None:
+            return None
+        whole, dtype = copy(target), target.embed_tokens.weight.dtype
+        whole._modules = dict(target._modules)
+        size, num_words = self.config.hidden_size, self.config.vocab_size
+        if len(target.embed_tokens.weight) < num_words:
+            with torch.device("meta"):
+                whole.embed_tokens = nn.Embedding(num_words, size).to(dtype).requires_grad_(False)
+                whole.lm_head = Linear(size, num_words, bias=False).to(dtype).requires_grad_(False)
+                if self.config.tie_word_embeddings:
+                    whole.lm_head.weight = whole.embed_tokens.weight
+        draft = load_draft_model(name, whole, algorithm=algorithm, token_map=self.options.token_map)
+        whole.lm_head = target.lm_head
+        if not draft.is_whole_model:
+            target.embed_tokens = whole.embed_tokens
+        return draft
+
+
+def _use_fp8(model: LlamaModel, block: tuple[int, int] | None) -> None:
+    """Replace layers of a model on the meta device by those in fp8, with scales of ``block`` or of
+    outputs."""
+
+    def weight(of: torch.Tensor) -> FP8Weight:
+        rows, columns = block or (1, of.shape[-1])
+        scales = torch.empty(*of.shape[:-2], -(-of.shape[-2] // rows), -(-of.shape[-1] // columns))
+        return FP8Weight(torch.empty(of.shape, dtype=E4M3), scales, (rows, columns))
+
+    for name, module in list(quantizable(model)):
+        made: nn.Module
+        if isinstance(module, Experts):
+            made = FP8Experts(weight(module.gate_up_proj), weight(module.down_proj))
+        else:
+            made = FP8Linear(weight(module.weight), module.bias)
+        model.set_submodule(name, made)
+
+
+def split_latents(whole: RankPlan, plan: RankPlan, gpu: Gpu) -> tuple[int, int]:
+    """Cost of latents by request (data-parallel attention) on the ranks of ``plan``, which have a replica of
+    all: bytes of attention that each would have beside its part, and tokens that all would hold together.
+
+    Args:
+        whole: the same target on one rank.
+    """
+    more = whole.weights["attention"] - plan.weights["attention"]
+    return more, plan.sharding.share.size * plan.tokens(gpu, more)

@@ -1,0 +1,50 @@
+"""SGLang's flags of parallelism, attention and experts: they mean our options, or are refused by name."""
+
+import argparse
+
+import pytest
+
+from eagle_kit.cli import serve
+from eagle_kit.cli.sglang_flags import CHOICES
+from eagle_kit.core.errors import UserError
+
+
+def config_of(*flags):
+    parser = argparse.ArgumentParser()
+    serve.configure(parser)
+    return serve.engine_config(parser.parse_args(["a-target", *flags]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--tp-size", "4"), {"tensor_parallel": 4, "expert_parallel": False}),
+        (("--tensor-parallel-size", "2", "--ep-size", "2"), {"tensor_parallel": 2, "expert_parallel": True}),
+        (("--tp-size", "2", "--ep-size", "1", "--dp-size", "1"), {"expert_parallel": False}),
+        (("--attention-backend", "fa3"), {"prefill_backend": "flash-attn"}),
+        (("--prefill-attention-backend", "flashinfer"), {"prefill_backend": "flashinfer"}),
+        (("--attention-backend", "triton", "--prefill-backend", "triton"), {"prefill_backend": "triton"}),
+        (("--moe-a2a-backend", "none", "--moe-runner-backend", "auto"), {"prefill_backend": "auto"}),
+    ],
+)
+def test_flags_mean_our_options(flags, wanted):
+    config = config_of(*flags)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (("--enable-dp-attention",), "every rank has all"),
+        (("--dp-size", "2"), "a server is one replica"),
+        (("--tp-size", "4", "--ep-size", "2"), "--ep-size is 2, and 4 ranks share"),
+        (("--ep-size", "2"), "--ep-size is 2, and 1 ranks share"),
+        (("--attention-backend", "fa3", "--prefill-backend", "triton"), "beside --prefill-backend triton"),
+        *(((choice.flag, "deepep"), f"{choice.flag} deepep does not exist here") for choice in CHOICES),
+        (("--speculative-attention-mode", "prefill"), "mode prefill does not exist here"),
+    ],
+)
+def test_what_does_not_exist_is_refused_by_name(flags, cause):
+    with pytest.raises(UserError) as error:
+        config_of(*flags)
+    assert cause in error.value.cause

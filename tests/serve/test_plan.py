@@ -1,0 +1,112 @@
+"""`serve --plan` against the ranks that it speaks of: the same modules, made without weights."""
+
+import pytest
+from rank_processes import run_ranks
+from tiny import tiny_head
+from tiny_mixtures import MIXTURES, randomised, v3
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.cli.app import main
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.gpus import GPUS, RUNTIME_BYTES, Gpu
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.memory import FREE_SHARE
+from eagle_kit.serve.plan import PARTS, Planner, split_latents
+from eagle_kit.serve.ranks import Start
+
+OPTIONS = EngineConfig(dtype="float32", max_context=96, max_batch_size=3, page_size=4, lag=0)
+TARGETS = {"deepseek-v3": v3(moe_intermediate_size=21), "mixtral": MIXTURES["mixtral"]}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def folder(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp("target")
+    randomised(TARGETS[request.param]).save_pretrained(place)
+    return place
+
+
+def bytes_of_rank(ranks, folder, options):
+    target = load_share(folder, ranks, **options)
+    shapes = {name: tuple(parameter.shape) for name, parameter in target.named_parameters()}
+    return sum(parameter.nbytes for parameter in target.parameters()), shapes, target.config
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_the_planned_rank_is_the_largest_of_those_that_are_loaded(folder, expert_parallel, quantization):
+    planner = Planner(str(folder), None, OPTIONS.replace(quantization=quantization))
+    plan = planner.plan(4, expert_parallel=expert_parallel)
+    options = {"expert_parallel": expert_parallel, "quantization": quantization}
+    found = run_ranks(4, bytes_of_rank, folder, options)
+    last, shapes, config = found[-1]
+    assert {name: tuple(each.shape) for name, each in plan.target.named_parameters()} == shapes
+    assert plan.target.config == config
+    assert sum(plan.weights.values()) == plan.all_weights == last == max(size for size, *_ in found)
+    assert plan.weights["draft"] == 0 and all(plan.weights[part] for part in PARTS if "MLP" not in part)
+
+
+def engine_of_rank(ranks, folder, draft):
+    start = Start(ranks.rank, None, folder, None, None)
+    options = OPTIONS.replace(device="cpu", tensor_parallel=ranks.size, shape="none")
+    llm = LLM(folder, draft, options, start=start, tokenizer=None if ranks.rank else object())
+    llm.engine("none")
+    llm.close()  # where the other rank ends
+    return llm.memory_plan, llm.draft.cache.values_per_token
+
+
+def test_a_draft_and_its_pool_are_planned_as_they_are_made(folder, tmp_path):
+    """The planned GPU has what a CPU that makes the same engine has, less the packed copies."""
+    save_draft(tiny_head(load_target(folder)), tmp_path / "draft", metadata={})
+    plan = Planner(str(folder), str(tmp_path / "draft"), OPTIONS.replace(shape="none")).plan(2)
+    memory = plan.on(GPUS["h100-80g"])
+    real, of_draft = run_ranks(2, engine_of_rank, folder, tmp_path / "draft")[0]
+    assert memory.bytes_per_token == real.bytes_per_token
+    assert memory.draft_bytes_per_token == 4 * of_draft
+    assert memory.kv_tokens == real.kv_tokens and memory.logits == real.logits
+    assert plan.weights["draft"] > 0
+
+
+def test_what_fits_is_what_is_free(folder):
+    planner = Planner(str(folder), None, OPTIONS)
+    plan, gpu = planner.plan(2), Gpu(RUNTIME_BYTES + 5e8, 1e15, 1e15, 1e12, 1e11)
+    memory = plan.on(gpu)
+    needed = memory.scratch + memory.logits + memory.activations + memory.graphs.bytes
+    room = FREE_SHARE["cuda"] * (5e8 - plan.all_weights) - needed
+    assert plan.tokens(gpu) == room // memory.bytes_per_token > memory.kv_tokens
+    assert plan.on(Gpu(RUNTIME_BYTES + plan.all_weights, 1e15, 1e15, 1e12, 1e11)) is None
+    if planner.config.mla is None:
+        return
+    more, tokens = split_latents(planner.plan(1), plan, gpu)
+    attention = [planner.plan(size).weights["attention"] for size in (1, 2)]
+    assert more == attention[0] - attention[1] > 0
+    assert tokens == 2 * int((room - FREE_SHARE["cuda"] * more) / memory.bytes_per_token)
+
+
+def test_a_plan_is_printed_without_weights_or_a_network(capsys):
+    words = ("--plan", "--gpu", "a100-40g", "--max-running-requests", "4")
+    assert main(["serve", "Qwen/Qwen3-30B-A3B", *words]) == 0
+    text = capsys.readouterr().out
+    table = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+    assert table["GB of each rank on a100-40g"] == ["1", "2", "2e", "4", "4e", "8", "8e", "16", "16e"]
+    assert table["head room"][:2] == ["no", "fit"] and float(table["head room"][-1]) > 10
+    # 48 layers of 128 experts with three matrices of 768 x 2048 in bf16
+    assert table["routed experts"][1:3] == [f"{48 * 128 * 3 * 768 * 2048 * 2 / 2 / 1e9:.2f}"] * 2
+    assert table["kB of a token"][-1] == f"{48 * 2 * 128 * 2 / 1e3:.1f}"  # one key-value head of four
+
+
+def test_what_cannot_be_planned_is_said(capsys):
+    def error(*words):
+        assert main(["serve", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "The GPU 'h99' is not in the table" in error("Qwen/Qwen3-8B", "--plan", "--gpu", "h99")
+    assert "--gpu is of --plan" in error("Qwen/Qwen3-8B", "--gpu", "h200")
+    assert "64 ranks cannot share 32 query heads" in error(
+        "Qwen/Qwen3-8B", "--plan", "--tensor-parallel", "64"
+    )
+    assert main(["serve", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--plan"]) == 0
+    text = capsys.readouterr().out
+    assert "not with 2: Tensor parallelism does not cut the recurrent layers of qwen3_next." in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("GB of each rank")] == ["1"]
