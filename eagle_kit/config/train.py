@@ -364,8 +364,9 @@ class TrainingConfig(Section):
         gradient_checkpointing: ``steps`` keeps only what goes into every step of training-time test and runs
             the step again in the backward pass: less memory for about a third more time.
         target_placement: device of the target: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto``
-            (its layers spread over all devices that a process sees), or ``fsdp`` (its layers sharded over the
-            processes).
+            (its layers spread over all devices that a process sees), ``fsdp`` (its layers sharded over the
+            processes, and gathered for a forward), or ``tensor-parallel`` (its heads and inner values cut
+            over the processes, which run each one's row together).
         clip_norm: largest gradient norm; null does not clip.
         precision: ``float32``; ``tf32`` (float32 with TF32 matmuls on CUDA); ``bfloat16`` (target and
             matmuls in bfloat16, weights of the head and optimiser in float32); ``auto`` is ``bfloat16`` on
@@ -414,7 +415,9 @@ class TrainingConfig(Section):
     sequences_per_step: int = Field(default=4, ge=1)
     gradient_accumulation: int | None = Field(default=None, ge=1)
     gradient_checkpointing: Literal["off", "steps"] = "off"
-    target_placement: str = Field(default="same", pattern=r"^(same|cpu|auto|fsdp|cuda(:\d+)?)$")
+    target_placement: str = Field(
+        default="same", pattern=r"^(same|cpu|auto|fsdp|tensor-parallel|cuda(:\d+)?)$"
+    )
     clip_norm: float | None = Field(default=0.5, gt=0.0)
     precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     cache_hidden_states: Literal["off", "disk"] = "off"
@@ -423,6 +426,11 @@ class TrainingConfig(Section):
     save_every: int = Field(default=200, ge=1)
     keep_last: int = Field(default=2, ge=1)
     log_every: int = Field(default=1, ge=1)
+
+    @property
+    def shares_target(self) -> bool:
+        """True where all processes run the target together, or none of them does."""
+        return self.target_placement in ("fsdp", "tensor-parallel")
 
     @field_validator("betas")
     @classmethod
@@ -590,9 +598,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _judge_has_a_whole_target(self) -> "TrainConfig":
-        if self.training.target_placement == "fsdp" and self.judge.every:
+        if self.training.shares_target and self.judge.every:
             raise ValueError(
-                "training.target_placement=fsdp leaves no process a whole target to decode with; "
-                "set judge.every=0"
+                f"training.target_placement={self.training.target_placement} leaves no process a whole "
+                "target to decode with; set judge.every=0"
             )
         return self

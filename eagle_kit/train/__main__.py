@@ -80,7 +80,9 @@ def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
 
     if environ.get("WORLD_SIZE", "1") == "1":
         return False
-    return isinstance(error, torch.distributed.DistError) or (
+    from eagle_kit.kernels.collectives import RankLost
+
+    return isinstance(error, torch.distributed.DistError | RankLost) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
     )
 

@@ -1,27 +1,35 @@
-"""Placement of the target: with the head, on another device, its layers over several devices, or sharded.
+"""Placement of the target: with the head, on another device, its layers over several devices, or shared.
 
 Only captured states leave the target, so the head need not know. The embedding and the output layer, which
 every step of training-time test reads, stay whole wherever the layers are.
 """
 
 import copy
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.linear import Linear
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
+PATIENCE = timedelta(hours=3)
+"""Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
+
 
 def loading_device(placement: str, accelerator: "Accelerator | PartialState") -> torch.device:
     """Device that the target is loaded to, before :func:`place_target`. Raises UserError for a missing
     GPU."""
-    if placement == "same":
+    if placement in ("same", "tensor-parallel"):
         return accelerator.device
     if placement in ("cpu", "auto", "fsdp"):
         return torch.device("cpu")
@@ -35,22 +43,43 @@ def loading_device(placement: str, accelerator: "Accelerator | PartialState") ->
     return device
 
 
+def check_shared(placement: str, accelerator: "Accelerator | PartialState") -> None:
+    """Raise UserError where one process has nobody to share the target with."""
+    if accelerator.num_processes == 1:
+        raise UserError(
+            f"training.target_placement is {placement}, but there is one process.",
+            "Start several with accelerate launch, or set training.target_placement=same.",
+        )
+
+
+def load_cut(
+    folder: Path, accelerator: "Accelerator | PartialState", dtype: torch.dtype
+) -> tuple[Target, Ranks]:
+    """This process's part of a target, by tensor parallelism over all processes, between the whole embedding
+    and output layer. It reads no more of the files than its part. A forward is one call of all processes, and
+    :class:`~eagle_kit.train.states.source.SharedTarget` has them run each one's row.
+
+    Raises:
+        UserError: see :func:`~eagle_kit.models.loading.share.load_share`.
+    """
+    index, count, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    ranks = Ranks(index, count, device, PATIENCE.total_seconds())
+    target = load_share(folder, ranks, dtype, device).with_whole_ends()
+    target.config, target.ranks = read_target_config(folder), None  # what is read beside the layers is whole
+    return target, ranks
+
+
 def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
     """Spread or shard a target that was loaded to :func:`loading_device`; after the head was made from it.
 
     Raises:
-        UserError: sharding over one process, or judging with a target that is on several devices.
+        UserError: judging with a target that is on several devices.
     """
     placement = config.training.target_placement
     if not target.layers:  # it does not run
         target.to(accelerator.device)
         return
     if placement == "fsdp":
-        if accelerator.num_processes == 1:
-            raise UserError(
-                "training.target_placement is fsdp, but there is one process.",
-                "Start several with accelerate launch, or set training.target_placement=same.",
-            )
         shard_target(target, accelerator.device)
     elif placement == "auto":
         devices = visible_devices(accelerator)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,15 +12,13 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.data.states.manifest import read_manifest
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.train.parallel.placement import PATIENCE
 from eagle_kit.train.run.trackers import tracker_options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
 T = TypeVar("T")
-
-PATIENCE = timedelta(hours=3)
-"""Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
 
 
 def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainConfig:

@@ -194,12 +194,13 @@ class Costs:
     def target_bytes(self, layout: Layout) -> float:
         """Weights of the target in each process, and its output rows of the draft vocabulary where these are
         copied. Embedding and output layer are always whole; of a sharded target two layers are gathered at a
-        time."""
+        time, unless it is cut by tensor parallelism."""
         is_part = self.draft.draft_vocab_size < self.target.vocab_size
         held = float(self._end_weights + is_part * self.draft.draft_vocab_size * self.target.hidden_size)
         layers = self.target_weights[1] - self._end_weights
         if layout.target == "sharded":
-            held += layers / layout.num_processes + 2 * layers / self.target.num_layers
+            held += layers / layout.num_processes
+            held += 0.0 if self._is_cut else 2 * layers / self.target.num_layers
         elif layout.target == "whole":
             held += layers
         return self.numerics.operand * held
@@ -232,11 +233,23 @@ class Costs:
         return disk
 
     def capture_seconds(self, work: Workload, layout: Layout, rates: Rates) -> float:
-        """Time of a forward of the target: its arithmetic, or reading its weights, or gathering them."""
+        """Time of a forward of the target: its arithmetic, or reading its weights, or gathering them; under
+        tensor parallelism, which runs the rows of all processes, the sums of two states a layer besides."""
         whole, count = self.numerics.operand * self.target_weights[1], layout.num_processes
         seconds = max(capture_flops(self.target, work) / rates.flops, whole / rates.bandwidth)
-        gathered = whole * (count - 1) / count if layout.target == "sharded" else 0.0
-        return max(seconds, gathered / rates.link)
+        if layout.target != "sharded":
+            return seconds
+        if self._is_cut:
+            states = self.numerics.operand * work.tokens * self.target.hidden_size
+            return (
+                seconds + count * 2 * self.target.num_layers * 2 * states * (count - 1) / count / rates.link
+            )
+        return max(seconds, whole * (count - 1) / count / rates.link)
+
+    @property
+    def _is_cut(self) -> bool:
+        """True where a sharded target is cut by tensor parallelism."""
+        return self.config.training.target_placement == "tensor-parallel"
 
     def step_seconds(self, work: Workload, forwards: int, layout: Layout, rates: Rates) -> float:
         """Time of an optimiser step of ``forwards`` forwards in each process; capturing the states of a

@@ -103,7 +103,7 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
     """
     config, work = costs.config, session.work
     kept = config.training.cache_hidden_states == "disk" or config.data.store is not None
-    target = "sharded" if config.training.target_placement == "fsdp" else "whole"
+    target = "sharded" if config.training.shares_target else "whole"
     layout = Layout(
         num_processes, target if training_kind(config).runs_target(config) else "stored", sharding
     )

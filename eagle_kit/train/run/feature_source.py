@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterable
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.prefetch import Prefetcher
 from eagle_kit.data.states.store import StateStore
-from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.batch import MicroBatch
-from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
+from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.train.states.source import StateSource
 
 
 class FeatureSource:
     """Features of micro_batches, one after the other.
 
     Args:
-        target: run over rows that no store has.
+        source: of the states of rows that no store has.
         layer_ids: captured states, as inputs of these layers.
         store: read, and filled when it may grow; None runs the target every time.
-        everyone: turns one process's answer into that of all, where a target is sharded over them.
+        everyone: turns one process's answer into that of all, where they share a target.
+        pin: read into pinned memory, for a GPU.
 
     Attributes:
         wait_s: seconds that training waited for the disk so far.
@@ -28,12 +29,20 @@ class FeatureSource:
 
     def __init__(
         self,
-        target: Target,
+        source: StateSource,
         layer_ids: tuple[int, ...],
         store: StateStore | None,
         everyone: Callable[[bool], bool] = bool,
+        *,
+        pin: bool = False,
     ) -> None:
-        self.target, self.layer_ids, self.store, self.everyone = target, layer_ids, store, everyone
+        self.source, self.pin, self.layer_ids, self.store, self.everyone = (
+            source,
+            pin,
+            layer_ids,
+            store,
+            everyone,
+        )
         self.wait_s = self.capture_s = 0.0
         self._ahead: Prefetcher | None = None
 
@@ -42,8 +51,7 @@ class FeatureSource:
         if self.store is None:
             return
         self.close()
-        pin = self.target.embed_tokens.weight.is_cuda
-        self._ahead = Prefetcher(self.store, order, pin=pin)
+        self._ahead = Prefetcher(self.store, order, pin=self.pin)
 
     def get(self, micro_batch: MicroBatch) -> TargetFeatures:
         """The target's view of the rows of ``micro_batch``.
@@ -66,14 +74,7 @@ class FeatureSource:
                     "Run its eagle-kit data capture command again.",
                 )
             started = time.perf_counter()
-        features = capture_features(
-            self.target,
-            micro_batch.ids,
-            micro_batch.doc_start,
-            self.layer_ids,
-            micro_batch.plan.taught,
-            micro_batch.plan.spans,
-        )
+        features = self.source.states(micro_batch, self.layer_ids)
         if store is not None:
             parts = store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())
             if not store.is_exact:  # learn from the same now as later

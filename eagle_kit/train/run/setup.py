@@ -14,6 +14,7 @@ from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.store import StateStore
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
@@ -24,7 +25,7 @@ from eagle_kit.models.loading.source import (
     target_revision,
 )
 from eagle_kit.models.targets.target import Target
-from eagle_kit.train.parallel.placement import loading_device
+from eagle_kit.train.parallel.placement import check_shared, load_cut, loading_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -39,12 +40,14 @@ class TrainingComponents:
         folder: where it was loaded from.
         tokenizer: the target's.
         data: packed rows, vocabulary map, held-out prompts.
+        ranks: the processes that share the target by tensor parallelism; None where they do not.
     """
 
     target: Target
     folder: Path
     tokenizer: Any
     data: PreparedData
+    ranks: Ranks | None = None
 
 
 def load_components(
@@ -76,13 +79,15 @@ def load_components(
             "Lower data.max_length.",
         )
     dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
-    device = loading_device(config.training.target_placement, accelerator)
-    target = load_target(
-        folder,
-        dtype=dtype,
-        device=str(device),
-        with_layers=training_kind(config).runs_target(config) if with_layers is None else with_layers,
-    )
+    runs = training_kind(config).runs_target(config) if with_layers is None else with_layers
+    placement = config.training.target_placement
+    if runs and config.training.shares_target:
+        check_shared(placement, accelerator)
+    if runs and placement == "tensor-parallel":
+        target, ranks = load_cut(folder, accelerator, dtype)
+        return TrainingComponents(target, folder, tokenizer, data, ranks)
+    device = loading_device(placement, accelerator)
+    target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs)
     return TrainingComponents(target, folder, tokenizer, data)
 
 

@@ -32,6 +32,7 @@ from eagle_kit.train.run.clock import StepClock
 from eagle_kit.train.run.feature_source import FeatureSource
 from eagle_kit.train.run.order import DataOrder, parts_of
 from eagle_kit.train.run.setup import TrainingComponents
+from eagle_kit.train.states.source import state_source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -137,9 +138,11 @@ class Stepper:
         self.training, self.accelerator, self.schedule, self.store = training, accelerator, schedule, store
         self.seed, self._expected_step = config.seed, -1
         self.target, self.data, self.head = components.target, components.data, head
-        shares = training.target_placement == "fsdp"  # its layers are gathered by all processes or by none
+        shares = training.shares_target
         everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
-        self.features = FeatureSource(self.target, head.capture, store, everyone)
+        source = state_source(self.target, components.ranks)
+        is_cuda = self.target.embed_tokens.weight.is_cuda
+        self.features = FeatureSource(source, head.capture, store, everyone, pin=is_cuda)
         self._parts = parts_of(config.data, self.data)
         self.order = self._make_order()
         share = training.sequences_per_step // accelerator.num_processes

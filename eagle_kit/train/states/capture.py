@@ -1,8 +1,8 @@
 """Capture of the target's states over every packed row into a store, by its own forward or by another engine.
 
 Any number of processes share the rows, row r belongs to process r mod n; what is stored already is not done
-again. A process that is killed loses the rows of the shard it was at. A target that is sharded over the
-processes (``training.target_placement=fsdp``) runs in all of them or in none, so they keep step.
+again. A process that is killed loses the rows of the shard it was at. A target that processes share
+(``training.target_placement=fsdp`` or ``tensor-parallel``) runs in all of them or in none, so they keep step.
 """
 
 import datetime
@@ -43,7 +43,7 @@ from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.setup import TrainingComponents, load_components, states_manifest
 from eagle_kit.train.states.drive_vllm import compute_states
 from eagle_kit.train.states.files import FINAL, FileLayout, FileSource, StateFiles
-from eagle_kit.train.states.source import TargetSource
+from eagle_kit.train.states.source import state_source
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -161,10 +161,13 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         print(_estimate(config, found, store, draft, missing, len(mine)), flush=True)
     if options.dry_run:
         return 0
-    source = TargetSource(found.target) if options.other is None else _foreign(config, found, draft, options)
+    if options.other is None:
+        source = state_source(found.target, found.ranks)
+    else:
+        source = _foreign(config, found, draft, options)
     promise = "this row is finished and the shard is written first"
     with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
-        keeps_step = config.training.target_placement == "fsdp"
+        keeps_step = config.training.shares_target
         for row in _rows_to_run(mine, keeps_step, interrupt, process):
             micro_batch = make_micro_batch(found.data, [0 if row is None else row], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)

@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+import torch
+
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.models.targets.target import Target
 from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
@@ -26,3 +29,34 @@ class TargetSource:
         return capture_features(
             self._target, ids, starts, layer_ids, micro_batch.plan.taught, micro_batch.plan.spans
         )
+
+
+class SharedTarget:
+    """A target that processes share by tensor parallelism. All of them ask for the states of a row at a time,
+    run each one's row together, in the order of their numbers, and keep their own states.
+
+    Args:
+        target: this process's part, with the whole embedding and output layer.
+        ranks: the processes.
+    """
+
+    def __init__(self, target: Target, ranks: Ranks) -> None:
+        self._target, self._ranks = target, ranks
+
+    def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
+        """See :class:`StateSource`."""
+        device, plan, mine = micro_batch.ids.device, micro_batch.plan, None
+        given = self._ranks.all((micro_batch.ids.cpu(), micro_batch.doc_start.cpu(), plan.spans))
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        for rank, (ids, starts, spans) in enumerate(given):
+            is_mine = rank == self._ranks.rank
+            layers, needed = (layer_ids, plan.taught) if is_mine else ((), nothing)
+            found = capture_features(self._target, ids.to(device), starts.to(device), layers, needed, spans)
+            mine = found if is_mine else mine
+        assert mine is not None
+        return mine
+
+
+def state_source(target: Target, ranks: Ranks | None) -> StateSource:
+    """The source of a target that is this process's alone, or shared by ``ranks``."""
+    return TargetSource(target) if ranks is None else SharedTarget(target, ranks)

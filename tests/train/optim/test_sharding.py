@@ -21,7 +21,10 @@ STRATEGIES = ("fsdp2", "multi-gpu", "zero2", "zero3")
 TRAINING = {"ttt_length": 3, "learning_rate": 1e-3, "epochs": 20, "sequences_per_step": 4, "warmup_steps": 1}
 NAMED = {
     "fsdp2": ("sharded-target=training.target_placement=fsdp training.cache_hidden_states=disk",),
-    "multi-gpu": ("accumulated=training.gradient_accumulation=1",),
+    "multi-gpu": (
+        "accumulated=training.gradient_accumulation=1",
+        "cut-target=training.target_placement=tensor-parallel training.cache_hidden_states=disk",
+    ),
 }
 
 

@@ -87,14 +87,15 @@ def test_judging_with_a_target_on_several_devices_is_refused(
         place_target(load_target(make_target(tmp_path / "target")), config, accelerator)
 
 
-def test_sharding_the_target_is_refused_where_it_cannot_be(
+def test_sharing_the_target_is_refused_where_it_cannot_be(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
-    assert run("--max-steps", "1", "training.target_placement=fsdp") == 2
-    assert "there is one process" in capsys.readouterr().err
-    assert run("--max-steps", "1", "training.target_placement=fsdp", "judge.every=1") == 2
-    assert "judge.every=0" in capsys.readouterr().err
+    for placement in ("fsdp", "tensor-parallel"):
+        assert run("--max-steps", "1", f"training.target_placement={placement}") == 2
+        assert f"is {placement}, but there is one process" in capsys.readouterr().err
+        assert run("--max-steps", "1", f"training.target_placement={placement}", "judge.every=1") == 2
+        assert "judge.every=0" in capsys.readouterr().err
     assert run("--max-steps", "1", "training.target_placement=gpu") == 2
     assert "target_placement" in capsys.readouterr().err
     assert not run.output.exists()

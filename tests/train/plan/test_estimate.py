@@ -156,6 +156,8 @@ def test_a_target_counts_as_far_as_it_is_held():
     sharded = estimate(judge=0, target_placement="fsdp").memory["target"]
     gathered = 2 * (whole - ends) / TARGET.num_layers
     assert sharded == pytest.approx(ends + rows + (whole - ends) / 2 + gathered)
+    cut = estimate(judge=0, target_placement="tensor-parallel").memory["target"]
+    assert cut == pytest.approx(sharded - gathered)
 
 
 def test_judging_and_training_take_turns() -> None:

@@ -1,0 +1,71 @@
+"""A target that processes share by tensor parallelism: each has a part, and the states of its own rows."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from tiny_mixtures import v3
+from tiny_run import make_target
+from transformers import AutoModelForCausalLM
+
+from eagle_kit.kernels.packed_attention import document_spans
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
+from eagle_kit.train.parallel.placement import load_cut
+from eagle_kit.train.states.source import state_source
+
+LAYERS = (1, 2, 3)
+LENGTHS = ((37, 1, 20), (11, 50), (64,), (5, 5, 5, 5))
+"""Of the documents in the packed row of each process."""
+
+
+def row(rank: int) -> Any:
+    """What a source reads of a packed row."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = LENGTHS[rank]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    doc_start = starts.repeat_interleave(torch.tensor(lengths))
+    ids = torch.randint(270, (sum(lengths),), generator=generator)
+    taught = torch.arange(1, sum(lengths), 2)
+    plan = SimpleNamespace(taught=taught, spans=document_spans(doc_start))
+    return SimpleNamespace(ids=ids, doc_start=doc_start, plan=plan)
+
+
+def capture_cut(ranks: Any, folder: Path) -> tuple[TargetFeatures, int]:
+    """States of this process's row, and bytes of the layers that it holds."""
+    process: Any = SimpleNamespace(
+        process_index=ranks.rank, num_processes=ranks.size, device=torch.device("cpu")
+    )
+    target, ranks = load_cut(folder, process, torch.float32)
+    held = sum(parameter.nbytes for name, parameter in target.layers.named_parameters() if "norm" not in name)
+    return state_source(target, ranks).states(row(ranks.rank), LAYERS), held
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("llama", 2), pytest.param("llama", 4, marks=pytest.mark.slow), ("deepseek", 2)],
+)
+def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
+    kind: str, size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    if kind == "llama":
+        make_target(folder)
+    else:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(v3()).save_pretrained(folder)
+    whole = load_target(folder)
+    layers = whole.layers.named_parameters()
+    whole_bytes = sum(parameter.nbytes for name, parameter in layers if "norm" not in name)
+    for rank, (found, held) in enumerate(run_ranks(size, capture_cut, folder)):
+        mine = row(rank)
+        expected = capture_features(whole, mine.ids, mine.doc_start, LAYERS, mine.plan.taught)
+        torch.testing.assert_close(found.aux, expected.aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+        assert found.argmax.equal(expected.argmax) and (found.argmax >= 0).any()
+        if kind == "llama" and size == 2:  # where heads divide by processes nothing is held twice
+            assert held == whole_bytes / size
+        assert held < whole_bytes
