@@ -1,5 +1,6 @@
 """Files and folders: text and JSON read within bounds; checked, locked and atomic writing."""
 
+import errno
 import json
 import os
 import shutil
@@ -158,15 +159,11 @@ def replacing(path: Path) -> Iterator[Path]:
     raises, what was there stays and the new is deleted; a killed process leaves ``.NAME.HOST.PID.partial``,
     and between two renames of a folder what was there before as ``.NAME.HOST.PID.old``.
     """
-    mine = f".{path.name}.{socket.gethostname()}.{os.getpid()}"
-    work, old = path.with_name(f"{mine}.partial"), path.with_name(f"{mine}.old")
+    work, old = _beside(path, "partial"), _beside(path, "old")
     remove(work)
     try:
         yield work
-        for written in work.rglob("*") if work.is_dir() else (work,):
-            if written.is_file():
-                with written.open("rb") as file:
-                    os.fsync(file.fileno())
+        _sync(work)
         if work.is_dir() and path.is_dir():  # a file never takes the place of a folder
             path.rename(old)
         work.replace(path)
@@ -175,6 +172,36 @@ def replacing(path: Path) -> Iterator[Path]:
             old.rename(path)
         remove(work)
         remove(old)
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Yield a path beside ``folder`` to make a folder at, and put it in its place at the end, unless another
+    process was first: its folder stays, whole at any moment."""
+    work = _beside(folder, "partial")
+    remove(work)
+    try:
+        yield work
+        _sync(work)
+        try:
+            work.rename(folder)  # which never takes the place of a folder with something in it
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        remove(work)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{kind}")
+
+
+def _sync(written: Path) -> None:
+    """Put the bytes of a file, or of all files of a folder, on the disk."""
+    for path in written.rglob("*") if written.is_dir() else (written,):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:

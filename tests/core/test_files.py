@@ -8,6 +8,7 @@ import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
+    making,
     read_object,
     read_text,
     replacing,
@@ -58,6 +59,25 @@ def test_a_lock_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     lock = tmp_path / "file" / "deep" / ".lock"
     with pytest.raises(UserError, match="cannot be written"), sole_writer(lock.parent, lock):
         pass
+
+
+def test_of_two_processes_that_make_a_folder_the_first_ones_stays_where_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with making(folder) as work:
+        work.mkdir()
+        (work / "rows").write_text("second")
+        folder.mkdir()  # by another process, meanwhile
+        (folder / "rows").write_text("first")
+        before = folder.stat().st_ino
+    assert (folder.stat().st_ino, (folder / "rows").read_text()) == (before, "first")
+    with making(tmp_path / "new") as work:
+        work.mkdir()
+        (work / "rows").write_text("mine")
+    assert (tmp_path / "new" / "rows").read_text() == "mine"
+    with pytest.raises(ZeroDivisionError), making(tmp_path / "never") as work:
+        work.mkdir()
+        raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
 
 
 def test_a_replaced_file_or_folder_is_the_old_one_or_all_of_the_new(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, remove, replacing, write_json_atomically
+from eagle_kit.core.files import check_disk_space, making, remove, write_json_atomically
 from eagle_kit.data.states.format import decode, encode, is_finite
 from eagle_kit.data.states.manifest import (
     DATA,
@@ -222,14 +222,10 @@ class StateStore:
             return
         data = self.folder / DATA
         if self.data_folder is not None and not data.is_dir():
-            try:
-                with replacing(data) as work:
-                    work.mkdir()
-                    for name in DATA_FILES:
-                        shutil.copyfile(self.data_folder / name, work / name)
-            except OSError:
-                if not data.is_dir():  # another process was first
-                    raise
+            with making(data) as work:
+                work.mkdir()
+                for name in DATA_FILES:
+                    shutil.copyfile(self.data_folder / name, work / name)
         if self.data_folder is not None:
             self.manifest["data"]["files"] = describe_files(data)
         write_json_atomically(self.folder / NAME, self.manifest, indent=1)
