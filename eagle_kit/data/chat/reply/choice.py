@@ -116,13 +116,13 @@ def choose_forms(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -
         UserError: an unknown name, or harmony for one of them and another form for the other.
     """
     check_names(reasoning, calls)
-    own = _own_fields(tokenizer)
+    has_own = "auto" in (reasoning, calls) and _has_response_template(tokenizer)
     thought_form: str | None = REASONING_PARSERS.get(reasoning)
     call_form: CallForm | str | None = TOOL_CALL_PARSERS.get(calls)
     if reasoning == "auto":
-        thought_form = CHECKPOINT if own is not None else _probe_thoughts(tokenizer)
+        thought_form = CHECKPOINT if has_own else _probe_thoughts(tokenizer)
     if calls == "auto":
-        call_form = CHECKPOINT if own is not None else _probe_calls(tokenizer)
+        call_form = CHECKPOINT if has_own else _probe_calls(tokenizer)
     for whole in (HARMONY, CHECKPOINT):
         if whole in (thought_form, call_form) and {thought_form, call_form} - {whole, None}:
             raise UserError(
@@ -142,19 +142,18 @@ def check_names(reasoning: str, calls: str) -> None:
             raise UserError(f"{flag} is {name!r}.", f"Use auto, none or one of {', '.join(known)}.")
 
 
-def _own_fields(tokenizer: Any) -> dict[str, Any] | None:
-    """Fields of the tokenizer's own response template; None where it has none that can be used."""
-    own = getattr(tokenizer, "response_template", None)
-    if own is None or not hasattr(tokenizer, "get_response_parser"):
-        return None
+def _has_response_template(tokenizer: Any) -> bool:
+    """True where the tokenizer brings a response template. Raises UserError for one that is none."""
+    if getattr(tokenizer, "response_template", None) is None:
+        return False
     try:
         tokenizer.get_response_parser(prefix="")
-        return own["fields"]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"The tokenizer's response_template cannot be read ({error}).",
             "Correct it, or give --reasoning-parser and --tool-call-parser.",
         ) from None
+    return True
 
 
 def _probe_thoughts(tokenizer: Any) -> str | None:

@@ -1,5 +1,6 @@
 """The form of a target's replies is found in its chat template, and what the template writes is read back."""
 
+import copy
 import json
 from collections import Counter
 from typing import Any
@@ -169,3 +170,52 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
             assert parts == ReplyParts(*expected)
     finally:
         tokenizer.response_template = None
+
+
+CODER = (
+    "\n<tool_call>\n<function={{ call.name }}>\n{% for key, value in call.arguments.items() %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+DEEPSEEK_V31 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ call.name }}<｜tool▁sep｜>{{ call.arguments | tojson }}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+MISTRAL = '[TOOL_CALLS] [{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}, "id": "x"}]'
+MISTRAL_ARGS = "[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}"
+PYTHONIC = "[{{ call.name }}(x={{ call.arguments.x }})]"
+
+
+@pytest.mark.parametrize(
+    ("call", "form"),
+    [
+        (CODER, "hermes"),
+        (DEEPSEEK_V31, "deepseek"),
+        (MISTRAL, "mistral"),
+        (MISTRAL_ARGS, "mistral"),
+        (PYTHONIC, "none"),
+    ],
+    ids=["qwen3-coder", "deepseek v3.1", "mistral", "mistral v11", "pythonic"],
+)
+def test_other_published_forms_of_calls_are_found(call: str, form: str) -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("chatml"))
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        f"{{% for each in m.tool_calls or [] %}}{{% set call = each.function %}}{call}{{% endfor %}}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert str(choose_forms(tokenizer)) == f"reasoning none, tool calls {form}"
+
+
+def test_a_tokenizer_without_a_chat_template_has_no_form() -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("chatml"))
+    tokenizer.chat_template = None
+    assert str(choose_forms(tokenizer)) == "reasoning none, tool calls none"
+
+
+def test_a_response_template_that_is_none_is_refused() -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("chatml"))
+    tokenizer.response_template = {"fields": {"content": {"content": "unheard"}}}
+    with pytest.raises(UserError, match="response_template cannot be read"):
+        choose_forms(tokenizer)
+    assert str(choose_forms(tokenizer, "none", "none")) == "reasoning none, tool calls none"
