@@ -26,6 +26,7 @@ from eagle_kit.serve.api.responses import (
     ToolCallDelta,
 )
 from eagle_kit.serve.api.service import Generation, Service
+from eagle_kit.serve.api.tool_choice import ChosenCallReader
 from eagle_kit.serve.reply import Delta
 
 ID_LENGTH = 9
@@ -60,9 +61,13 @@ class ChatAnswer(Answer[ChatRequest]):
         tools = () if body.tool_choice == "none" else chat_tools(body)
         prompt = await service.off_loop(chat_prompt, service.llm, body, tools, service.max_chars)
         # What must match a grammar has no room for markers.
-        forms = ReplyForms(service.llm.tokenizer) if body.has_grammar else service.reply_forms
+        bound = body.has_grammar or body.must_call
+        forms = ReplyForms(service.llm.tokenizer) if bound else service.reply_forms
         generation = await service.generate(http, body, [prompt], "chatcmpl", forms.shown_tokens(bool(tools)))
-        readers = [await service.off_loop(forms.reader, prompt, tools) for _ in generation.replies]
+        readers: list[ReplyReader | None] = []
+        for _ in generation.replies:
+            chosen = ChosenCallReader(body.chosen_function) if body.must_call else None
+            readers.append(chosen or await service.off_loop(forms.reader, prompt, tools))
         return cls(service, body, generation, readers)
 
     async def choice(self, index: int, delta: Delta) -> ChatChoice:
@@ -124,9 +129,11 @@ class ChatAnswer(Answer[ChatRequest]):
         )
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
-        """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end."""
+        """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end, but
+        not where the request named the function."""
         reason = finish_reason(delta)
-        return "tool_calls" if reason == "stop" and self._num_calls[index] else reason
+        has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None
+        return "tool_calls" if reason == "stop" and has_calls else reason
 
     async def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -6,6 +6,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
+from eagle_kit.serve.api.tool_choice import call_grammar
 
 NUMBERS = (
     *("temperature", "top_p", "min_p"),
@@ -100,6 +101,8 @@ def _in_vocabulary(ids: list[int], vocab_size: int, name: str) -> tuple[int, ...
 
 
 def _grammar(body: Sampling) -> Grammar | None:
+    if isinstance(body, ChatRequest) and body.must_call:
+        return call_grammar(body)
     if body.regex is not None:
         return Grammar("regex", body.regex)
     wanted = body.response_format

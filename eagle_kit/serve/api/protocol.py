@@ -93,9 +93,8 @@ class FunctionDefinition(Strict):
     def _check(self) -> "FunctionDefinition":
         if self.strict:
             raise ValueError(
-                "strict: true is not supported, since tools are only shown to the model and calls are "
-                "not held to their schema; leave strict out (pydantic_function_tool sets it), or use "
-                "response_format"
+                "strict: true is not supported, since with tool_choice auto calls are not held to their "
+                "schema; leave strict out (pydantic_function_tool sets it), or use tool_choice required"
             )
         return self
 
@@ -105,6 +104,19 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    """A function by its name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(Strict):
+    """The tool that the reply must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class SchemaFormat(Strict):
@@ -210,7 +222,7 @@ class ChatRequest(ChatMessages, Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     continue_final_message: Literal[False] | None = None
@@ -224,9 +236,24 @@ class ChatRequest(ChatMessages, Sampling):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        if self.tools is None and self.tool_choice == "auto":
-            raise ValueError("tool_choice auto needs tools")
+        choice, named = self.tool_choice, self.chosen_function
+        if self.tools is None and choice not in (None, "none"):
+            raise ValueError(f"tool_choice {choice if named is None else named} needs tools")
+        if named is not None and all(tool.function.name != named for tool in self.tools or ()):
+            raise ValueError(f"tool_choice names {named}, which is none of the tools")
+        if self.must_call and self.has_grammar:
+            raise ValueError("tool_choice excludes response_format and regex, unless it is none or auto")
         return self
+
+    @property
+    def chosen_function(self) -> str | None:
+        """Name of the function that the reply must call, where the request names one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        """True if the reply must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
 class CompletionRequest(Sampling):

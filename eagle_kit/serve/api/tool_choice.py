@@ -1,0 +1,80 @@
+"""Calls that a request insists on: a grammar lets the model write nothing else.
+
+As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
+named, or with ``required`` an object of ``name`` and ``arguments``.
+"""
+
+import json
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.reply.calls import calls_of, make_call
+from eagle_kit.data.chat.reply.parts import ReplyParts
+from eagle_kit.serve.api.protocol import ChatRequest, FunctionDefinition
+
+DEFINITIONS = ("$defs", "definitions")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def call_grammar(body: ChatRequest) -> Grammar:
+    """Make the grammar of the one call that ``tool_choice`` insists on.
+
+    Raises:
+        UserError: definitions of one name in the schemas of several tools differ.
+    """
+    functions = [tool.function for tool in body.tools or ()]
+    if (name := body.chosen_function) is not None:
+        chosen = next(function for function in functions if function.name == name)
+        return Grammar("json_schema", json.dumps(_parameters(chosen)))
+    root: dict[str, Any] = {}
+    calls = []
+    for function in functions:
+        parameters = _parameters(function)
+        for kind in DEFINITIONS:
+            for key, about in parameters.pop(kind, {}).items():
+                if root.setdefault(kind, {}).setdefault(key, about) != about:
+                    raise UserError(
+                        f"Two tools define {key!r} differently in their schemas.", "Rename one of them."
+                    )
+        properties = {"name": {"const": function.name}, "arguments": parameters}
+        call = {"type": "object", "properties": properties, "required": list(properties)}
+        calls.append({**call, "additionalProperties": False})
+    return Grammar("json_schema", json.dumps(root | ({"anyOf": calls} if len(calls) > 1 else calls[0])))
+
+
+def _parameters(function: FunctionDefinition) -> dict[str, Any]:
+    """Schema of the arguments, which are an object."""
+    parameters = dict(function.parameters or NO_ARGUMENTS)
+    return (
+        parameters
+        if {"$ref", "anyOf", "oneOf", "allOf"} & set(parameters)
+        else {"type": "object"} | parameters
+    )
+
+
+class ChosenCallReader:
+    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of replies that follow :func:`call_grammar`.
+
+    Args:
+        name: function that the request names; None where the reply names it.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+        self._pieces: list[str] = []
+
+    def feed(self, text: str) -> ReplyParts:
+        """Keep a further piece of text."""
+        self._pieces.append(text)
+        return ReplyParts()
+
+    def finish(self) -> ReplyParts:
+        """Read the call; what was cut off is content."""
+        text = "".join(self._pieces)
+        try:
+            value = json.loads(text)
+            return ReplyParts(calls=calls_of(value) if self._name is None else [make_call(self._name, value)])
+        except (Unusable, ValueError, RecursionError):
+            return ReplyParts(content=text)
