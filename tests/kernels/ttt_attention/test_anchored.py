@@ -14,7 +14,7 @@ STARTS = torch.tensor([0] * 18 + [18] * 15 + [33] * 20)
 def dense(q, k, v, own_k, own_v, rows, window):
     """One softmax of every row under a dense mask, in fp64."""
     q, k, v, own_k, own_v = (x.double() for x in (q, k, v, own_k, own_v))
-    count, size, hq, d = q.shape
+    size, hq = q.shape[1:3]
     key, block = torch.arange(T), torch.arange(size)
     out = []
     for a, row in enumerate(rows.tolist()):
