@@ -25,7 +25,9 @@ def main() -> None:
     )
     for chunk in stream:
         if chunk.choices:
-            print(chunk.choices[0].delta.content or "", end="", flush=True)
+            delta = chunk.choices[0].delta
+            thought = (delta.model_extra or {}).get("reasoning_content")  # of targets that think
+            print(thought or delta.content or "", end="", flush=True)
         elif chunk.usage is not None:
             print(f"\n# {chunk.usage.completion_tokens} tokens")
 

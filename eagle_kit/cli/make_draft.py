@@ -349,7 +349,8 @@ class Making:
 
         tokenizer = load_tokenizer(resolve_target(self.args.target))
         lines = _rows(self.replies)
-        said = [turn["content"] for line in lines for turn in line["messages"] if turn["role"] == "assistant"]
+        turns = (turn for line in lines for turn in line["messages"] if turn["role"] == "assistant")
+        said = [turn.get("generated", turn["content"]) for turn in turns]
         return len(lines), sum(len(ids) for ids in tokenizer(said)["input_ids"]) if said else 0
 
     # ---- words

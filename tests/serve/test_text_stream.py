@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from chat_templates import tokenizer_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagle_kit.serve.text_stream import Detokenizer, TextStream
@@ -197,3 +198,25 @@ def test_nothing_is_decoded_from_nothing(byte_level):
     assert stream.push([]) is None
     stream.finish()
     assert stream.text == "" and not stream.stopped
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_special_tokens_that_are_shown_are_text_and_others_are_not(size):
+    """gpt-oss's markers between bytes of characters, among tokens that stay hidden."""
+    tokenizer = tokenizer_for("harmony")
+    text = "<|channel|>final<|message|>にほん <|start|>🙂"
+    hidden = [tokenizer.convert_tokens_to_ids("<|return|>"), tokenizer.bos_token_id]
+    ids = tokenizer(text)["input_ids"]
+    mixed = [token for each in ids for token in (*hidden, each)] + hidden
+    names = ("<|channel|>", "<|message|>", "<|start|>")
+    shown = frozenset(tokenizer.convert_tokens_to_ids(names))
+    stream = TextStream(tokenizer, ("🙂",), shown=shown)
+    for i in range(0, len(mixed), size):
+        if not stream.stopped:
+            stream.push(mixed[i : i + size])
+    stream.finish()
+    assert stream.text == text[:-1] and stream.stopped
+    plain = TextStream(tokenizer)
+    plain.push(mixed)
+    plain.finish()
+    assert plain.text == tokenizer.decode(ids, skip_special_tokens=True) == "finalにほん 🙂"

@@ -104,7 +104,8 @@ async def ordinary(load: Load, case: Case | None = None) -> str:
         async for event in load.server.stream(CHATS, {**body, **MODES[mode]}):
             if "error" in event:
                 return f"event {event['error']['code']}"
-            piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            deltas = [choice["delta"] for choice in event["choices"]]
+            piece = "".join(each.get("reasoning_content") or each.get("content") or "" for each in deltas)
             first = first or (time.monotonic() - begun if piece else 0.0)
             text += piece
         waited = time.monotonic() - begun
