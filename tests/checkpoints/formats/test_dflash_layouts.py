@@ -1,0 +1,164 @@
+"""DFlash heads in the layouts of their authors and of speculators, there and back, and wrong conventions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_dflash
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import load_draft, save_draft
+from eagle_kit.checkpoints.export import export_draft, import_draft
+from eagle_kit.checkpoints.formats.recognise import recognise
+from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.dflash import DFLASH
+from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.models.heads.dflash import spread_layers
+from eagle_kit.models.loading.loader import load_target
+
+PEERS = ("sglang", "vllm", "speculators")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of a target and of a head for it, the target, and the head."""
+    folder = tmp_path_factory.mktemp("dflash")
+    make_target(folder / "target")
+    target = load_target(folder / "target")
+    head = tiny_dflash(target, mask_token_id=5, aux_layer_ids=(0, 2, 3))
+    save_draft(head, folder / "ours", metadata={"step": 7}, dtype=torch.float32)
+    return folder / "target", folder / "ours", target, head
+
+
+def contents(folder):
+    texts = [json.loads((folder / name).read_text()) for name in ("config.json", "eagle_kit.json")]
+    return texts, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_there_and_back_bit_for_bit(made, tmp_path, peer):
+    target, ours, _, _ = made
+    export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
+    (config, _), tensors = contents(tmp_path / peer)
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.2.self_attn.k_norm.weight"} <= set(
+        tensors
+    )
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(tensors)
+    if peer == "speculators":  # layers by their inputs
+        assert (config["speculators_model_type"], config["mask_token_id"]) == ("dflash", 5)
+        assert config["aux_hidden_state_layer_ids"] == [0, 2, 3]
+        assert config["transformer_layer_config"]["num_hidden_layers"] == 3
+        proposal = config["speculators_config"]["proposal_methods"][0]
+        assert proposal["speculative_tokens"] == config["block_size"] - 1 == 5
+    else:  # by their outputs
+        assert config["dflash_config"] == {"mask_token_id": 5, "target_layer_ids": [-1, 1, 2]}
+        assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 6
+    import_draft(tmp_path / peer, tmp_path / "back")
+    (before, facts), old = contents(ours)
+    (after, facts_after), new = contents(tmp_path / "back")
+    assert (before, facts) == (after, facts_after) and old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+@pytest.mark.parametrize("peer", ["sglang", "speculators"])
+def test_heads_of_others_are_read_and_go_back_as_they_came(made, tmp_path, peer):
+    target, ours, model, head = made
+    export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
+    config = json.loads((tmp_path / peer / "config.json").read_text())
+    del config["eagle_kit"]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / peer / "model.safetensors")
+    save_file(tensors, theirs / "model.safetensors")
+    assert recognise(open_draft(theirs)).format == peer
+    assert all(finding.level != "error" for finding in validate_draft(theirs, target))
+    import_draft(theirs, tmp_path / "imported", target=target)
+    for folder in (theirs, tmp_path / "imported"):
+        read = DFLASH.read(open_draft(folder), model)
+        assert read.config.aux_layer_ids == (0, 2, 3)
+        for (name, mine), other in zip(head.named_parameters(), read.parameters(), strict=True):
+            assert torch.equal(mine, other), name
+    export_draft(tmp_path / "imported", tmp_path / "again", format=peer, dtype=None, target=target)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("peer", ["speculators", "vllm"])
+def test_an_output_layer_of_its_own(made, tmp_path, peer):
+    target, _, model, _ = made
+    head = tiny_dflash(model, draft_vocab_size=100)
+    save_draft(head, tmp_path / "ours", metadata={}, dtype=torch.float32)
+    export_draft(tmp_path / "ours", tmp_path / peer, format=peer, dtype=None, target=target)
+    for folder in (tmp_path / "ours", tmp_path / peer):
+        read = load_draft(folder, target=model)
+        assert torch.equal(read.lm_head.weight, head.lm_head.weight)
+        assert torch.equal(read.token_map, head.token_map)
+    with pytest.raises(UserError, match="output layer only"):
+        export_draft(tmp_path / "ours", tmp_path / "no", format="sglang", target=target)
+
+
+def test_sliding_layers_and_rows_are_kept(made, tmp_path):
+    target, _, model, _ = made
+    head = tiny_dflash(model, sliding_window=9, sliding_layers=(0, 1), predicts_next=True)
+    save_draft(head, tmp_path / "ours", metadata={}, dtype=torch.float32)
+    export_draft(tmp_path / "ours", tmp_path / "s", format="speculators", dtype=None, target=target)
+    import_draft(tmp_path / "s", tmp_path / "back")
+    for folder in ("ours", "s", "back"):
+        assert load_draft(tmp_path / folder, target=model).config == head.config
+    with pytest.raises(UserError, match="sample_from_anchor"):
+        export_draft(tmp_path / "ours", tmp_path / "no", format="vllm", target=target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": {"target_layer_ids": [1]}}, "which token is its mask"),
+        ({"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [1]}}, "mask_token_id"),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [-2]}}, "layer ids"),
+        ({"dflash_config": {"mask_token_id": 5, "projector_type": "domino"}}, "projector_type"),
+        ({"markov_rank": 256}, "markov_rank"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, "causal in a block"),
+        (
+            {
+                "layer_types": ["sliding_attention"] * 3,
+                "sliding_window": 64,
+                "sliding_window_non_causal": True,
+            },
+            "both directions",
+        ),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_impossible_configs_are_refused(made, change, message):
+    files = open_draft(made[1])
+    files.config.update(change)
+    with pytest.raises(UserError, match=message):
+        DFLASH.read_config(files)
+
+
+def test_wrong_conventions_are_named(made):
+    """Layers that are stored in the other numbering, and rows whose meaning nothing says."""
+    _, ours, model, _ = made
+    big = replace(model.config, num_layers=30)
+    usual = spread_layers(30)
+    assert [layer - 1 for layer in spread_layers(36)] == [1, 9, 17, 25, 33]  # as published for Qwen3-8B
+    for layers in (usual, [layer - 2 for layer in usual]):  # outputs are one less
+        files = open_draft(ours)
+        files.config["dflash_config"] = {"mask_token_id": 5, "target_layer_ids": list(layers)}
+        del files.config["sample_from_anchor"]
+        found = DFLASH.check(files, DFLASH.read_config(files), big)
+        warned = {each.subject for each in found if each.level == "warning"}
+        assert warned == {"layer ids", "rows of a block"}
+    words = [each.words for each in DFLASH.conventions(tiny_dflash(model), model.config)]
+    assert "rows that predict the next token" in words
+
+
+def test_deepspec_s_baseline_has_rows_of_the_next_token(made):
+    files = open_draft(made[1])
+    del files.config["sample_from_anchor"]
+    assert not DFLASH.read_config(files).predicts_next
+    files.config["markov_rank"] = 0
+    assert DFLASH.read_config(files).predicts_next
