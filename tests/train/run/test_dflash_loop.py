@@ -1,0 +1,54 @@
+"""A run that trains a DFlash head: learns, judges, exports, serves; and what it refuses."""
+
+import json
+
+import pytest
+from tiny_run import make_config
+
+from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.serve.llm import LLM
+from eagle_kit.train.__main__ import main as train
+
+HEAD = "head={kind: dflash, num_layers: 2, block_size: 4}"
+CHAIN = ["training.ttt_length=3", "training.num_anchors=6"]
+JUDGE = "judge={every: 4, prompts: 2, max_tokens: 8, shapes: ['3,1,4']}"
+
+
+def test_a_run_is_trained_judged_exported_and_served(tmp_path):
+    words = [str(make_config(tmp_path)), HEAD, *CHAIN, JUDGE, "training.max_steps=8", "training.save_every=8"]
+    assert train([*words, "--dry-run"]) == 0
+    assert train([*words, "training.learning_rate=0.01"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss_per_step" in row]
+    assert steps[-1]["loss"] < steps[0]["loss"] and len(steps[0]["loss_per_step"]) == 3
+    draft = tmp_path / "run" / "step-8"
+    head = load_draft(draft)
+    assert (head.config.block_size, head.config.num_layers) == (4, 2)
+    assert {finding.level for finding in validate_draft(draft, tmp_path / "target")} == {"ok"}
+    export_draft(draft, tmp_path / "vllm", format="vllm", target=tmp_path / "target")
+    card = (tmp_path / "vllm" / "README.md").read_text()
+    assert '"method": "dflash"' in card and '"num_speculative_tokens": 3' in card
+    plain = LLM(tmp_path / "target", max_context=64)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    (expected,) = plain.generate(["a cat"], params)
+    for folder in (draft, tmp_path / "vllm"):
+        llm = LLM(plain.target, folder, tokenizer=plain.tokenizer, max_context=64, shape="3,1,4")
+        (reply,) = llm.generate(["a cat"], params)
+        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.ttt_length=4"], "a block drafts 3 tokens"),
+        ([*CHAIN, "judge={every: 4, shapes: ['3,2,6']}"], "judge.shapes asks for more"),
+        ([*CHAIN, "head.mask_token_id=100000"], "head.mask_token_id is 100000"),
+        ([*CHAIN, "head.fc_norm=true"], "head.fc_norm has no meaning"),
+    ],
+)
+def test_what_does_not_fit_a_block_is_refused(tmp_path, capsys, words, message):
+    assert train([str(make_config(tmp_path)), HEAD, *words]) == 2
+    assert message in capsys.readouterr().err
