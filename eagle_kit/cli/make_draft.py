@@ -20,13 +20,7 @@ from typing import Any
 
 from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import (
-    check_writable,
-    nearest_folder,
-    read_object,
-    sole_writer,
-    write_json_atomically,
-)
+from eagle_kit.core.files import check_writable, read_object, remove, sole_writer, write_json_atomically
 from eagle_kit.train.plan.budget import (
     ROW_TOKENS,
     WITH_PROMPTS,
@@ -231,7 +225,7 @@ class Making:
         limit = max(int(plan.raw.tokens / plan.passes / size) + HELD_OUT, 2 * HELD_OUT)
         data = {"source": self.args.source, "limit": limit}
         config = self._config("raw", plan.raw, 1.0, data, keeps=plan.passes > 1)
-        return Stage("raw", self._train(config))
+        return Stage("raw", self._train(config), self._drop_states)
 
     def _replies(self) -> Stage:
         pilot = self.state["done"]["pilot-replies"]
@@ -250,12 +244,12 @@ class Making:
             plan, done = self._plan(), self.state["done"]
             speed = plan.seconds[0] / self.state["spent_s"]["raw"]
             left = max(self.budget_s - plan.seconds[3] - self._spent_s, 0.25 * plan.seconds[2])
-            tokens, room = done["replies"]["tokens"], done["pilot-training"]["kept_tokens"]
+            tokens, room = done["replies"]["tokens"], self._kept_tokens()
             phase = own_phase(left * speed, tokens, self._rates(), room)
             head = {"start_from": str(self.out / "raw" / "best")}
             keeps = WITH_PROMPTS * tokens <= room
             self._config("own", phase, 2 / 3, {"source": str(self.replies)}, head, keeps=keeps)
-        return Stage("own", self._train(file))
+        return Stage("own", self._train(file), self._drop_states)
 
     def _export(self) -> Stage:
         return Stage("export", ("export", str(self.out / "own"), "--out", str(self.draft), *self._target()))
@@ -314,7 +308,13 @@ class Making:
         raw = {
             "target": self.args.target,
             "output_dir": str(self.out / name),
-            "data": {**data, "max_length": length, "eval_conversations": HELD_OUT, "preview": False},
+            "data": {
+                **data,
+                "max_length": length,
+                "eval_conversations": HELD_OUT,
+                "preview": False,
+                "cache_dir": str(self._cache),
+            },
             "head": head or {"draft_vocab_size": draft_vocab_size(words)},
             "training": {
                 "ttt_length": TTT_LENGTH,
@@ -335,13 +335,23 @@ class Making:
         return ("train", str(config), "--resume")
 
     def _kept_tokens(self) -> float:
-        """Tokens whose states the cache has room for: three captured ones and the last, of two bytes."""
+        """Tokens whose states there is room for: three captured ones and the last."""
+        from eagle_kit.data.states.format import bytes_per_token
         from eagle_kit.models.loading.loader import read_target_config
-        from eagle_kit.models.loading.source import cache_folder, resolve_target
+        from eagle_kit.models.loading.source import resolve_target
 
         width = read_target_config(resolve_target(self.args.target)).hidden_size
-        free = shutil.disk_usage(nearest_folder(cache_folder())).free
-        return STATES_OF_DISK * free / (4 * 2 * width)
+        size = bytes_per_token("computed", _kept_precision(), 3, width)
+        return STATES_OF_DISK * shutil.disk_usage(self.out).free / size
+
+    def _drop_states(self, seconds: float) -> dict[str, Any]:
+        """Give the disk back, once a training is done."""
+        remove(self._cache / "states")
+        return {}
+
+    @property
+    def _cache(self) -> Path:
+        return self.out / "cache"
 
     def _count_replies(self) -> tuple[int, int]:
         """Conversations and reply tokens of the file."""
@@ -413,6 +423,14 @@ def _call(words: Sequence[str]) -> int:
         process.terminate()  # in the background SIGINT may be ignored
         process.wait()
         raise
+
+
+def _kept_precision() -> str:
+    """What ``auto`` stands for here, for the size of states."""
+    import torch
+
+    precision = _precision()
+    return ("bfloat16" if torch.cuda.is_available() else "float32") if precision == "auto" else precision
 
 
 def _precision() -> str:
