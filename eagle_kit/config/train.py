@@ -595,12 +595,3 @@ class TrainConfig(Section):
                 "Set training.cache_hidden_states=off, or leave data.store out.",
             )
         return self
-
-    @model_validator(mode="after")
-    def _judge_has_a_whole_target(self) -> "TrainConfig":
-        if self.training.shares_target and self.judge.every:
-            raise ValueError(
-                f"training.target_placement={self.training.target_placement} leaves no process a whole "
-                "target to decode with; set judge.every=0"
-            )
-        return self

@@ -63,7 +63,7 @@ class LLM:
 
     Args:
         target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
-            which is then used as it is.
+            which is then used as it is. Of one that processes share all make the same calls.
         draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model, or
             None for ordinary decoding.
         config: options of the engine.
@@ -117,7 +117,8 @@ class LLM:
                 self._open(target)
                 self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
-            self.close()
+            if self.group is not None:  # in which nobody listens yet
+                self.group.close()
             raise
         if self.group is not None and not self.group.ranks.is_first:
             self._follow(self.group, is_launched=start is None)
@@ -266,7 +267,8 @@ class LLM:
         self._engine = self._policy = self._draft_folder = None
         self.head, self.draft = None, None
         if isinstance(draft, str | Path):
-            draft = self._draft_folder = resolve_draft(draft, self.target.config)
+            find = partial(resolve_draft, draft, self.target.config)  # by a hub, which may fail one rank
+            draft = self._draft_folder = find() if self.group is None else self.group.ranks.together(find)
         if draft is not None:
             self.draft = self._load_draft(draft, algorithm, token_map)
             self.head = self.draft.head
@@ -363,11 +365,11 @@ class LLM:
         """Allocate the engine's memory."""
         group, chooses = self.group, self._options.shape is None and self.draft is not None
         plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
-        if group is None:
+        if (ranks := self.target.ranks) is None:
             self.memory_plan = plan()
         else:
-            mine: MemoryPlan = group.ranks.together(plan)
-            self.memory_plan = mine.smallest(group.ranks.all(mine))
+            mine: MemoryPlan = ranks.together(plan)
+            self.memory_plan = mine.smallest(ranks.all(mine))
         steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
         self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
         parts = self.target, self.draft, self.config, self._grammars()

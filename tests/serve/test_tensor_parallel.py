@@ -426,6 +426,25 @@ def test_ranks_that_may_be_out_of_step_do_not_go_on(folder):
     assert run_ranks(2, interrupt, folder) == [5, "A rank has ended."]
 
 
+def load_without_a_hub(ranks, folder):
+    """Of each rank, the error of a draft that only the second one cannot find."""
+
+    def find(*args):
+        if ranks.is_first:
+            return folder
+        raise UserError("The hub cannot be reached.", "Try again.")
+
+    llms.resolve_draft = find
+    start = Start(ranks.rank, None, folder, None, None)
+    with pytest.raises(UserError) as error:
+        LLM(folder, "org/head", tensor_parallel=2, start=start, **OPTIONS)
+    return error.value.cause
+
+
+def test_a_draft_that_one_rank_cannot_find_is_an_error_of_all(folder):
+    assert run_ranks(2, load_without_a_hub, folder) == ["The hub cannot be reached."] * 2
+
+
 def load_what_one_refuses(ranks, folder):
     """Of each rank, the error of what only the first one finds."""
     with pytest.raises(UserError) as error:

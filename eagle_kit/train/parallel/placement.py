@@ -53,20 +53,32 @@ def check_shared(placement: str, accelerator: "Accelerator | PartialState") -> N
 
 
 def load_cut(
-    folder: Path, accelerator: "Accelerator | PartialState", dtype: torch.dtype
-) -> tuple[Target, Ranks]:
-    """This process's part of a target, by tensor parallelism over all processes, between the whole embedding
-    and output layer. It reads no more of the files than its part. A forward is one call of all processes, and
-    :class:`~eagle_kit.train.states.source.SharedTarget` has them run each one's row.
+    folder: Path, accelerator: "Accelerator | PartialState", dtype: torch.dtype, remedy: str
+) -> Target:
+    """This process's part of a target, by tensor parallelism over all processes, for captures and the judge.
+    It reads no more of the files than its part; a forward is one call of all processes.
+
+    Args:
+        remedy: where it cannot be cut.
 
     Raises:
         UserError: see :func:`~eagle_kit.models.loading.share.load_share`.
     """
     index, count, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     ranks = Ranks(index, count, device, PATIENCE.total_seconds())
-    target = load_share(folder, ranks, dtype, device).with_whole_ends()
-    target.config, target.ranks = read_target_config(folder), None  # what is read beside the layers is whole
-    return target, ranks
+    try:
+        return load_share(folder, ranks, dtype, device)
+    except UserError as error:
+        raise UserError(error.cause, remedy) from error
+
+
+def between_whole_ends(cut: Target, folder: Path) -> Target:
+    """The same layers between the whole embedding and output layer, which every process reads by itself. The
+    rows that a tied output layer has in ``cut`` are those of the whole embedding from now on."""
+    whole = cut.with_whole_ends()
+    cut.take_embedding(whole.embed_tokens)
+    whole.config, whole.ranks = read_target_config(folder), None
+    return whole
 
 
 def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:

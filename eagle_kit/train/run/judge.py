@@ -176,6 +176,6 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
 
 
 def share_weights(target: Target) -> Target:
-    """A second model object over the same weights."""
-    tensors = (*target.parameters(), *target.buffers(), *packed_parts(target))
-    return copy.deepcopy(target, {id(tensor): tensor for tensor in tensors})
+    """A second model object over the same weights, and of the same ranks."""
+    shared = (*target.parameters(), *target.buffers(), *packed_parts(target), target.ranks)
+    return copy.deepcopy(target, {id(each): each for each in shared if each is not None})

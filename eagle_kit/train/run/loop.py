@@ -256,7 +256,8 @@ class Trainer:
         started = time.perf_counter()
         whole, target = self.stepper.strategy.whole_head(), self.components.target
         mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
-        figures = Judgement.total(gather_objects(self.accelerator, mine)).row()
+        is_shared = self.components.cut is not None  # then all have decoded the same
+        figures = Judgement.total([mine] if is_shared else gather_objects(self.accelerator, mine)).row()
         decoded = figures["accept_length"]
         state, chosen = self.state, decoded[self.config.judge.shapes[0]]
         is_better = chosen > state.best_accept_length
@@ -341,15 +342,17 @@ class Trainer:
             )
 
     def _make_judge(self) -> Judge | None:
-        """The judge of this process's share of the prompts; None when nothing is judged."""
-        settings = self.config.judge
+        """The judge of this process's share of the prompts, or of all of them where processes share the
+        target and decode together; None when nothing is judged."""
+        settings, cut = self.config.judge, self.components.cut
         if not settings.every:
             return None
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        rank, count = (rank, count) if cut is None else (0, 1)
         data, mine = self.components.data, self.prompts[rank::count]
         prompts = [data.heldout_prompts[i] for i in mine]
         categories = [data.groups[data.heldout_groups[i]] for i in mine]
-        return Judge(self.components.target, prompts, settings, categories)
+        return Judge(self.components.target if cut is None else cut, prompts, settings, categories)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
         about = metadata(

@@ -14,7 +14,6 @@ from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.store import StateStore
-from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
@@ -25,7 +24,7 @@ from eagle_kit.models.loading.source import (
     target_revision,
 )
 from eagle_kit.models.targets.target import Target
-from eagle_kit.train.parallel.placement import check_shared, load_cut, loading_device
+from eagle_kit.train.parallel.placement import between_whole_ends, check_shared, load_cut, loading_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -40,14 +39,15 @@ class TrainingComponents:
         folder: where it was loaded from.
         tokenizer: the target's.
         data: packed rows, vocabulary map, held-out prompts.
-        ranks: the processes that share the target by tensor parallelism; None where they do not.
+        cut: this process's part of the target by tensor parallelism, for the judge of one that processes
+            share; None where there is no use for it.
     """
 
     target: Target
     folder: Path
     tokenizer: Any
     data: PreparedData
-    ranks: Ranks | None = None
+    cut: Target | None = None
 
 
 def load_components(
@@ -84,11 +84,13 @@ def load_components(
     if runs and config.training.shares_target:
         check_shared(placement, accelerator)
     if runs and placement == "tensor-parallel":
-        target, ranks = load_cut(folder, accelerator, dtype)
-        return TrainingComponents(target, folder, tokenizer, data, ranks)
+        cut = load_cut(folder, accelerator, dtype, "Set training.target_placement=fsdp and judge.every=0.")
+        return TrainingComponents(between_whole_ends(cut, folder), folder, tokenizer, data, cut)
     device = loading_device(placement, accelerator)
     target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs)
-    return TrainingComponents(target, folder, tokenizer, data)
+    is_judged = runs and placement == "fsdp" and config.judge.every > 0
+    judged = load_cut(folder, accelerator, dtype, "Set judge.every=0.") if is_judged else None
+    return TrainingComponents(target, folder, tokenizer, data, judged)
 
 
 def state_store(

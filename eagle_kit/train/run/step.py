@@ -140,7 +140,7 @@ class Stepper:
         self.target, self.data, self.head = components.target, components.data, head
         shares = training.shares_target
         everyone = (lambda mine: not sum_numbers(accelerator, [float(not mine)])[0]) if shares else bool
-        source = state_source(self.target, components.ranks)
+        source = state_source(self.target, training.target_placement, components.cut)
         is_cuda = self.target.embed_tokens.weight.is_cuda
         self.features = FeatureSource(source, head.capture, store, everyone, pin=is_cuda)
         self._parts = parts_of(config.data, self.data)

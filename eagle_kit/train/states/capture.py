@@ -139,9 +139,9 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
             "Start one without a launcher, on each machine with its --shard.",
         )
     made = {"engine": "eagle-kit"} if options.other is None else options.other.made
-    found = load_components(config, process, with_layers=options.other is None)
-    unjudged = config.judge.model_copy(update={"every": 0})
-    place_target(found.target, config.model_copy(update={"judge": unjudged}), process)
+    unjudged = config.model_copy(update={"judge": config.judge.model_copy(update={"every": 0})})
+    found = load_components(unjudged, process, with_layers=options.other is None)
+    place_target(found.target, unjudged, process)
     draft = head_architecture(config, found.target.config, found.tokenizer)
     manifest = states_manifest(
         config,
@@ -162,7 +162,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     if options.dry_run:
         return 0
     if options.other is None:
-        source = state_source(found.target, found.ranks)
+        source = state_source(found.target, config.training.target_placement, found.cut)
     else:
         source = _foreign(config, found, draft, options)
     promise = "this row is finished and the shard is written first"

@@ -57,6 +57,10 @@ class SharedTarget:
         return mine
 
 
-def state_source(target: Target, ranks: Ranks | None) -> StateSource:
-    """The source of a target that is this process's alone, or shared by ``ranks``."""
-    return TargetSource(target) if ranks is None else SharedTarget(target, ranks)
+def state_source(target: Target, placement: str, cut: Target | None) -> StateSource:
+    """The source of a target in its place (``training.target_placement``), or ``cut`` as the processes share
+    it."""
+    if placement != "tensor-parallel" or cut is None:
+        return TargetSource(target)
+    assert cut.ranks is not None
+    return SharedTarget(target, cut.ranks)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
-from eagle_kit.train.parallel.placement import load_cut
+from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
 from eagle_kit.train.states.source import state_source
 
 LAYERS = (1, 2, 3)
@@ -39,9 +39,10 @@ def capture_cut(ranks: Any, folder: Path) -> tuple[TargetFeatures, int]:
     process: Any = SimpleNamespace(
         process_index=ranks.rank, num_processes=ranks.size, device=torch.device("cpu")
     )
-    target, ranks = load_cut(folder, process, torch.float32)
+    cut = load_cut(folder, process, torch.float32, "")
+    target = between_whole_ends(cut, folder)
     held = sum(parameter.nbytes for name, parameter in target.layers.named_parameters() if "norm" not in name)
-    return state_source(target, ranks).states(row(ranks.rank), LAYERS), held
+    return state_source(target, "tensor-parallel", cut).states(row(ranks.rank), LAYERS), held
 
 
 @pytest.mark.parametrize(
