@@ -32,6 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     decode = add("decode", "Windows, cycles and plain decoding of a target and a draft.")
     _models(decode)
     _compare(decode)
+    decode.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="cycles of N ranks beside those of one process, and nothing else",
+    )
     _train(add("train", "Time and memory of a training step against doing it the plain way."))
     engine = add("engine", "Whole cycles against their floor, with random weights.")
     engine.add_argument("--model", metavar="NAME", help=f"{MODEL} (default llama-3.1-8b; tiny on a CPU)")
@@ -133,6 +139,15 @@ def _models_here(args: argparse.Namespace, target: str, options: Options) -> int
     from eagle_kit.bench.runner import Benchmark, conduct, no_targets
     from eagle_kit.bench.train.step import cases, training_targets
 
+    if (size := getattr(args, "tensor_parallel", None)) is not None:
+        from eagle_kit.bench import ranks
+
+        _refuse(args, "decode --tensor-parallel", "no_compare")
+        if size < 2:
+            raise UserError(f"--tensor-parallel is {size}.", "Give two or more ranks, or leave it out.")
+        settings = {"target": target, "draft": args.draft, "ranks": size}
+        benchmark = Benchmark("ranks", ranks.make_cases(target, args.draft, size), settings)
+        return conduct(benchmark, Machine.here(options.seed), options)
     made = [] if args.kind == "train" else make_cases(target, args.draft, not args.no_compare)
     if args.kind != "decode":
         made += cases(target, _ratio_options(args) if args.kind == "train" else None)

@@ -296,6 +296,7 @@ def serve_beside_a_slow_rank(ranks, *args):
     return serve(ranks, *args)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(folder):
     """Shapes are chosen by times, which are others on every rank, and replies are those of one process."""
 
