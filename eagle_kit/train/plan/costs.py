@@ -14,6 +14,7 @@ from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states.format import bytes_per_token
+from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
 from eagle_kit.train.algorithm.loss import LOSS_BLOCK, LOSS_BLOCK_ON_GPU
@@ -46,9 +47,15 @@ class Workload:
 def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Workload:
     """Forward of ``num_rows`` average packed rows of ``data``."""
     tokens = num_rows * data.num_tokens / len(data)
+    rows, sampled = (
+        tokens * data.num_supervised_tokens / max(1, data.num_tokens),
+        training_kind(config).sampling(config),
+    )
+    if sampled is not None and sampled.most is not None:  # of every conversation; long ones have more to drop
+        rows = min(rows, sampled.most * num_rows * data.num_conversations / len(data))
     return Workload(
         tokens=round(tokens),
-        rows=round(tokens * data.num_supervised_tokens / max(1, data.num_tokens)),
+        rows=round(rows),
         steps=config.training.ttt_length,
         mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
     )
