@@ -15,6 +15,7 @@ from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.kernels.backend import use
 from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
@@ -159,3 +160,24 @@ def test_shapes_are_chosen_among_chains(models):
 def test_what_is_no_plain_chain_is_refused(models, options, message):
     with pytest.raises(UserError, match=message):
         LLM(*models, max_context=128, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on a CPU")
+@pytest.mark.slow
+def test_kernels_draft_the_same(models, triton_device):
+    """Every proposal and reply of Triton's kernels under the interpreter is that of the references."""
+    target, head = tiny_target(vocab_size=11), tiny_dflash(models[0], **HEADS["sliding"])
+    pair = target, head.eval().requires_grad_(False)
+
+    def run():
+        engine = make_engine(pair, page_size=4)
+        engine.use_shape(SpecShape(4, 1, 5))
+        proposals = record_proposals(engine)
+        request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=8))
+        serve(engine, [request])
+        return request.token_ids, [draft.tree.tokens.tolist() for _, draft in proposals]
+
+    expected = run()
+    with use("triton"):
+        assert run() == expected
+    assert len(expected[1]) > 3
