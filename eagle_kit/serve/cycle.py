@@ -22,7 +22,7 @@ from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.serve.agreement import agree_path, agree_tree, most_likely
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.drafter import Drafter, Missed
+from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import decide
 from eagle_kit.speculation.verify.verifiers import TargetOnly, Verifier
@@ -47,7 +47,7 @@ class CycleSettings(NamedTuple):
             draft-extend appends.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
-        num_candidates: tokens that the draft keeps for the next cycle, whatever its shape.
+        kept: candidates that the draft keeps for the next cycle, whatever its shape.
         tells_confidence: emit the draft's confidence.
     """
 
@@ -55,7 +55,7 @@ class CycleSettings(NamedTuple):
     num_columns: int
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
-    num_candidates: int | None = None
+    kept: Kept | None = None
     tells_confidence: bool = False
 
 
@@ -221,8 +221,8 @@ def draft_extend(
     accepted, num_emitted = verified.accepted, verified.emitted.num_emitted
     draft = state.draft
     if drafter is not None and draft is not None:
-        topk = settings.num_candidates or drafter.num_candidates([settings.shape])
-        draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, topk, settings.num_columns)
+        kept = settings.kept or drafter.kept([settings.shape])
+        draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, kept, settings.num_columns)
     after = verified.outcome
     return state._replace(seq_lens=after.seq_lens, roots=after.roots, draft=draft)
 

@@ -48,7 +48,7 @@ from eagle_kit.serve.slots import Slots, Tables
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter, Missed
+from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
@@ -152,7 +152,7 @@ class Runner:
             self.drafter = drafter_class(draft, config)(draft, self.vocab_size, layout)
         self._verifier = make_verifier(config)
         self._sampling = SamplingTables(self.vocab_size, self.device)
-        self._slots: dict[tuple[bool, int], Slots] = {}
+        self._slots: dict[tuple[bool, Kept], Slots] = {}
         self._batch: Batch | None = None
         self.use_shape([NO_SPECULATION])
 
@@ -182,13 +182,13 @@ class Runner:
         self.steps = max(shape.steps for shape in shapes)
         self._tells_confidence = tells_confidence and self.steps > 0
         drafter = self.models.drafter
-        self.topk = 1
+        self.kept = Kept(1, 1)
         if drafter is not None:
-            self.topk = drafter.num_candidates(shapes, tells_confidence=self._tells_confidence)
-        kind = (drafter is not None, self.topk)
+            self.kept = drafter.kept(shapes, tells_confidence=self._tells_confidence)
+        kind = (drafter is not None, self.kept)
         if kind not in self._slots:  # graphs know the slots that they were captured with
             sizes = self.config.max_batch_size, self.config.max_pages, self.kv.dummy_page
-            self._slots[kind] = Slots(*sizes, drafter, self.topk, self.device)
+            self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
             self.slots.make_missed(drafter.model)
@@ -238,7 +238,7 @@ class Runner:
             following[rows] = roots
         draft = None
         if drafter is not None:
-            draft = drafter.prefill(out, tokens, following, segments, rows, self.topk)
+            draft = drafter.prefill(out, tokens, following, segments, rows, self.kept)
         if not finished:
             return results
         slots = self._tensor([request.slot for request in finished])
@@ -381,7 +381,7 @@ class Runner:
         state = self.slots.gather(rows)
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
         with self.linear_forms.using():
-            draft = drafter.extend(before, missed, missed.counts - 1, self.topk, columns)
+            draft = drafter.extend(before, missed, missed.counts - 1, self.kept, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
@@ -400,7 +400,7 @@ class Runner:
 
     def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
         return CycleSettings(
-            shape, num_columns, num_logprobs, self.verifier(shape), self.topk, self._tells_confidence
+            shape, num_columns, num_logprobs, self.verifier(shape), self.kept, self._tells_confidence
         )
 
     def _columns(self, requests: Sequence[Request], behind: int) -> int:
@@ -418,7 +418,7 @@ class Runner:
     def _appended(self) -> int:
         """Rows that draft-extend has behind the emitted ones."""
         drafter = self.models.drafter
-        return 0 if drafter is None else drafter.num_appended(self.topk)
+        return 0 if drafter is None else drafter.num_appended(self.kept)
 
     def _run(
         self,

@@ -16,7 +16,7 @@ from eagle_kit.serve.batch_kind import adjusts_logits
 from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter, Missed
+from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.tuning.policy import MOST_MISSED
 
@@ -37,7 +37,7 @@ class Slots:
     Args:
         dummy_page: entry of page tables where a request has no page.
         drafter: of the draft states; None in ordinary decoding.
-        topk: candidates that a draft keeps.
+        kept: candidates of a draft state.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Slots:
         max_pages: int,
         dummy_page: int,
         drafter: Drafter | None,
-        topk: int,
+        kept: Kept,
         device: torch.device,
     ) -> None:
         self.dummy, self.dummy_page = count, dummy_page
@@ -56,7 +56,7 @@ class Slots:
         self.roots = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
         self.active[count] = False
-        self.draft = drafter.empty_state(count + 1, topk) if drafter is not None else None
+        self.draft = drafter.empty_state(count + 1, kept) if drafter is not None else None
         self.tables: Tables | None = None
         self._adjusted: set[int] = set()
         self.missed: Missed | None = None

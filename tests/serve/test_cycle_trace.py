@@ -47,7 +47,7 @@ def test_recurrent_layers_need_no_host(shape, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("shape", ["1,1,2", "5,1,6"])
+@pytest.mark.parametrize("shape", ["1,1,2", "5,1,6", "5,4,16"])
 @pytest.mark.parametrize("make_head", [tiny_p_eagle, tiny_dflash])
 def test_drafts_of_one_pass_need_no_host(shape, backend, make_head):
     _trace(backend, "greedy", shape, make_head=make_head)

@@ -83,7 +83,7 @@ def accept_length(requests) -> float:
 
 
 CHAINS = [(kind, "3,1,4") for kind in KINDS]
-TREES = [(kind, "4,4,16") for kind in KINDS[:-1]]
+TREES = [*((kind, "4,4,16") for kind in KINDS[:-1]), ("mtp x 3", "3,4,14")]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -262,6 +262,14 @@ def facade(folder, algorithm="NEXTN", **options) -> LLM:
     return llm
 
 
+def test_seeded_replies_of_a_tree_of_modules_are_those_of_plain_decoding(models):
+    params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
+    llm = facade(models.folders[3], "nextn")
+    tree, chain, none = (llm.generate(PROMPTS, params, shape=shape) for shape in ("3,4,14", "3,1,4", "none"))
+    assert [o.token_ids for o in tree] == [o.token_ids for o in chain] == [o.token_ids for o in none]
+    assert accept_length(tree) > accept_length(chain), "a tree holds the chain and more"
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_targets_own_modules_need_no_draft(models, plain, count):
     llm = facade(models.folders[count], "nextn")
@@ -275,7 +283,7 @@ def test_the_targets_own_modules_need_no_draft(models, plain, count):
 
 def test_what_several_modules_cannot_do_is_refused(models):
     folder = models.folders[3]
-    for options in ({"shape": "4,1,5"}, {"shape": "3,4,8"}, {"tree": "static"}, {"sampled_drafts": True}):
+    for options in ({"shape": "4,1,5"}, {"shape": "4,4,8"}, {"tree": "static"}, {"sampled_drafts": True}):
         with pytest.raises(UserError, match="3 modules"):
             facade(folder, **options)
     with pytest.raises(UserError, match="at most 3 steps"):

@@ -1,7 +1,7 @@
-"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036): chains, made
-during draft-extend.
+"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036), during
+draft-extend.
 
-Legend: B requests, M emitted rows of a window, D drafted tokens, N rows of a block, H hidden.
+Legend: B requests, M emitted rows of a window, D depths, K candidates of each, N rows of a block, H hidden.
 
 The entry of a token is made of its state alone, and nobody queries with it. So draft-extend writes entries of
 the accepted rows, root first, which are the tokens that the target commits, and the block behind them in the
@@ -23,20 +23,20 @@ from eagle_kit.models.blocks.layers import KVSlots
 from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
-from eagle_kit.speculation.propose.drafter import Missed
-from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
+from eagle_kit.speculation.propose.drafter import Kept, Missed
+from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
 class BlockState(NamedTuple):
-    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``."""
+    """Result of draft-extend: the candidates of all depths, as of :class:`ReadyDrafter`."""
 
     tokens: torch.Tensor
+    scores: torch.Tensor
 
 
-class BlockDrafter(ReadyChainDrafter):
-    """A head that drafts blocks. The candidates that it keeps are the D tokens of the chain, which a block of
-    as many rows as they need makes, whatever the block of its training."""
+class BlockDrafter(ReadyDrafter):
+    """A head that drafts blocks, of as many rows as the depths need, whatever the block of its training."""
 
     model: HeadDraftModel
     kv: PagedKV
@@ -52,12 +52,10 @@ class BlockDrafter(ReadyChainDrafter):
         super().check_shape(model, shape)
         assert model.head is not None
         most = min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
-        if shape.topk > 1 or shape.steps > most:
-            steps = min(shape.steps, most)
+        if shape.steps > most:
             raise UserError(
-                f"The shape {shape} was given for a draft of blocks, which are chains of at most {most} "
-                "steps.",
-                f"Use a chain such as {SpecShape(steps, 1, steps + 1)}.",
+                f"The shape {shape} was given for a draft of blocks, of at most {most} steps.",
+                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
             )
 
     @classmethod
@@ -67,30 +65,21 @@ class BlockDrafter(ReadyChainDrafter):
         steps = min(MAX_WINDOW // 2 - 1, model.head.most_steps)
         return SpecShape(steps, 1, steps + 1)
 
-    @classmethod
-    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
-        """See :class:`Drafter`; D, the steps of the longest chain."""
-        return max(1, *(shape.steps for shape in shapes))
-
-    def num_appended(self, num_candidates: int) -> int:
+    def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
-        return num_candidates + self.first
+        return kept.steps + self.first
 
-    def empty_state(self, count: int, topk: int) -> BlockState:
+    def empty_state(self, count: int, kept: Kept) -> BlockState:
         """See :class:`Drafter`."""
-        return BlockState(torch.zeros(count, topk, dtype=torch.int64, device=self.model.device))
-
-    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """See :class:`Drafter`: None, a chain ranks nothing."""
-        return None
+        return BlockState(*self.empty_candidates(count, kept))
 
     def extend(
-        self, state: CycleState, missed: Missed, last: torch.Tensor, topk: int, num_columns: int
+        self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
     ) -> BlockState:
-        """See :class:`Drafter`; ``topk`` is D."""
+        """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         roots = tokens.gather(1, last[:, None])[:, 0]
-        drafted = self._block(features, roots, state.page_table, state.seq_lens, last + 1, topk, num_columns)
+        drafted = self._block(features, roots, state.page_table, state.seq_lens, last + 1, kept, num_columns)
         nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
         return drafted
@@ -102,7 +91,7 @@ class BlockDrafter(ReadyChainDrafter):
         next_ids: torch.Tensor,
         segments: Sequence[Segment],
         last: torch.Tensor,
-        topk: int,
+        kept: Kept,
     ) -> BlockState:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
         context = self.model.features(out)
@@ -111,16 +100,16 @@ class BlockDrafter(ReadyChainDrafter):
         positions = to_device(torch.cat(starts), context.device)
         self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
         if not len(last):
-            return self.empty_state(0, topk)
+            return self.empty_state(0, kept)
         stops, which = [segment.stop for segment in segments], segments_of(segments, last)
-        size = topk + self.first
+        size = kept.steps + self.first
         return self._block(
             context.new_empty(len(which), 0, context.shape[1]),
             next_ids[last],
             torch.stack([segment.page_table for segment in segments])[which],
             to_device(stops, last.device)[which],
             torch.zeros_like(which),
-            topk,
+            kept,
             max(stops) + size,
         )
 
@@ -131,7 +120,7 @@ class BlockDrafter(ReadyChainDrafter):
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         counts: torch.Tensor,
-        drafted: int,
+        kept: Kept,
         num_columns: int,
     ) -> BlockState:
         """Write entries of context rows and run a block behind them, in the scratch.
@@ -140,10 +129,9 @@ class BlockDrafter(ReadyChainDrafter):
             context: ``[B, M, H]``, M may be 0; the rows of slots ``seq_lens [B]`` and on, of which the first
                 ``counts [B]`` are valid.
             roots: int64 ``[B]``, the token behind them.
-            drafted: D.
         """
         b, length, _ = context.shape
-        size = drafted + self.first
+        size = kept.steps + self.first
         inputs = self.head.block_inputs(roots, self.model.target.embed_tokens.weight, size)
         offsets = torch.cat(
             (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:size]), 1
@@ -161,4 +149,5 @@ class BlockDrafter(ReadyChainDrafter):
         attends = [ways[window is not None] for window in self.head.config.windows]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        return BlockState(self._candidates(read, 1)[0].view(b, drafted))
+        tokens, scores = self._candidates(read, kept.topk)
+        return BlockState(tokens.view(b, *kept), scores.view(b, *kept))

@@ -11,24 +11,24 @@ from eagle_kit.speculation.propose.modules import ModulesDrafter
 from eagle_kit.speculation.propose.sampled import SampledDrafter
 from eagle_kit.speculation.propose.static import SampledStaticDrafter, StaticDrafter
 
-_CHAINS: dict[StepForm, tuple[type[Drafter], str]] = {
+_READY: dict[StepForm, tuple[type[Drafter], str]] = {
     StepForm.MODULES: (ModulesDrafter, "{0.num_modules} modules"),
     StepForm.MASKED: (MaskedDrafter, "masks for its later steps"),
     StepForm.BLOCK: (BlockDrafter, "blocks"),
 }
-"""Drafters whose chains are made during draft-extend, and what a model of theirs has."""
+"""Drafters whose candidates are made during draft-extend, and what a model of theirs has."""
 
 
 def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
     """Choose the drafter of ``model`` by how its steps come about, the topology, and the sampling of drafts.
 
     Raises:
-        UserError: a draft that has its chain after draft-extend was asked for something else.
+        UserError: a draft that has its candidates after draft-extend was asked for something else.
     """
-    if (made_at_once := _CHAINS.get(model.step_form)) is not None:
+    if (made_at_once := _READY.get(model.step_form)) is not None:
         if config.tree == "static" or config.sampled_drafts:
             raise UserError(
-                f"The draft has {made_at_once[1].format(model)}, which draft plain chains only.",
+                f"The draft has {made_at_once[1].format(model)}, which draft chains and dynamic trees only.",
                 "Leave static trees and sampled drafts out.",
             )
         return made_at_once[0]

@@ -42,6 +42,14 @@ class DraftState(NamedTuple):
     features: torch.Tensor
 
 
+class Kept(NamedTuple):
+    """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths; one where the draft is grown
+    when it is proposed."""
+
+    steps: int
+    topk: int
+
+
 class Missed(NamedTuple):
     """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states
     that predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
@@ -102,16 +110,16 @@ class Drafter:
         return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
 
     @classmethod
-    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
+    def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
         """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
 
         Args:
             tells_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
         """
-        return max(1 + tells_confidence, *(shape.topk for shape in shapes))
+        return Kept(1, max(1 + tells_confidence, *(shape.topk for shape in shapes)))
 
-    def num_appended(self, num_candidates: int) -> int:
-        """Rows that draft-extend has behind the emitted ones, of a state of ``num_candidates``."""
+    def num_appended(self, kept: Kept) -> int:
+        """Rows that draft-extend has behind the emitted ones."""
         return 0
 
     @property
@@ -119,12 +127,12 @@ class Drafter:
         """Ids of the target layers whose inputs the draft reads."""
         return self.model.capture
 
-    def empty_state(self, count: int, topk: int) -> tuple[torch.Tensor, ...]:
+    def empty_state(self, count: int, kept: Kept) -> tuple[torch.Tensor, ...]:
         """Make the draft state of ``count`` requests that have not been prefilled."""
         device = self.model.device
         return DraftState(
-            torch.zeros(count, topk, dtype=torch.int64, device=device),
-            torch.zeros(count, topk, device=device),
+            torch.zeros(count, kept.topk, dtype=torch.int64, device=device),
+            torch.zeros(count, kept.topk, device=device),
             torch.zeros(count, self.model.feature_size, dtype=self.model.dtype, device=device),
         )
 
@@ -203,7 +211,7 @@ class Drafter:
         out: TargetOutput,
         accepted: Accepted,
         num_committed: torch.Tensor,
-        topk: int,
+        kept: Kept,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """Run the draft over the emitted tokens and the target states that predicted them, and store its
@@ -214,14 +222,14 @@ class Drafter:
             out: the target's output over the window, ``[B * N]`` rows.
             accepted: the path and the emitted tokens ``[B, S + 1]``.
             num_committed: int64 ``[B]``, emitted tokens that are stored: all, or 0 for padding.
-            topk: candidates of depth 1 to return.
+            kept: candidates to return.
 
         Returns:
             The draft state of the next cycle.
         """
         features = self.model.features(out, self._path_rows(out, accepted))
         missed = Missed(features.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
-        return self.extend(state, missed, accepted.num_accepted, topk, num_columns)
+        return self.extend(state, missed, accepted.num_accepted, kept, num_columns)
 
     def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:
         """Rows int64 ``[B * (S + 1)]`` of ``out`` that hold the accepted path."""
@@ -230,7 +238,7 @@ class Drafter:
         return torch.add(accepted.path, first, alpha=out.hidden.shape[0] // b).view(-1)
 
     def extend(
-        self, state: CycleState, missed: "Missed", last: torch.Tensor, topk: int, num_columns: int
+        self, state: CycleState, missed: "Missed", last: torch.Tensor, kept: Kept, num_columns: int
     ) -> tuple[torch.Tensor, ...]:
         """Run the draft over tokens behind ``state``, and store its entries.
 
@@ -248,7 +256,7 @@ class Drafter:
         wanted = torch.add(last, self.numbers[:b], alpha=length)
         out = self.model.step(rows, attend, wanted=wanted)
         self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
-        return self._state(out, topk)
+        return self._state(out, kept)
 
     def prefill(
         self,
@@ -257,7 +265,7 @@ class Drafter:
         next_ids: torch.Tensor,
         segments: Sequence[Segment],
         last: torch.Tensor,
-        topk: int,
+        kept: Kept,
     ) -> tuple[torch.Tensor, ...]:
         """Run the draft over prompt rows of one or several requests, and store its entries.
 
@@ -268,7 +276,7 @@ class Drafter:
             segments: requests of the rows, as the target computed them.
             last: int64 ``[n]``, rows to return the draft state of; for none the result means nothing.
         """
-        return self._state(self._read_prompt(out, ids, next_ids, segments, last), topk)
+        return self._state(self._read_prompt(out, ids, next_ids, segments, last), kept)
 
     def _read_prompt(
         self,
@@ -300,8 +308,8 @@ class Drafter:
         wanted = _row_of(mine, segments, last) if len(last) else self.numbers[:1]
         return self.model.step(given, attend, wanted=wanted)
 
-    def _state(self, out: StepOutput, topk: int) -> tuple[torch.Tensor, ...]:
-        tokens, scores = self._candidates(out.read, topk)
+    def _state(self, out: StepOutput, kept: Kept) -> tuple[torch.Tensor, ...]:
+        tokens, scores = self._candidates(out.read, kept.topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
     def _fed_back(self, out: StepOutput) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Drafting all steps in one pass over masks (P-EAGLE, arXiv 2602.01469): chains, made during draft-extend.
+"""Drafting all steps in one pass over masks (P-EAGLE, arXiv 2602.01469), during draft-extend.
 
-Legend: B requests, M emitted rows of a window, D drafted tokens, H hidden, L tokens in the target's pool.
+Legend: B requests, M emitted rows of a window, D depths, K candidates of each, H hidden, L tokens in the
+target's pool.
 
 The window of draft-extend has the M emitted tokens and, behind them, D - 1 masks. Row n, the last emitted
-one, drafts the first token, and mask j the one j further: it has the position n + j, and attends to the rows
+one, drafts the first depth, and mask j the one j further: it has the position n + j, and attends to the rows
 up to n and to the masks up to itself. Entries of emitted tokens are committed, those of masks stay in the
-scratch. The chain to propose is then ready.
+scratch. The candidates of all depths are then ready.
 """
 
 from collections.abc import Sequence
@@ -20,19 +21,20 @@ from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
-from eagle_kit.speculation.propose.drafter import Missed
-from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
+from eagle_kit.speculation.propose.drafter import Kept, Missed
+from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
 class MaskedState(NamedTuple):
-    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``."""
+    """Result of draft-extend: the candidates of all depths, as of :class:`ReadyDrafter`."""
 
     tokens: torch.Tensor
+    scores: torch.Tensor
 
 
-class MaskedDrafter(ReadyChainDrafter):
-    """A head whose later steps are masks. The candidates that it keeps are the D tokens of the chain."""
+class MaskedDrafter(ReadyDrafter):
+    """A head whose later steps are masks."""
 
     model: HeadDraftModel
 
@@ -47,12 +49,10 @@ class MaskedDrafter(ReadyChainDrafter):
         """See :class:`Drafter`."""
         super().check_shape(model, shape)
         most = MAX_WINDOW // 2
-        if shape.topk > 1 or shape.steps > most:
-            steps = min(shape.steps, most)
+        if shape.steps > most:
             raise UserError(
-                f"The shape {shape} was given for a draft of all steps in one pass, which is a chain of at "
-                f"most {most} steps.",
-                f"Use a chain such as {SpecShape(steps, 1, steps + 1)}.",
+                f"The shape {shape} was given for a draft of all steps in one pass, at most {most}.",
+                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
             )
 
     @classmethod
@@ -60,35 +60,26 @@ class MaskedDrafter(ReadyChainDrafter):
         """See :class:`Drafter`."""
         return SpecShape(5, 1, 6)
 
-    @classmethod
-    def num_candidates(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> int:
-        """See :class:`Drafter`; D, the steps of the longest chain."""
-        return max(1, *(shape.steps for shape in shapes))
-
-    def num_appended(self, num_candidates: int) -> int:
+    def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
-        return num_candidates - 1
+        return kept.steps - 1
 
-    def empty_state(self, count: int, topk: int) -> MaskedState:
+    def empty_state(self, count: int, kept: Kept) -> MaskedState:
         """See :class:`Drafter`."""
-        return MaskedState(torch.zeros(count, topk, dtype=torch.int64, device=self.model.device))
-
-    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """See :class:`Drafter`: None, a chain ranks nothing."""
-        return None
+        return MaskedState(*self.empty_candidates(count, kept))
 
     def extend(
-        self, state: CycleState, missed: Missed, last: torch.Tensor, topk: int, num_columns: int
+        self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
     ) -> MaskedState:
-        """See :class:`Drafter`; ``topk`` is D."""
+        """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         b, length = tokens.shape
         embedding = self.model.target.embed_tokens.weight
         inputs = self.head.midlayer.inputs_of(features.flatten(0, 1), None, tokens.reshape(-1), embedding)
-        read = self._window(inputs, state.page_table, state.seq_lens, last + 1, topk, num_columns)
+        read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
-        return self._drafted(read, topk)
+        return self._drafted(read, kept)
 
     def prefill(
         self,
@@ -97,13 +88,13 @@ class MaskedDrafter(ReadyChainDrafter):
         next_ids: torch.Tensor,
         segments: Sequence[Segment],
         last: torch.Tensor,
-        topk: int,
+        kept: Kept,
     ) -> MaskedState:
         """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
         stored."""
         read = self._read_prompt(out, ids, next_ids, segments, last).read
-        if topk == 1 or not len(last):
-            return self._drafted(read, 1)
+        if kept.steps == 1 or not len(last):
+            return self._drafted(read, kept._replace(steps=1))
         stops = [segment.stop for segment in segments]
         which = segments_of(segments, last)
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
@@ -112,10 +103,10 @@ class MaskedDrafter(ReadyChainDrafter):
             torch.stack([segment.page_table for segment in segments])[which],
             to_device(stops, last.device)[which],
             torch.zeros_like(which),
-            topk,
-            max(stops) + topk,
+            kept.steps,
+            max(stops) + kept.steps,
         )
-        return self._drafted(torch.cat((read[:, None], masks.view(len(which), topk - 1, -1)), 1), topk)
+        return self._drafted(torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1), kept)
 
     def _window(
         self,
@@ -161,6 +152,7 @@ class MaskedDrafter(ReadyChainDrafter):
         wanted = (wanted + size * self.numbers[:b, None]).view(-1)
         return self.head.step((inputs[0], inputs[1]), positions, attend, wanted=wanted).read
 
-    def _drafted(self, read: torch.Tensor, count: int) -> MaskedState:
-        """Best tokens of ``count`` rows a request of ``read [B * count, H]``."""
-        return MaskedState(self._candidates(read.reshape(-1, read.shape[-1]), 1)[0].view(-1, count))
+    def _drafted(self, read: torch.Tensor, kept: Kept) -> MaskedState:
+        """Candidates that D rows a request of ``read [B * D, H]`` give."""
+        tokens, scores = self._candidates(read.reshape(-1, read.shape[-1]), kept.topk)
+        return MaskedState(tokens.view(-1, *kept), scores.view(-1, *kept))

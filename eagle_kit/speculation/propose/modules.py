@@ -1,14 +1,16 @@
-"""Drafting with several MTP modules, one per step (multi-layer EAGLE): chains, made during draft-extend.
+"""Drafting with several MTP modules, one per step (multi-layer EAGLE), during draft-extend.
 
-Legend: B requests, S steps of the shape, D modules, M window rows, H hidden, L tokens in the target's pool.
+Legend: B requests, S steps of the shape, D modules, K candidates of each, M window rows, H hidden, L tokens
+in the target's pool.
 
 The entry of module d, counted from 0, at slot p is made of the token there and of module d - 1's state at
 slot p - 1 (for module 0 of the target's state at position p - 1), so it begins at slot 1 + d and has a store
 of its own. Its state at a slot predicts the token of the next. When a request has emitted the tokens of slots
 L + 1 .. L + n, module 0 runs over them and drafts slot L + n + 1; module 1 runs over them, and then over that
 draft in the scratch, and drafts the next; and so on. The window of module d is therefore a chain of S + 1 + d
-rows, of which the first n are committed, the next d are drafts, and the rest is ignored. The chain to propose
-is then ready.
+rows, of which the first n are committed, the next d are drafts, and the rest is ignored. A chain's tokens are
+what the modules read; a tree has the other candidates of every module as well, which stand behind any of the
+module before, though it has read its best one.
 """
 
 from collections.abc import Sequence
@@ -24,19 +26,21 @@ from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StepRows
-from eagle_kit.speculation.propose.ready import ReadyChainDrafter, segments_of
+from eagle_kit.speculation.propose.drafter import Kept, Missed
+from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
 class ModulesState(NamedTuple):
-    """Result of draft-extend: the drafted ``tokens`` int64 ``[B, D]``, and every module's state at the root's
-    slot, ``carries [B, D, H]``."""
+    """Result of draft-extend: the candidates of all depths, as of :class:`ReadyDrafter`, and every module's
+    state at the root's slot, ``carries [B, D, H]``."""
 
     tokens: torch.Tensor
+    scores: torch.Tensor
     carries: torch.Tensor
 
 
-class ModulesDrafter(ReadyChainDrafter):
+class ModulesDrafter(ReadyDrafter):
     """Several modules with a store each. Mutates only the stores."""
 
     model: HeadDraftModel
@@ -64,10 +68,10 @@ class ModulesDrafter(ReadyChainDrafter):
         """See :class:`Drafter`."""
         super().check_shape(model, shape)
         count = model.num_modules
-        if shape.steps and (shape.topk > 1 or shape.steps > count):
+        if shape.steps > count:
             raise UserError(
-                f"The shape {shape} was given for a draft of {count} modules, one a step of a chain.",
-                f"Use a chain of at most {count} steps, such as {SpecShape(count, 1, count + 1)}.",
+                f"The shape {shape} was given for a draft of {count} modules, one a step.",
+                f"Use at most {count} steps, such as {SpecShape(count, 1, count + 1)}.",
             )
 
     @classmethod
@@ -75,15 +79,15 @@ class ModulesDrafter(ReadyChainDrafter):
         """See :class:`Drafter`: as deep as there are modules."""
         return SpecShape(model.num_modules, 1, model.num_modules + 1)
 
-    def num_appended(self, num_candidates: int) -> int:
+    def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
         return self.model.num_modules - 1
 
-    def empty_state(self, count: int, topk: int) -> ModulesState:
+    def empty_state(self, count: int, kept: Kept) -> ModulesState:
         """See :class:`Drafter`."""
         modules, size, device = self.model.num_modules, self.model.feature_size, self.model.device
         return ModulesState(
-            torch.zeros(count, modules, dtype=torch.int64, device=device),
+            *self.empty_candidates(count, kept._replace(steps=modules)),
             torch.zeros(count, modules, size, dtype=self.model.dtype, device=device),
         )
 
@@ -93,7 +97,7 @@ class ModulesDrafter(ReadyChainDrafter):
         out: TargetOutput,
         accepted: Accepted,
         num_committed: torch.Tensor,
-        topk: int,
+        kept: Kept,
         num_columns: int,
     ) -> ModulesState:
         """See :class:`Drafter`."""
@@ -101,10 +105,8 @@ class ModulesDrafter(ReadyChainDrafter):
         page_table, seq_lens = state.page_table, state.seq_lens
         b, length = accepted.tokens.shape
         features = self.model.features(out, self._path_rows(out, accepted)).view(b, length, -1)
-        emitted = accepted.num_accepted + 1
-        made = self._draft(
-            features, accepted.tokens, emitted, state.draft.carries, seq_lens, page_table, num_columns
-        )
+        emitted = Missed(features, accepted.tokens, accepted.num_accepted + 1)
+        made = self._draft(emitted, state.draft.carries, seq_lens, page_table, num_columns, kept.topk)
         nodes, prefix_lens = self.numbers[:length].expand(b, length), seq_lens + 1
         for store in self.stores:
             store.commit_window(page_table, nodes, prefix_lens, num_committed)
@@ -112,24 +114,24 @@ class ModulesDrafter(ReadyChainDrafter):
 
     def _draft(
         self,
-        features: torch.Tensor,
-        emitted: torch.Tensor,
-        counts: torch.Tensor,
+        missed: Missed,
         carries: torch.Tensor,
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         num_columns: int,
+        topk: int,
     ) -> ModulesState:
         """Run all modules over a window behind slot ``seq_lens [B]``, whose states are ``carries [B, D, H]``.
 
         Args:
-            features: ``[B, M, F]`` of the emitted tokens' rows; M may be 0.
-            emitted: int64 ``[B, M]``, of which the first ``counts [B]`` are valid.
+            missed: the emitted tokens and their features; M may be 0.
+            topk: K.
         """
+        features, emitted, counts = missed
         b, length = emitted.shape
         modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
-        hidden, drafted, kept = features.to(carries.dtype), [], []
+        hidden, drafted, scores, kept = features.to(carries.dtype), [], [], []
         for module in range(modules):
             size = length + module
             states = carries[:, module, None]
@@ -137,12 +139,13 @@ class ModulesDrafter(ReadyChainDrafter):
                 made = self._window(module, hidden, tokens[:, :size], seq_lens, page_table, num_columns)
                 states = torch.cat((states, made), 1)  # row j is the state at slot seq_lens + j
             last = self.model.head.norm_for_head(states[request, counts + module])
-            ids, _ = self._candidates(last, 1)
-            tokens = tokens.scatter(1, (counts + module)[:, None], ids)
+            ids, logprobs = self._candidates(last, topk)
+            tokens = tokens.scatter(1, (counts + module)[:, None], ids[:, :1])
             drafted.append(ids)
+            scores.append(logprobs)
             kept.append(states[request, counts])
             hidden = states
-        return ModulesState(torch.cat(drafted, 1), torch.stack(kept, 1))
+        return ModulesState(*(torch.stack(part, 1) for part in (drafted, scores, kept)))
 
     def _window(
         self,
@@ -172,7 +175,7 @@ class ModulesDrafter(ReadyChainDrafter):
         next_ids: torch.Tensor,
         segments: Sequence[Segment],
         last: torch.Tensor,
-        topk: int,
+        kept: Kept,
     ) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
         hidden = self.model.features(out).to(self.model.dtype)
@@ -187,16 +190,19 @@ class ModulesDrafter(ReadyChainDrafter):
             following = torch.cat([part[1:] for part in following.split(sizes)])
         stops, count = [segment.stop for segment in segments], len(segments)
         made = self._draft(
-            hidden.new_zeros(count, 0, self.model.feature_size),
-            next_ids.new_zeros(count, 0),
-            next_ids.new_zeros(count),
+            Missed(
+                hidden.new_zeros(count, 0, self.model.feature_size),
+                next_ids.new_zeros(count, 0),
+                next_ids.new_zeros(count),
+            ),
             torch.stack(carries, 1),
             torch.tensor(stops).to(last.device),
             torch.stack([segment.page_table for segment in segments]),
             max(stops) + 1 + self.model.num_modules,
+            kept.topk,
         )
         which = segments_of(segments, last)
-        return ModulesState(made.tokens[which], made.carries[which])
+        return ModulesState(*(part[which] for part in made))
 
     def _prompt(
         self, module: int, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment]

@@ -1,4 +1,8 @@
-"""Drafters whose chain is made during draft-extend, so that it is ready when a cycle proposes."""
+"""Drafters whose candidates of all depths are made during draft-extend, so that a chain or a tree of them is
+ready when a cycle proposes.
+
+Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,19 +10,36 @@ from itertools import accumulate
 import torch
 
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kv.store import Segment
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Kept
 from eagle_kit.speculation.state import CycleState
 
 
-class ReadyChainDrafter(Drafter):
-    """A drafter whose states begin with the drafted tokens, int64 ``[B, D]``."""
+class ReadyDrafter(Drafter):
+    """A drafter whose states begin with the candidates ``tokens`` int64 ``[B, D, K]``, best first, and their
+    log-probabilities ``scores`` fp32 ``[B, D, K]``, 0 where K is 1: a chain ranks nothing."""
 
     can_wait = False
+
+    @classmethod
+    def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
+        """See :class:`Drafter`."""
+        _, topk = super().kept(shapes, tells_confidence=tells_confidence)
+        return Kept(max(1, *(shape.steps for shape in shapes)), topk)
+
+    def empty_candidates(self, count: int, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates of ``count`` requests that have not been prefilled."""
+        tokens = torch.zeros(count, *kept, dtype=torch.int64, device=self.model.device)
+        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`."""
+        return state[1][:, 0, 0].exp() if state[1].shape[2] > 1 else None
 
     def propose(
         self,
@@ -27,11 +48,22 @@ class ReadyChainDrafter(Drafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Return the chain that draft-extend has made; ``shape`` must have at most D steps."""
+        """Return the chain of the best candidates, or the tree of the most likely paths through them;
+        ``shape`` must be no deeper or wider than what the state keeps."""
         assert state.draft is not None
-        tokens = state.draft[0]
-        assert shape.topk == 1 and shape.steps <= tokens.shape[1]
-        return DraftOutput(chain_build(state.roots, tokens[:, : shape.steps]), Deterministic())
+        tokens, (steps, topk, _) = state.draft[0], shape
+        assert steps <= tokens.shape[1] and topk <= tokens.shape[2]
+        if topk == 1:
+            tree = chain_build(state.roots, tokens[:, :steps, 0])
+        else:
+            scores = self.path_scores(state.draft)[:, :steps, :topk, :topk]
+            tree = best_first(state.roots, tokens[:, :steps, :topk], scores, shape)
+        return DraftOutput(tree, Deterministic())
+
+    def path_scores(self, draft: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Log-probability of each candidate given that of the depth before, fp32 ``[B, D, P, K]``: depths are
+        drafted independently here, so P is 1."""
+        return draft[1][:, :, None]
 
 
 def segments_of(segments: Sequence[Segment], rows: torch.Tensor) -> torch.Tensor:

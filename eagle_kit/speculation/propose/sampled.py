@@ -17,7 +17,7 @@ from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.models.heads.draft_head import StepOutput
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain
 from eagle_kit.speculation.propose.draft_model import DraftModel, StepRows
-from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.drafter import Drafter, Kept
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import BlockVerification, RejectionSampling
 
@@ -46,7 +46,7 @@ class SampledDrafter(Drafter):
                 f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
             )
 
-    def empty_state(self, count: int, topk: int) -> SampledDraftState:
+    def empty_state(self, count: int, kept: Kept) -> SampledDraftState:
         """See :class:`Drafter`."""
         model = self.model
         logits = torch.zeros(count, model.draft_vocab_size, device=model.device)
@@ -103,5 +103,5 @@ class SampledDrafter(Drafter):
         everything[:, ids] = logits
         return target_probs(everything[:, None], sampling)[:, 0]
 
-    def _state(self, out: StepOutput, topk: int) -> SampledDraftState:
+    def _state(self, out: StepOutput, kept: Kept) -> SampledDraftState:
         return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))

@@ -1,5 +1,8 @@
-"""Chains drafted in one pass over masks: the published forward's, and text that is that of plain decoding."""
+"""Chains and trees drafted in one pass over masks: the published forward's, and text that is that of plain
+decoding."""
 
+import itertools
+import math
 import re
 
 import pytest
@@ -65,6 +68,38 @@ def test_every_chain_is_that_of_the_published_forward(models, tmp_path):
         assert reading.accepted[at] == right.long().cumprod(0).sum()
 
 
+@torch.no_grad()
+def test_every_tree_has_the_most_likely_paths_of_the_published_forward(models, tmp_path):
+    """Of all paths of candidates, by the product of their probabilities over the whole text, in fp64."""
+    (target, head), shape = models, SpecShape(4, 3, 14)
+    files = P_EAGLE.write(head, torch.float32)
+    write_draft(tmp_path / "head", files.tensors, files.config, metadata={})
+    published = PublishedPEagle(tmp_path / "head", target.embed_tokens.weight)
+    engine = make_engine(models, page_size=4, prefill_tokens=7)
+    engine.use_shape(shape)
+    proposals = record_proposals(engine)
+    request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
+    serve(engine, [request])
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux
+    assert len(proposals) > 5
+    for length, draft in proposals:
+        rows = [torch.arange(length)] + [torch.tensor([length - 1])] * (shape.steps - 1)
+        start = torch.zeros(length, dtype=torch.int64)
+        logits = published(aux[:length], text[1 : length + 1], start, rows)[length - 1 :]
+        values, ids = logits.softmax(-1).topk(shape.topk, -1)
+        tokens, ranked = head.to_target(ids).tolist(), []
+        for depth in range(1, shape.steps + 1):
+            for path in itertools.product(range(shape.topk), repeat=depth):
+                product = math.prod(values[d, r].item() for d, r in enumerate(path))
+                ranked.append((product, [tokens[d][r] for d, r in enumerate(path)]))
+        best = [path for _, path in sorted(ranked, reverse=True)[: shape.tokens - 1]]
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(draft.tree.tokens[0, 1:], draft.tree.parents[0, 1:], strict=True):
+            paths.append([*paths[parent], token.item()])
+        assert sorted(paths[1:]) == sorted(best)
+
+
 OPTIONS = {
     "alone": {"batch": 1},
     "chunked prefill": {"batch": 3, "options": {"prefill_tokens": 7}},
@@ -73,18 +108,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("shape", ["1,1,2", "5,1,6", "1,4,5", "4,3,14"])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_greedy_text_is_that_of_plain_decoding(models, case, steps):
+def test_greedy_text_is_that_of_plain_decoding(models, case, shape):
     options = {**OPTIONS[case], "prompts": PROMPTS[:4]}
-    drafted = decode(models, f"{steps},1,{steps + 1}", **options)
+    drafted = decode(models, shape, **options)
     assert texts(drafted) == texts(decode(models, prompts=PROMPTS[:4]))
     assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
 
 
-def test_seeded_text_is_that_of_plain_decoding(models):
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
+def test_seeded_text_is_that_of_plain_decoding(models, shape):
     params = {"temperature": 0.9, "seed": 3, "prompts": PROMPTS[:4]}
-    drafted = decode(models, "4,1,5", batch=3, options={"lag": 1}, **params)
+    drafted = decode(models, shape, batch=3, options={"lag": 1}, **params)
     assert texts(drafted) == texts(decode(models, **params))
 
 
@@ -94,7 +130,7 @@ def test_the_longest_chain(models):
 
 def test_the_shape_may_follow_the_batch(models):
     engine = make_engine(models, batch=4)
-    engine.use_shape(ShapeTable.parse("5,1,6 2:2,1,3 4:none"))
+    engine.use_shape(ShapeTable.parse("5,1,6 2:3,4,9 3:2,1,3 4:none"))
     requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert texts(requests) == texts(decode(models, batch=4))
@@ -104,45 +140,47 @@ def test_a_cached_prefix_has_the_drafts_entries(models):
     check_next_turn(models)
 
 
-def test_replies_match_their_grammar(tmp_path):
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
+def test_replies_match_their_grammar(tmp_path, shape):
     target = load_target(make_target(tmp_path / "target"))
     head, tokenizer = tiny_p_eagle(target, 250), load_tokenizer(tmp_path / "target")
     llm = LLM(target, head, tokenizer=tokenizer, max_context=300, max_batch_size=2)
     params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cd){3}[0-9]{2}"))
-    plain, drafted = (llm.generate(["Tell me."], params, shape=shape)[0] for shape in ("none", "4,1,5"))
+    plain, drafted = (llm.generate(["Tell me."], params, shape=shape)[0] for shape in ("none", shape))
     assert re.fullmatch("(ab|cd){3}[0-9]{2}", drafted.text) and drafted.token_ids == plain.token_ids
 
 
 @pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
-def test_recorded_cycles_say_the_same(models):
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
+def test_recorded_cycles_say_the_same(models, shape):
     target, head = models
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    llm = LLM(target, head, max_batch_size=2, max_context=128, shape="4,1,5", lag=0)
+    llm = LLM(target, head, max_batch_size=2, max_context=128, shape=shape, lag=0)
     llm.engine().runner.graphs = cpu_graph.CpuGraphs(1)
     ours = [output.token_ids for output in llm.generate(PROMPTS[:2], params)]
     assert llm.engine().runner.graphs.num_graphs > 0 and not llm.engine().runner.graphs._refused
     assert ours == [request.token_ids[:60] for request in decode(models, prompts=PROMPTS[:2], max_tokens=60)]
 
 
-def test_shapes_are_chosen_among_chains(models):
+def test_shapes_are_chosen_among_chains_and_trees(models):
     llm = LLM(*models, max_context=128, max_batch_size=2)
     assert llm.chooses_shapes and str(llm.default_shape) == "5,1,6"
     outputs = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True))
     assert [output.token_ids for output in outputs] == texts(
         decode(models, prompts=PROMPTS[:2], max_tokens=30)
     )
-    assert {shape.topk for shape in llm.engine().shapes.shapes} == {1}
+    assert {shape.topk for shape in llm.engine().shapes.shapes} > {1}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shape": "5,4,16"}, "all steps in one pass.*chain such as 5,1,6|chain of at most 32"),
-        ({"shape": "33,1,34"}, "at most 32 steps"),
+        ({"shape": "33,1,34"}, "all steps in one pass, at most 32. Use fewer steps, such as 32,1,33"),
+        ({"shape": "2,10,30"}, "more candidates than the draft's 9 tokens"),
         ({"tree": "static"}, "masks for its later steps"),
         ({"sampled_drafts": True}, "masks for its later steps"),
     ],
 )
-def test_what_is_no_plain_chain_is_refused(models, options, message):
+def test_what_it_cannot_draft_is_refused(models, options, message):
     with pytest.raises(UserError, match=message):
         LLM(*models, max_context=128, **options)
