@@ -255,7 +255,6 @@ OTHERS = {
     "a bias": ({}, {"midlayer.self_attn.o_proj.bias": (48,)}, "bias behind its attention"),
     "two layers": ({"num_hidden_layers": 2}, {}, "has 2 layers"),
     "Medusa": ({"architectures": ["MedusaModel"]}, {}, "is Medusa heads"),
-    "DFlash": ({"architectures": ["DFlashDraftModel"]}, {}, "is a DFlash draft"),
     "Qwen3": ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, {}, "a Qwen3 layer"),
     "a whole model": ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}, {}, "a whole model"),
     "speculators' other kinds": ({"speculators_model_type": "eagle"}, {}, "of the kind 'eagle'"),
