@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 FORCED_S = 2
-"""Seconds that a step gets to end after a second signal."""
+"""Seconds that a step gets to end when SIGINT has ended the grace period."""
 SLACK_S = 5
 """Seconds that answers get to be sent after the engine has let go of the last reply."""
 
@@ -51,7 +51,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
     When it is told to exit it is not ready any more: new requests are refused (503), running replies have the
     grace period of the options, the rest is aborted and sent as it is. Then it stops accepting, and returns.
-    A second signal ends the grace period.
+    SIGINT ends the grace period. Another SIGTERM does not: supervisors repeat it.
     """
     import uvicorn
 
@@ -65,10 +65,6 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
             await super().startup(sockets)
             if on_ready is not None and self.started:
                 on_ready()
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            self.force_exit = self.should_exit
-            super().handle_exit(sig, frame)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # It goes on accepting: a router reads a refusal, and need not guess from a broken connection.

@@ -276,19 +276,34 @@ def test_while_replies_finish_it_is_alive_but_not_ready_and_refuses_what_comes(s
         assert not server.thread.is_alive()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_does_not_wait(scripted, number):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_does_not_wait_for_replies_that_finish(scripted, first):
     llm, engine = scripted(LONG * 4, slots=1, step_s=0.05, max_context=1000)
     with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, server.url + CHAT, json=body(stream=True), timeout=30)
         wait_until(lambda: bool(engine.running and engine.running[0].token_ids))
-        server.server.handle_exit(number, None)
+        server.server.handle_exit(first, None)
         time.sleep(0.3)
         assert server.thread.is_alive()
-        server.server.handle_exit(number, None)
+        server.server.handle_exit(signal.SIGINT, None)
         server.thread.join(5)
         assert not server.thread.is_alive()
         assert '"finish_reason":"abort"' in running.result().text
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_that_is_sent_again_cuts_no_reply(scripted, first):
+    llm, engine = scripted(LONG, slots=1, step_s=0.02)
+    with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30)
+        wait_until(lambda: bool(engine.running and engine.running[0].token_ids))
+        server.server.handle_exit(first, None)
+        wait_until(lambda: server.service.engine.health == "draining")
+        for _ in range(2):
+            server.server.handle_exit(signal.SIGTERM, None)
+        assert running.result().json()["choices"][0]["message"]["content"] == LONG
+        server.thread.join(5)
+        assert not server.thread.is_alive() and engine.totals.num_finished == {"stop": 1}
 
 
 def half_a_request(server):
