@@ -20,10 +20,14 @@ from typing import Any, NamedTuple
 
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import Tool, Unusable, read_calls
+from eagle_kit.data.chat.reply.literals import end_of_value, typed
 from eagle_kit.data.chat.reply.parts import Call
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+FUNCTION_TAG, END_FUNCTION = "<function=", "</function>"
+XML_HEAD = re.compile(r"\s*<function=[^>\n]+>")
+NEXT_CALL = re.compile(r"<tool_call>\s*(?:<function=|\{)")
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -98,24 +102,43 @@ def _read(calls: Callable[[str], list[Call]], length: int, body: str) -> Taken:
 
 
 def _take_hermes(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
-    start = at = len(TOOL_CALL)
+    start = len(TOOL_CALL)
+    is_xml = text[start:].lstrip().startswith("<")
+    try:
+        end = _end_of_xml(text, start) if is_xml else end_of_value(text, start)
+    except ValueError:
+        return Taken(start, None)
+    if end is None:
+        return Taken(start, None) if is_end else None
+    rest = text[end:].lstrip()
+    if not rest.startswith(END_TOOL_CALL) and not (is_end and not rest):
+        return None if END_TOOL_CALL.startswith(rest) and not is_end else Taken(start, None)
+    body, length = text[start:end], len(text) - len(rest) + (len(END_TOOL_CALL) if rest else 0)
+    taken = _read(lambda body: _xml_calls(body, tools) if is_xml else hermes_calls(body), length, body)
+    return Taken(start, None) if taken.calls is None else taken
 
-    def calls(body: str) -> list[Call]:
-        return _xml_calls(body, tools) if body.lstrip().startswith("<") else hermes_calls(body)
 
-    while (end := text.find(END_TOOL_CALL, at)) >= 0:
-        body = text[start:end]
-        if not _is_open(body):
-            return _read(calls, end + len(END_TOOL_CALL), body)
-        at = end + 1
-    return _read(calls, len(text), text[start:]) if is_end else None
-
-
-def _is_open(body: str) -> bool:
-    """True where an end tag behind ``body`` is within a string or a parameter."""
-    if body.lstrip().startswith("<function="):
-        return "</function>" not in body
-    return re.sub(r"\\.", "", body, flags=re.DOTALL).count('"') % 2 == 1
+def _end_of_xml(text: str, start: int) -> int | None:
+    """Find the end of a function in tags; see :func:`~eagle_kit.data.chat.reply.literals.end_of_value`."""
+    head = XML_HEAD.match(text, start)
+    inner = text[start if head is None else head.end() :].lstrip()
+    expected = (FUNCTION_TAG,) if head is None else ("<parameter=", END_FUNCTION)
+    if not any(inner.startswith(tag) or tag.startswith(inner) for tag in expected):
+        raise ValueError("no function with parameters")
+    if head is None:
+        if ">" in inner or "\n" in inner:
+            raise ValueError("no function's name")
+        return None
+    at = head.end()
+    while (place := text.find(END_FUNCTION, at)) >= 0:
+        at = place + len(END_FUNCTION)
+        rest = text[at:].lstrip()
+        if rest.startswith(END_TOOL_CALL) or END_TOOL_CALL.startswith(rest):
+            break
+    following = NEXT_CALL.search(text, head.end())
+    if following is not None and (place < 0 or following.start() < place):
+        raise ValueError("another call before the end of this one")
+    return at if place >= 0 else None
 
 
 def hermes_calls(body: str) -> list[Call]:
@@ -134,20 +157,10 @@ def _xml_calls(body: str, tools: Sequence[Tool]) -> list[Call]:
     name = function[1].strip()
     functions = [tool["function"] for tool in tools]
     about: Tool = next((each for each in functions if each["name"] == name), {})
-    schemas = (about.get("parameters") or {}).get("properties") or {}
+    root = about.get("parameters") or {}
+    schemas = root.get("properties") or {}
     values = {key.strip(): text for key, text in PARAMETER.findall(function[2])}
-    return [make_call(name, {key: _typed(text, schemas.get(key)) for key, text in values.items()})]
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """Value of a parameter, which is text unless its schema has other types and it can be read as JSON."""
-    kinds = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
-        return text
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
+    return [make_call(name, {key: typed(text, schemas.get(key), root) for key, text in values.items()})]
 
 
 def _take_deepseek(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:

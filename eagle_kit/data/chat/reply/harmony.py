@@ -132,7 +132,8 @@ class HarmonyReader:
         self._held = self._held[len(body) + len(end) :]
         self._step = self._in_header
         try:
-            arguments = json.loads(body) if body.strip() else {}
+            # Without an end the arguments were cut off.
+            arguments = {} if end and not body.strip() else json.loads(body)
             self._parts.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
         except (Unusable, ValueError, RecursionError):
             self._target, self._joins = "content", not self._is_first["content"]

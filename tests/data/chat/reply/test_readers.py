@@ -34,6 +34,8 @@ XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "<parameter=wet>\nTrue\n</parameter>\n</function>\n</tool_call>"
 )
+TYPED = Call("weather", {"city": "7", "days": 3, "wet": True})
+CUT_STRING = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo}}'
 V3 = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"city": "Łódź"}\n```<｜tool▁call▁end｜>'
@@ -109,7 +111,39 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
         ("", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', []),
     ),
     ("almost a tag", {}, "a <tool_cat> <too", ("", "a <tool_cat> <too", [])),
-    ("xml", {}, XML, ("", "", [Call("weather", {"city": "7", "days": 3, "wet": True})])),
+    ("xml", {}, XML, ("", "", [TYPED])),
+    (
+        "an open string, then a call",
+        {},
+        f"{CUT_STRING}</tool_call>{ONE}\n{CUT_STRING}\n</tool_call>{ONE}",
+        ("", f"{CUT_STRING}</tool_call>\n{CUT_STRING}\n</tool_call>", [OSLO] * 2),
+    ),
+    ("no end, then a call", {}, f"<tool_call>{JSON[:-1]}\n{ONE}", ("", f"<tool_call>{JSON[:-1]}", [OSLO])),
+    (
+        "a brace too many",
+        {},
+        f"<tool_call>{JSON}}}</tool_call>",
+        ("", f"<tool_call>{JSON}}}</tool_call>", []),
+    ),
+    ("prose about the tag", {}, f"With <tool_call> I call. {ONE}", ("", "With <tool_call> I call.", [OSLO])),
+    (
+        "xml, cut, then a call",
+        {},
+        f"{XML[:60]}\n</tool_call>\n{XML}",
+        ("", f"{XML[:60]}\n</tool_call>", [TYPED]),
+    ),
+    (
+        "xml, no parameter, then a call",
+        {},
+        f"<tool_call><function=weather>Oslo</function></tool_call>{ONE}",
+        ("", "<tool_call><function=weather>Oslo</function></tool_call>", [OSLO]),
+    ),
+    (
+        "xml, end tags in a parameter",
+        {},
+        XML.replace("7", "</function> or </tool_call>"),
+        ("", "", [Call("weather", {**TYPED.arguments, "city": "</function> or </tool_call>"})]),
+    ),
     ("xml, broken", {}, XML.replace("</parameter>", ""), ("", XML.replace("</parameter>", ""), [])),
     (
         "deepseek v3",
@@ -183,7 +217,14 @@ HARMONY_CASES: list[tuple[str, dict, str, tuple[str, str, list[Call]]]] = [
         ("", "", [OSLO]),
     ),
     ("two calls", {"begun": ""}, f"{TO}{ARGUMENTS}<|call|>{TO_LATE}{ARGUMENTS}", ("", "", [OSLO] * 2)),
-    ("no arguments", {"begun": ""}, TO, ("", "", [Call("weather", {})])),
+    ("no arguments", {"begun": ""}, f"{TO}<|call|>", ("", "", [Call("weather", {})])),
+    ("cut before the arguments", {"begun": ""}, TO, ("", TO.removeprefix("<|start|>assistant"), [])),
+    (
+        "no end of a call before a start",
+        {"begun": ""},
+        TO + FINAL,
+        ("", TO.removeprefix("<|start|>assistant") + "\nFour.", []),
+    ),
     (
         "preamble",
         {},
@@ -259,6 +300,12 @@ def test_text_is_not_held_back_where_no_marker_can_begin(kwargs: dict) -> None:
     for piece in ("Hello", " you", ", a < b", " and 1 [x] {", '"name": 2}'):
         assert reader.feed(piece).content == piece
     assert reader.finish() == ReplyParts()
+
+
+def test_prose_about_the_tag_is_not_held_back() -> None:
+    reader = tags()
+    said = [reader.feed(piece).content for piece in ("The tag <tool_call>", " is", " followed by JSON.")]
+    assert said == ["The tag", " <tool_call> is", " followed by JSON."]
 
 
 def test_thoughts_come_as_they_are_written_and_calls_with_their_end() -> None:
