@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`."""
 
-import hashlib
 import json
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,16 +64,17 @@ class ChatAnswer(Answer[ChatRequest]):
         bound = body.has_grammar or body.must_call
         forms = ReplyForms(service.llm.tokenizer) if bound else service.reply_forms
         generation = await service.generate(http, body, [prompt], "chatcmpl", forms.shown_tokens(bool(tools)))
+        is_parallel = body.parallel_tool_calls is not False
         readers: list[ReplyReader | None] = []
         for _ in generation.replies:
             chosen = ChosenCallReader(body.chosen_function) if body.must_call else None
-            readers.append(chosen or await service.off_loop(forms.reader, prompt, tools))
+            readers.append(chosen or await service.off_loop(forms.reader, prompt, tools, is_parallel))
         return cls(service, body, generation, readers)
 
     async def choice(self, index: int, delta: Delta) -> ChatChoice:
         """See :class:`Answer`."""
         parts = self._read(index, delta)
-        calls = [self._call(index, number, call) for number, call in enumerate(parts.calls)]
+        calls = [_tool_call(call) for call in parts.calls]
         return ChatChoice(
             index=index,
             message=ChatMessage(
@@ -99,8 +100,8 @@ class ChatAnswer(Answer[ChatRequest]):
         if parts.content or (logprobs is not None and logprobs.content and not parts.reasoning):
             deltas.append(ChatDelta(content=parts.content))
         for number, call in enumerate(parts.calls, first):
-            made = self._call(index, number, call)
-            deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made.model_dump())]))
+            made = _tool_call(call).model_dump()
+            deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made)]))
         choices: list[BaseModel] = []
         for each in deltas:
             choices.append(ChatChunkChoice(index=index, delta=each, logprobs=logprobs))
@@ -120,14 +121,6 @@ class ChatAnswer(Answer[ChatRequest]):
         self._num_calls[index] += len(parts.calls)
         return parts
 
-    def _call(self, index: int, number: int, call: Call) -> ToolCall:
-        name = f"{self.generation.id} {index} {number}"
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        return ToolCall(
-            id=hashlib.sha256(name.encode()).hexdigest()[:ID_LENGTH],
-            function=FunctionCall(name=call.name, arguments=arguments),
-        )
-
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
         """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end, but
         not where the request named the function."""
@@ -139,3 +132,11 @@ class ChatAnswer(Answer[ChatRequest]):
         if not self.body.logprobs:
             return None
         return await off_loop_if_long(chat_logprobs, self.service.token_names, delta)
+
+
+def _tool_call(call: Call) -> ToolCall:
+    """Call with a random id, since a client may use its request id again."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return ToolCall(
+        id=uuid.uuid4().hex[:ID_LENGTH], function=FunctionCall(name=call.name, arguments=arguments)
+    )

@@ -2,7 +2,7 @@
 
 An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
 that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
-`service_tier: "auto" | "default"`, `modalities: ["text"]`, `parallel_tool_calls: true`, `best_of: 1`, and
+`service_tier: "auto" | "default"`, `modalities: ["text"]`, `best_of: 1`, and
 what SGLang's router adds to every body (those of its server's parameters that have no ``null``).
 """
 
@@ -223,7 +223,7 @@ class ChatRequest(ChatMessages, Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     continue_final_message: Literal[False] | None = None
     separate_reasoning: Literal[True] | None = None

@@ -1,7 +1,8 @@
 """Calls that a request insists on: a grammar lets the model write nothing else.
 
 As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
-named, or with ``required`` an object of ``name`` and ``arguments``.
+named, or with ``required`` an object of ``name`` and ``arguments``. The grammar holds from the first token,
+so that there is no thought; vLLM with a reasoning parser begins it behind the thought.
 """
 
 import json

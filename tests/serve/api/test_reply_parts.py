@@ -213,6 +213,19 @@ def test_choices_are_read_apart_and_their_calls_have_ids_of_their_own(served: An
         assert [call[1:] for call in found["calls"]] == [CALL] * 2 and found["content"] == "One <moment."
 
 
+def test_calls_of_requests_with_one_id_have_ids_of_their_own(served: Any) -> None:
+    server = served("qwen3", QWEN3)
+    made = [ask(server, extra_headers={"X-Request-Id": "same"}).choices[0] for _ in range(3)]
+    assert len({call.id for choice in made for call in choice.message.tool_calls}) == 6
+
+
+def test_without_parallel_calls_later_ones_are_content(served: Any) -> None:
+    found = both(served("qwen3", QWEN3), parallel_tool_calls=False)
+    assert (found["calls"], found["reason"]) == ([CALL], "tool_calls")
+    assert found["content"] == f"One <moment. \n\n{HERMES}"
+    assert both(served("qwen3", QWEN3), parallel_tool_calls=True)["calls"] == [CALL] * 2
+
+
 def test_an_aborted_reply_keeps_what_was_written(served: Any) -> None:
     server = served("qwen3", "<think>\n" + "hm " * 3000)
     found = {}

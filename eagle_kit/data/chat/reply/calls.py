@@ -8,7 +8,7 @@ ones in others. ``take`` gets the reply from a marker on, and reads one call, or
 | ``hermes`` | ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, or Qwen3-Coder's XML in the tags |
 | ``deepseek`` | between DeepSeek-V3's tokens, the arguments in a code block, or as V3.1 writes them |
 | ``mistral`` | ``[TOOL_CALLS]`` before a list of objects, or before a name and an object |
-| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}``, or has it behind ``<|python_tag|>`` |
+| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also behind ``<|python_tag|>`` |
 """
 
 import ast
@@ -23,6 +23,8 @@ from eagle_kit.data.chat.messages import Tool, Unusable, read_calls
 from eagle_kit.data.chat.reply.literals import end_of_value, typed
 from eagle_kit.data.chat.reply.parts import Call
 
+LONG_CALL = 1024
+"""Characters of a call from which on it is not looked at again before there is a closer."""
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 FUNCTION_TAG, END_FUNCTION = "<function=", "</function>"
@@ -35,8 +37,9 @@ CODE_BLOCK = re.compile(r"([^\n]+)\n```(?:json)?\n(.*)```\s*", re.DOTALL)
 TOOL_CALLS = "[TOOL_CALLS]"
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 MISTRAL_BEGUN = re.compile(r"\s*[\w.-]*(?:\[[\w\]]*)*\s*")
+LIST_BEGUN, LIST_OF_OBJECTS = re.compile(r"\[\s*"), re.compile(r"\[\s*\{")
 PYTHON_TAG = "<|python_tag|>"
-BARE_BEGINNINGS = ('{"name":', '{"type":')
+BARE_BEGINNINGS = ('{"name":', '{"type":', '[{"name":', '[{"type":')
 
 
 class Taken(NamedTuple):
@@ -82,13 +85,17 @@ def make_call(name: Any, arguments: Any) -> Call:
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Make the calls of a JSON value, an object or a list of them. Raise :class:`Unusable` for others."""
+    """Make the calls of a JSON value, an object or a list of them. Raise :class:`Unusable` for others.
+
+    The name is ``name``, or ``function`` where that is a text, as some of Llama's replies have it.
+    """
     found = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict):
             raise Unusable("a call that is no object")
         function = one["function"] if isinstance(one.get("function"), dict) else one
-        found.append(make_call(function.get("name"), function.get("arguments", function.get("parameters"))))
+        name = function.get("name", function.get("function"))
+        found.append(make_call(name, function.get("arguments", function.get("parameters"))))
     if not found:
         raise Unusable("no call")
     return found
@@ -102,6 +109,8 @@ def _read(calls: Callable[[str], list[Call]], length: int, body: str) -> Taken:
 
 
 def _take_hermes(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
+    if len(text) > LONG_CALL and END_TOOL_CALL not in text and not is_end:
+        return None
     start = len(TOOL_CALL)
     is_xml = text[start:].lstrip().startswith("<")
     try:
@@ -132,8 +141,10 @@ def _end_of_xml(text: str, start: int) -> int | None:
     at = head.end()
     while (place := text.find(END_FUNCTION, at)) >= 0:
         at = place + len(END_FUNCTION)
-        rest = text[at:].lstrip()
-        if rest.startswith(END_TOOL_CALL) or END_TOOL_CALL.startswith(rest):
+        behind = at
+        while text[behind : behind + 1].isspace():
+            behind += 1
+        if END_TOOL_CALL.startswith(text[behind : behind + len(END_TOOL_CALL)]):
             break
     following = NEXT_CALL.search(text, head.end())
     if following is not None and (place < 0 or following.start() < place):
@@ -199,7 +210,9 @@ def _take_llama3(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None
     body = text.removeprefix(PYTHON_TAG).lstrip()
     if not body and not is_end:
         return None
-    if not body.startswith("{"):
+    if not body.startswith("{") and LIST_BEGUN.fullmatch(body) is not None and not is_end:
+        return None
+    if not body.startswith("{") and LIST_OF_OBJECTS.match(body) is None:
         return Taken(len(PYTHON_TAG), None)
     known = {tool["function"]["name"] for tool in tools}
 
@@ -232,4 +245,4 @@ DEEPSEEK = CallForm(
     after=(CALLS_END,),
 )
 MISTRAL = CallForm((TOOL_CALLS,), (TOOL_CALLS, "[ARGS]", "[CALL_ID]"), _take_mistral, "}]")
-LLAMA3 = CallForm((PYTHON_TAG,), (PYTHON_TAG,), _take_llama3, "}", after=(";",), is_bare=True)
+LLAMA3 = CallForm((PYTHON_TAG,), (PYTHON_TAG,), _take_llama3, "}]", after=(";",), is_bare=True)

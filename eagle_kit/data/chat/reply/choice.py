@@ -10,12 +10,15 @@ from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, C
 from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
 from eagle_kit.data.chat.reply.harmony import MARKERS, HarmonyReader, begun_message
 from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
-from eagle_kit.data.chat.reply.tags import END_THINK, THINK, TagReader, opens_thought
+from eagle_kit.data.chat.reply.tags import END_THINK, THINK, TagReader, closes_thought, opens_thought
 from eagle_kit.data.chat.template import chat_template, end_names, render
 
 CHECKPOINT, HARMONY, TAGS = "checkpoint", "harmony", "think"
+DEEPSEEK_R1 = "deepseek_r1"
+"""Form ``think`` whose replies begin with a thought, opened or not, unless the prompt has closed it."""
 REASONING_PARSERS: dict[str, str] = {
-    **dict.fromkeys((TAGS, "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3"), TAGS),
+    **dict.fromkeys((TAGS, "deepseek_v3", "deepseek-v3", "qwen3"), TAGS),
+    **dict.fromkeys((DEEPSEEK_R1, "deepseek-r1"), DEEPSEEK_R1),
     **dict.fromkeys((HARMONY, "openai_gptoss", "gpt-oss"), HARMONY),
 }
 """Forms of reasoning by their names here, in vLLM and in SGLang."""
@@ -55,12 +58,15 @@ class ReplyForms:
     reasoning: str | None = None
     calls: CallForm | str | None = None
 
-    def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ReplyReader | None:
+    def reader(
+        self, prompt_ids: Sequence[int], tools: Sequence[Tool] = (), is_parallel: bool = True
+    ) -> ReplyReader | None:
         """Make a reader of one reply; None where all of it is content.
 
         Args:
             prompt_ids: the prompt, which may have begun the reply.
             tools: those that the prompt shows; without any, calls are not read.
+            is_parallel: whether calls after the first one are read; otherwise they are content.
         """
         calls = self.calls if tools else None
         if self.reasoning is None and calls is None:
@@ -69,9 +75,9 @@ class ReplyForms:
         if CHECKPOINT in (self.reasoning, calls):
             wanted = {"has_thoughts": self.reasoning is not None, "has_calls": calls is not None}
             prompt = decode(list(prompt_ids), skip_special_tokens=False)
-            return CheckpointReader(self.tokenizer, prompt, tools=tools, **wanted)
+            return CheckpointReader(self.tokenizer, prompt, tools=tools, is_parallel=is_parallel, **wanted)
         tail = decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-        return _reader(self.reasoning, calls, tail, tools)
+        return _reader(self.reasoning, calls, tail, tools, is_parallel)
 
     def shown_tokens(self, has_tools: bool) -> frozenset[int]:
         """Special tokens that a reader of replies must see in the text, with tools or without."""
@@ -79,7 +85,7 @@ class ReplyForms:
         found = self.tokenizer.added_tokens_decoder.items()
         if CHECKPOINT in (self.reasoning, calls):
             return frozenset(token for token, about in found if about.special)
-        markers = {THINK, END_THINK} if self.reasoning == TAGS else set()
+        markers = {THINK, END_THINK} if self.reasoning in (TAGS, DEEPSEEK_R1) else set()
         markers |= set(calls.markers) if isinstance(calls, CallForm) else set()
         markers |= set(MARKERS) if HARMONY in (self.reasoning, calls) else set()
         return frozenset(token for token, about in found if about.special and about.content in markers)
@@ -95,13 +101,22 @@ def _reader(
     calls: CallForm | str | None,
     prompt: str,
     tools: Sequence[Tool],
+    is_parallel: bool = True,
 ) -> ReplyReader:
     if HARMONY in (reasoning, calls):
-        has_thoughts, has_calls = reasoning == HARMONY, calls == HARMONY
-        return HarmonyReader(has_thoughts=has_thoughts, has_calls=has_calls, begun=begun_message(prompt))
-    form = calls if isinstance(calls, CallForm) else None
-    is_opened = opens_thought(prompt)
-    return TagReader(has_thoughts=reasoning == TAGS, form=form, tools=tools, is_opened=is_opened)
+        return HarmonyReader(
+            has_thoughts=reasoning == HARMONY,
+            has_calls=calls == HARMONY,
+            begun=begun_message(prompt),
+            is_parallel=is_parallel,
+        )
+    return TagReader(
+        has_thoughts=reasoning in (TAGS, DEEPSEEK_R1),
+        form=calls if isinstance(calls, CallForm) else None,
+        tools=tools,
+        is_opened=opens_thought(prompt) or (reasoning == DEEPSEEK_R1 and not closes_thought(prompt)),
+        is_parallel=is_parallel,
+    )
 
 
 def choose_forms(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:

@@ -35,10 +35,18 @@ class HarmonyReader:
         has_thoughts: whether the channel analysis is reasoning.
         has_calls: whether calls of functions are read.
         begun: :func:`begun_message` of the prompt.
+        is_parallel: whether calls after the first one are read; otherwise they are content.
     """
 
-    def __init__(self, *, has_thoughts: bool, has_calls: bool, begun: str = f"{START}assistant") -> None:
-        self._has_thoughts, self._has_calls = has_thoughts, has_calls
+    def __init__(
+        self,
+        *,
+        has_thoughts: bool,
+        has_calls: bool,
+        begun: str = f"{START}assistant",
+        is_parallel: bool = True,
+    ) -> None:
+        self._has_thoughts, self._has_calls, self._is_parallel = has_thoughts, has_calls, is_parallel
         self._held = self._name = self._written = ""
         self._step = self._in_header
         self._parts = ReplyParts()
@@ -135,6 +143,7 @@ class HarmonyReader:
             # Without an end the arguments were cut off.
             arguments = {} if end and not body.strip() else json.loads(body)
             self._parts.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
+            self._has_calls = self._is_parallel
         except (Unusable, ValueError, RecursionError):
             self._target, self._joins = "content", not self._is_first["content"]
             self._say(self._written + body + end)

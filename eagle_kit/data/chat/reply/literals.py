@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-DOUBLE, SINGLE = r'"[^"\\\n\r]*(?:\\.[^"\\\n\r]*)*', r"'[^'\\\n\r]*(?:\\.[^'\\\n\r]*)*"
+# Atomic, so that a string that is not closed yet is looked at once.
+DOUBLE, SINGLE = r'"(?>[^"\\\n\r]*(?:\\.[^"\\\n\r]*)*)', r"'(?>[^'\\\n\r]*(?:\\.[^'\\\n\r]*)*)"
 TOKEN = re.compile(
     rf"\s*(?:(?P<open>[{{\[(])|(?P<close>[}}\])])|(?P<mark>[,:])"
     rf"|(?P<string>{DOUBLE}\"|{SINGLE}')|(?P<word>[\w.+-]+))",

@@ -1,6 +1,7 @@
 """Parts of a generated reply, and what every reader of replies does."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,11 @@ def read_reply(reader: ReplyReader, text: str) -> ReplyParts:
     parts = reader.feed(text)
     parts.add(reader.finish())
     return parts
+
+
+def calls_as_text(calls: Sequence[Call]) -> str:
+    """Write calls as JSON objects, one a line, which are content where a reply may have one call only."""
+    return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
 
 
 def len_of_beginning(text: str, markers: Iterable[str]) -> int:

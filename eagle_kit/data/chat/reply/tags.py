@@ -7,20 +7,24 @@ to neither, as chat templates write it.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from eagle_kit.data.chat.messages import Tool
-from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, CallForm
-from eagle_kit.data.chat.reply.parts import ReplyParts, len_of_beginning
+from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, LONG_CALL, CallForm
+from eagle_kit.data.chat.reply.parts import ReplyParts, calls_as_text, len_of_beginning
 
 THINK, END_THINK = "<think>", "</think>"
-LONG_CALL = 1024
-"""Characters of a call from which on it is not looked at again before there is a closer."""
-OPENED = re.compile(r"<think>\s*\Z")
+OPENED, CLOSED = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
 
 
 def opens_thought(prompt: str) -> bool:
     """True for a prompt whose end has opened the thought of its reply."""
     return OPENED.search(prompt) is not None
+
+
+def closes_thought(prompt: str) -> bool:
+    """True for a prompt whose end has closed the thought of its reply."""
+    return CLOSED.search(prompt) is not None
 
 
 class TagReader:
@@ -31,6 +35,7 @@ class TagReader:
         form: of calls; None leaves them in the content.
         tools: definitions of the request's tools.
         is_opened: the prompt has opened the thought.
+        is_parallel: whether calls after the first one are read; otherwise they are content.
     """
 
     def __init__(
@@ -40,8 +45,9 @@ class TagReader:
         form: CallForm | None = None,
         tools: Sequence[Tool] = (),
         is_opened: bool = False,
+        is_parallel: bool = True,
     ) -> None:
-        self._form, self._tools = form, tools
+        self._form, self._tools, self._is_parallel = form, tools, is_parallel
         self._behind_opening = self._thought if is_opened else self._content
         self._step = self._opening if has_thoughts else self._content
         self._held = self._gap = ""
@@ -116,7 +122,7 @@ class TagReader:
                 if begun.startswith(mark):
                     self._held = begun[len(mark) :]
                     return True
-                if begun and mark.startswith(begun) and not is_end:
+                if mark.startswith(begun) and not is_end:
                     return False
         if form.is_bare and not self._has_said:
             shortened = "".join(begun.split())
@@ -148,8 +154,13 @@ class TagReader:
         if taken.calls is None:
             self._say(written)
         else:
-            self._parts.calls += taken.calls
             self._is_behind_call, self._is_fresh = True, self._is_fresh or not self._has_said
+            if self._is_parallel:
+                self._parts.calls += taken.calls
+                return True
+            self._parts.calls.append(taken.calls[0])
+            self._say(calls_as_text(taken.calls[1:]))
+            self._form = replace(self._form, openers=(), is_bare=False)
         return True
 
     def _say(self, text: str) -> None:

@@ -108,7 +108,7 @@ def test_calls_are_read_only_where_the_prompt_shows_tools() -> None:
 
 def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
     tokenizer = tokenizer_for("qwen3")
-    for reasoning in ("deepseek_r1", "deepseek-r1", "qwen3"):
+    for reasoning in ("deepseek_v3", "think", "qwen3"):
         assert choose_forms(tokenizer, reasoning, "hermes") == choose_forms(tokenizer)
     assert choose_forms(tokenizer, "none", "none").reader([1], [WEATHER]) is None
     assert str(choose_forms(tokenizer, "none", "llama3_json")) == "reasoning none, tool calls llama3"
@@ -116,6 +116,22 @@ def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
         choose_forms(tokenizer, "auto", "pythonic")
     with pytest.raises(UserError, match="another one was given"):
         choose_forms(tokenizer, "gpt-oss", "auto")
+
+
+def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    open_prompt, closed = (tokenizer(text)["input_ids"] for text in ("Hi\n", "<think>\n\n</think>\n\n"))
+    for name in ("deepseek_r1", "deepseek-r1"):
+        forms = choose_forms(tokenizer, name, "none")
+        for prompt, text, expected in (
+            (open_prompt, "hm\n</think>\n\nFour.", ("hm", "Four.")),
+            (open_prompt, "<think>\nhm</think>Four.", ("hm", "Four.")),
+            (open_prompt, "hm", ("hm", "")),
+            (closed, "Four.", ("", "Four.")),
+        ):
+            reader = forms.reader(prompt)
+            assert reader is not None and read_reply(reader, text) == ReplyParts(*expected)
+        assert forms.shown_tokens(False) == choose_forms(tokenizer, "think", "none").shown_tokens(False)
 
 
 OWN = {
@@ -170,6 +186,15 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
             assert parts == ReplyParts(*expected)
     finally:
         tokenizer.response_template = None
+
+
+def test_a_response_template_reads_one_call_where_there_may_be_one() -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.response_template = OWN
+    prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
+    reader = choose_forms(tokenizer).reader(prompt, [WEATHER], False)
+    assert reader is not None
+    assert read_reply(reader, f"A {WRITTEN}\n{WRITTEN}") == ReplyParts("", f"A\n{WRITTEN}", [CITY])
 
 
 CODER = (

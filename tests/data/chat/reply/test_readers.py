@@ -41,11 +41,12 @@ V3 = (
     '{"city": "Łódź"}\n```<｜tool▁call▁end｜>'
 )
 V31 = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Łódź"}<｜tool▁call▁end｜>'
+LLAMA_FUNCTION = '{"type": "function", "function": "weather", "parameters": {"city": "Łódź"}}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Łódź"}}'
 
 
-def tags(form: CallForm | None = HERMES, has_thoughts: bool = True, is_opened: bool = False) -> ReplyReader:
-    return TagReader(has_thoughts=has_thoughts, form=form, tools=TOOLS, is_opened=is_opened)
+def tags(form: CallForm | None = HERMES, has_thoughts: bool = True, **kwargs: bool) -> ReplyReader:
+    return TagReader(has_thoughts=has_thoughts, form=form, tools=TOOLS, **kwargs)
 
 
 def parts_of_pieces(reader: ReplyReader, pieces: list[str]) -> ReplyParts:
@@ -171,7 +172,39 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
     ("mistral, cut", {"form": MISTRAL}, f"a [TOOL_CALLS][{JSON}", ("", f"a [TOOL_CALLS][{JSON}", [])),
     ("llama", {"form": LLAMA3}, LLAMA, ("", "", [OSLO])),
     ("llama, two", {"form": LLAMA3}, f" {LLAMA}; {LLAMA}\n{LLAMA}", ("", "", [OSLO] * 3)),
+    ("llama, separators", {"form": LLAMA3}, f"{LLAMA}; ; {LLAMA} ; Well.", ("", "Well.", [OSLO] * 2)),
+    ("llama, text and separators", {"form": LLAMA3}, f"A <|python_tag|>{LLAMA}; ; B", ("", "A  B", [OSLO])),
     ("llama, python tag", {"form": LLAMA3}, f"<|python_tag|>{LLAMA}", ("", "", [OSLO])),
+    ("llama, list", {"form": LLAMA3}, f"[{LLAMA}, {LLAMA}]", ("", "", [OSLO] * 2)),
+    (
+        "llama, list of one behind the tag",
+        {"form": LLAMA3},
+        f"<|python_tag|>[ {LLAMA}]",
+        ("", "", [OSLO]),
+    ),
+    (
+        "llama, name in function",
+        {"form": LLAMA3},
+        LLAMA_FUNCTION,
+        ("", "", [OSLO]),
+    ),
+    ("llama, names of no tool", {"form": LLAMA3}, '[{"name": 1}]', ("", '[{"name": 1}]', [])),
+    ("llama, list of code", {"form": LLAMA3}, "<|python_tag|>[1]", ("", "<|python_tag|>[1]", [])),
+    ("one call", {"is_parallel": False}, f"A:\n{ONE}\n{ONE}", ("", f"A:\n\n{ONE}", [OSLO])),
+    ("one call and no text", {"is_parallel": False}, f"{ONE}\n", ("", "", [OSLO])),
+    (
+        "one call, deepseek",
+        {"form": DEEPSEEK, "is_parallel": False},
+        f"{V3}<｜tool▁calls▁end｜>",
+        ("", "", [OSLO]),
+    ),
+    (
+        "one call of a list",
+        {"form": MISTRAL, "is_parallel": False},
+        f"[TOOL_CALLS][{JSON}, {JSON}] Well.",
+        ("", f"{JSON} Well.", [OSLO]),
+    ),
+    ("llama, one call", {"form": LLAMA3, "is_parallel": False}, f"{LLAMA}\n{LLAMA}", ("", LLAMA, [OSLO])),
     ("llama, code", {"form": LLAMA3}, "<|python_tag|>print(1)", ("", "<|python_tag|>print(1)", [])),
     ("llama, answer in JSON", {"form": LLAMA3}, '{"names": [1]}', ("", '{"names": [1]}', [])),
     (
@@ -217,6 +250,12 @@ HARMONY_CASES: list[tuple[str, dict, str, tuple[str, str, list[Call]]]] = [
         ("", "", [OSLO]),
     ),
     ("two calls", {"begun": ""}, f"{TO}{ARGUMENTS}<|call|>{TO_LATE}{ARGUMENTS}", ("", "", [OSLO] * 2)),
+    (
+        "one call",
+        {"begun": "", "is_parallel": False},
+        f"{TO}{ARGUMENTS}<|call|>{TO}{ARGUMENTS}<|call|>",
+        ("", TO.removeprefix("<|start|>assistant") + ARGUMENTS, [OSLO]),
+    ),
     ("no arguments", {"begun": ""}, f"{TO}<|call|>", ("", "", [Call("weather", {})])),
     ("cut before the arguments", {"begun": ""}, TO, ("", TO.removeprefix("<|start|>assistant"), [])),
     (
