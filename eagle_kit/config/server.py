@@ -26,7 +26,8 @@ class ServerConfig(Options):
             captured and compiled when it is first needed, while all requests wait; the table at the start
             says what it is.
         reasoning_parser: form of the reasoning in replies, which is sent apart from the content: auto (the
-            default, found in the chat template), none, think or harmony, or a name of vLLM's or SGLang's.
+            default, found in the chat template), none, think, deepseek_r1 (a thought that nothing has opened)
+            or harmony, or a name of vLLM's or SGLang's.
         tool_call_parser: form of the tool calls in replies: auto (the default, found in the chat template),
             none, hermes, llama3, mistral, deepseek or harmony, or a name of vLLM's or SGLang's.
         grace_period_s: seconds that running replies get to finish when the server is stopped.

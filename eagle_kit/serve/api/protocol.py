@@ -2,8 +2,8 @@
 
 An explicit ``null`` is the default, as OpenAI does it. Parameters that change nothing here are accepted so
 that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `store: false`,
-`service_tier: "auto" | "default"`, `modalities: ["text"]`, `best_of: 1`, and
-what SGLang's router adds to every body (those of its server's parameters that have no ``null``).
+`service_tier: "auto" | "default"`, `modalities: ["text"]`, `best_of: 1`, and what SGLang's router
+adds to every body (those of its server's parameters that have no ``null``).
 """
 
 from typing import Annotated, Any, Literal, TypeVar
