@@ -68,7 +68,8 @@ class PublishedDFlash:
         k, v = (part.repeat_interleave(len(q) // len(part), 0) for part in (k, v))
         scores = (q @ k.transpose(1, 2) / self.c["head_dim"] ** 0.5).masked_fill(~seen, float("-inf"))
         attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        h = h + attended @ self.w[f"{name}.self_attn.o_proj.weight"].T
+        out = f"{name}.self_attn.o_proj"
+        h = h + attended @ self.w[f"{out}.weight"].T + self.w.get(f"{out}.bias", 0)
         x = self.norm(h, f"{name}.post_attention_layernorm")
         gate, up = (x @ self.w[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         return h + (F.silu(gate) * up) @ self.w[f"{name}.mlp.down_proj.weight"].T
