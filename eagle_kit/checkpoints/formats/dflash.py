@@ -67,7 +67,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
         NESTED_IDS: list(config.aux_layer_ids),
         "mask_token_id": config.mask_token_id,
         ROWS: config.predicts_next,
-        SLIDING_BOTH: False,
+        **({SLIDING_BOTH: False} if config.sliding_layers else {}),  # to vLLM that of every layer
         "tie_word_embeddings": False,
         **{key: raw[key] for key in FACTS if key in raw},
         OWN: own,

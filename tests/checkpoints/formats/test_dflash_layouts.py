@@ -49,6 +49,7 @@ def test_there_and_back_bit_for_bit(made, tmp_path, peer):
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(tensors)
     if peer == "speculators":  # layers by their inputs
         assert (config["speculators_model_type"], config["mask_token_id"]) == ("dflash", 5)
+        assert "sliding_window_non_causal" not in config  # false makes whole layers causal in vLLM
         assert config["aux_hidden_state_layer_ids"] == [0, 2, 3]
         assert config["transformer_layer_config"]["num_hidden_layers"] == 3
         proposal = config["speculators_config"]["proposal_methods"][0]
@@ -105,6 +106,7 @@ def test_sliding_layers_and_rows_are_kept(made, tmp_path):
     head = tiny_dflash(model, sliding_window=9, sliding_layers=(0, 1), predicts_next=True)
     save_draft(head, tmp_path / "ours", metadata={}, dtype=torch.float32)
     export_draft(tmp_path / "ours", tmp_path / "s", format="speculators", dtype=None, target=target)
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["sliding_window_non_causal"] is False
     import_draft(tmp_path / "s", tmp_path / "back")
     for folder in ("ours", "s", "back"):
         assert load_draft(tmp_path / folder, target=model).config == head.config
