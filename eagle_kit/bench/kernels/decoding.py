@@ -18,6 +18,7 @@ from eagle_kit.kernels.accept import (
     accept_target_only,
 )
 from eagle_kit.kernels.backend import Backend
+from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_topk import draft_topk
@@ -197,6 +198,33 @@ def _make_tree(v: int, shape: SpecShape, b: int, rng: RandomInputs) -> PreparedC
     return PreparedCase(
         lambda backend: tree_build(roots, tokens, scores, parents, shape, backend=backend),
         reads=(roots, tokens, scores, parents),
+    )
+
+
+def best_first_cases(sizes: Sizes) -> list[KernelCase]:
+    """The window of the most likely paths through candidates of depths, alone or given the one before."""
+    v = sizes.model.vocab_size
+    return [
+        case(
+            f"window {shape}, batch {b}{', conditional' if given else ''}",
+            _make_best_first,
+            v,
+            shape,
+            given,
+            b,
+        )
+        for b in (sizes.batches[0], sizes.batches[-1])
+        for shape, given in ((TREE, False), (WIDE, False), (WIDE, True))
+    ]
+
+
+def _make_best_first(v: int, shape: SpecShape, given: bool, b: int, rng: RandomInputs) -> PreparedCase:
+    steps, k, _ = shape
+    roots, tokens = rng.integers(v, b), rng.integers(v, b, steps, k)
+    scores = -rng.uniform(b, steps, k if given else 1, k, dtype=torch.float32)
+    return PreparedCase(
+        lambda backend: best_first(roots, tokens, scores, shape, backend=backend),
+        reads=(roots, tokens, scores),
     )
 
 
@@ -452,6 +480,7 @@ CASES: Cases = {
     "draft_inputs": draft_inputs_cases,
     "experts": expert_cases,
     "tree_build": tree_cases,
+    "best_first": best_first_cases,
     "accept": accept_cases,
     "commit": commit_cases,
     "recurrence": recurrence_cases,
