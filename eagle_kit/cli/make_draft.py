@@ -23,12 +23,12 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, read_object, remove, sole_writer, write_json_atomically
 from eagle_kit.train.plan.budget import (
     ROW_TOKENS,
-    WITH_PROMPTS,
     BudgetPlan,
     Phase,
     Rates,
     draft_vocab_size,
     expected_accept_lengths,
+    keeps_own,
     learning_rate,
     own_phase,
     plan_budget,
@@ -247,8 +247,8 @@ class Making:
             tokens, room = done["replies"]["tokens"], self._kept_tokens()
             phase = own_phase(left * speed, tokens, self._rates(), room)
             head = {"start_from": str(self.out / "raw" / "best")}
-            keeps = WITH_PROMPTS * tokens <= room
-            self._config("own", phase, 2 / 3, {"source": str(self.replies)}, head, keeps=keeps)
+            data, keeps = {"source": str(self.replies)}, keeps_own(tokens, room)
+            self._config("own", phase, 2 / 3, data, head, keeps=keeps)
         return Stage("own", self._train(file), self._drop_states)
 
     def _export(self) -> Stage:

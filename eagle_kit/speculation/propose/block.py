@@ -10,7 +10,7 @@ root and to each other. Only entries of accepted rows are committed. The chain t
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -24,15 +24,8 @@ from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Kept, Missed
-from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
+from eagle_kit.speculation.propose.ready import Candidates, ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
-
-
-class BlockState(NamedTuple):
-    """Result of draft-extend: the candidates of all depths, as of :class:`ReadyDrafter`."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
 
 
 class BlockDrafter(ReadyDrafter):
@@ -69,13 +62,9 @@ class BlockDrafter(ReadyDrafter):
         """See :class:`Drafter`."""
         return kept.steps + self.first
 
-    def empty_state(self, count: int, kept: Kept) -> BlockState:
-        """See :class:`Drafter`."""
-        return BlockState(*self.empty_candidates(count, kept))
-
     def extend(
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
-    ) -> BlockState:
+    ) -> Candidates:
         """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         roots = tokens.gather(1, last[:, None])[:, 0]
@@ -92,7 +81,7 @@ class BlockDrafter(ReadyDrafter):
         segments: Sequence[Segment],
         last: torch.Tensor,
         kept: Kept,
-    ) -> BlockState:
+    ) -> Candidates:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
         context = self.model.features(out)
         rows, _ = self.kv.prompt_rows(segments)
@@ -100,7 +89,7 @@ class BlockDrafter(ReadyDrafter):
         positions = to_device(torch.cat(starts), context.device)
         self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
         if not len(last):
-            return self.empty_state(0, kept)
+            return self.empty_candidates(0, kept)
         stops, which = [segment.stop for segment in segments], segments_of(segments, last)
         size = kept.steps + self.first
         return self._block(
@@ -122,7 +111,7 @@ class BlockDrafter(ReadyDrafter):
         counts: torch.Tensor,
         kept: Kept,
         num_columns: int,
-    ) -> BlockState:
+    ) -> Candidates:
         """Write entries of context rows and run a block behind them, in the scratch.
 
         Args:
@@ -149,5 +138,4 @@ class BlockDrafter(ReadyDrafter):
         attends = [ways[window is not None] for window in self.head.config.windows]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        tokens, scores = self._candidates(read, kept.topk)
-        return BlockState(tokens.view(b, *kept), scores.view(b, *kept))
+        return self.candidates_of(read, kept)

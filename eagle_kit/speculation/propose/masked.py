@@ -10,7 +10,7 @@ scratch. The candidates of all depths are then ready.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -22,15 +22,8 @@ from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Kept, Missed
-from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
+from eagle_kit.speculation.propose.ready import Candidates, ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
-
-
-class MaskedState(NamedTuple):
-    """Result of draft-extend: the candidates of all depths, as of :class:`ReadyDrafter`."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
 
 
 class MaskedDrafter(ReadyDrafter):
@@ -64,13 +57,9 @@ class MaskedDrafter(ReadyDrafter):
         """See :class:`Drafter`."""
         return kept.steps - 1
 
-    def empty_state(self, count: int, kept: Kept) -> MaskedState:
-        """See :class:`Drafter`."""
-        return MaskedState(*self.empty_candidates(count, kept))
-
     def extend(
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
-    ) -> MaskedState:
+    ) -> Candidates:
         """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         b, length = tokens.shape
@@ -79,7 +68,7 @@ class MaskedDrafter(ReadyDrafter):
         read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
-        return self._drafted(read, kept)
+        return self.candidates_of(read, kept)
 
     def prefill(
         self,
@@ -89,12 +78,12 @@ class MaskedDrafter(ReadyDrafter):
         segments: Sequence[Segment],
         last: torch.Tensor,
         kept: Kept,
-    ) -> MaskedState:
+    ) -> Candidates:
         """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
         stored."""
         read = self._read_prompt(out, ids, next_ids, segments, last).read
         if kept.steps == 1 or not len(last):
-            return self._drafted(read, kept._replace(steps=1))
+            return self.candidates_of(read, kept._replace(steps=1))
         stops = [segment.stop for segment in segments]
         which = segments_of(segments, last)
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
@@ -106,7 +95,9 @@ class MaskedDrafter(ReadyDrafter):
             kept.steps,
             max(stops) + kept.steps,
         )
-        return self._drafted(torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1), kept)
+        return self.candidates_of(
+            torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1).flatten(0, 1), kept
+        )
 
     def _window(
         self,
@@ -151,8 +142,3 @@ class MaskedDrafter(ReadyDrafter):
         wanted = own if not length else torch.cat((counts[:, None] - 1, own), 1)
         wanted = (wanted + size * self.numbers[:b, None]).view(-1)
         return self.head.step((inputs[0], inputs[1]), positions, attend, wanted=wanted).read
-
-    def _drafted(self, read: torch.Tensor, kept: Kept) -> MaskedState:
-        """Candidates that D rows a request of ``read [B * D, H]`` give."""
-        tokens, scores = self._candidates(read.reshape(-1, read.shape[-1]), kept.topk)
-        return MaskedState(tokens.view(-1, *kept), scores.view(-1, *kept))

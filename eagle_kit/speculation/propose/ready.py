@@ -6,6 +6,7 @@ Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +21,20 @@ from eagle_kit.speculation.propose.drafter import Drafter, Kept
 from eagle_kit.speculation.state import CycleState
 
 
+class Candidates(NamedTuple):
+    """Result of draft-extend: the candidates of all depths, best first.
+
+    Attributes:
+        tokens: int64 ``[B, D, K]``.
+        scores: their log-probabilities, fp32 ``[B, D, K]``, 0 where K is 1: a chain ranks nothing.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
 class ReadyDrafter(Drafter):
-    """A drafter whose states begin with the candidates ``tokens`` int64 ``[B, D, K]``, best first, and their
-    log-probabilities ``scores`` fp32 ``[B, D, K]``, 0 where K is 1: a chain ranks nothing."""
+    """A drafter whose states are, or begin with, :class:`Candidates`."""
 
     can_wait = False
 
@@ -32,10 +44,19 @@ class ReadyDrafter(Drafter):
         _, topk = super().kept(shapes, tells_confidence=tells_confidence)
         return Kept(max(1, *(shape.steps for shape in shapes)), topk)
 
-    def empty_candidates(self, count: int, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty_state(self, count: int, kept: Kept) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`."""
+        return self.empty_candidates(count, kept)
+
+    def empty_candidates(self, count: int, kept: Kept) -> Candidates:
         """Candidates of ``count`` requests that have not been prefilled."""
         tokens = torch.zeros(count, *kept, dtype=torch.int64, device=self.model.device)
-        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+        return Candidates(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+
+    def candidates_of(self, read: torch.Tensor, kept: Kept) -> Candidates:
+        """Candidates that D rows a request of ``read [B * D, H]`` give."""
+        tokens, scores = self._candidates(read, kept.topk)
+        return Candidates(tokens.view(-1, *kept), scores.view(-1, *kept))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """See :class:`Drafter`."""

@@ -123,9 +123,15 @@ def plan_budget(budget_s: float, spent_s: float, rates: Rates, kept_tokens: floa
 
 def own_phase(seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float) -> Phase:
     """Training on replies of ``reply_tokens`` for ``seconds``; ``kept_tokens`` as for :func:`plan_budget`."""
-    distinct = WITH_PROMPTS * reply_tokens
-    keeps = distinct <= kept_tokens
-    return Phase.of(rates.seen(seconds, distinct) if keeps else seconds * rates.training)
+    if keeps_own(reply_tokens, kept_tokens):
+        return Phase.of(rates.seen(seconds, WITH_PROMPTS * reply_tokens))
+    return Phase.of(seconds * rates.training)
+
+
+def keeps_own(reply_tokens: float, kept_tokens: float) -> bool:
+    """True where the states of replies of ``reply_tokens``, with their prompts, fit into the room for
+    ``kept_tokens``."""
+    return WITH_PROMPTS * reply_tokens <= kept_tokens
 
 
 def learning_rate(hidden_size: int) -> float:
