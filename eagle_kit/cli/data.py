@@ -1,5 +1,5 @@
-"""`eagle-kit data preview | prepare | vocab | regenerate | texts | capture | import-states | store`: work
-before training."""
+"""`eagle-kit data preview | prepare | mix | vocab | regenerate | prompts | texts | capture | import-states |
+store`: work before training."""
 
 import argparse
 import os
@@ -101,6 +101,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--retries", type=int, default=6, metavar="N", help="of a request that fails (default %(default)s)"
     )
     server.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
+    prompts = action(_prompts, "make prompts of tasks that chats are short of, out of the text of chats")
+    prompts.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
+    prompts.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or replaced")
+    prompts.add_argument("--limit", type=int, required=True, metavar="N", help="prompts to make")
+    prompts.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="conversations of the source that are passed over"
+    )
+    prompts.add_argument("--seed", type=int, default=0, metavar="N", help="of wording and numbers")
     capture = action(_capture, "keep the target's states of a config's data in a folder")
     add_config(capture)
     capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
@@ -307,6 +315,30 @@ def _regenerate(args: argparse.Namespace) -> int:
             print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
     accept = f", accept length {report.stats.accept_length:.2f}" if args.draft is not None else ""
     print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> int:
+    import json
+
+    from eagle_kit.core.files import check_writable, write_text_atomically
+    from eagle_kit.data.chat.records import SkipLog, read_conversations
+    from eagle_kit.train.replies.prompts import task_prompts
+
+    if args.limit < 1 or args.skip < 0:
+        raise UserError("--limit is below 1, or --skip below 0.", "Ask for at least one prompt.")
+    check_writable(args.out.parent, "Give another file with --out.")
+    skipped = SkipLog()
+    conversations = islice(read_conversations(args.source, skipped=skipped), args.skip, None)
+    made = list(islice(task_prompts(conversations, args.seed), args.limit))
+    if not made:
+        raise UserError(f"{args.source} gives no prompts behind --skip.", "Skip fewer, or name more chats.")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(args.out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in made))
+    for note in skipped.notes:
+        print(note, file=sys.stderr)
+    counts = Counter(one["category"] for one in made)
+    print(f"{args.out}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + ".")
     return 0
 
 

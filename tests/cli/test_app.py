@@ -20,7 +20,7 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
 HELPS = [[name] for name in app.COMMANDS] + [
-    ["data", name] for name in ("preview", "prepare", "regenerate", "vocab")
+    ["data", name] for name in ("preview", "prepare", "regenerate", "prompts", "vocab")
 ]
 OPTIONAL_PACKAGES = (
     "deepspeed",

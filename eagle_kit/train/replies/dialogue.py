@@ -40,6 +40,7 @@ class Dialogue:
         waiting: messages to put before each reply that is still to be made, oldest first: a human turn, or
             the recorded results of tools.
         sample: which of several conversations from the same prompt.
+        category: of the record, or empty.
         left_out: why its last reply is left out, or empty.
         first: the first human turn.
     """
@@ -48,6 +49,7 @@ class Dialogue:
     prompt: ChatPrompt
     waiting: list[list[Message]]
     sample: int = 0
+    category: str = ""
     finish_reasons: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     left_out: str = ""
@@ -103,7 +105,8 @@ class Dialogue:
 
     def line(self, with_ids: bool) -> str:
         """Line of the file."""
-        record: dict[str, Any] = {"id": self.id, "messages": on_the_wire(self.prompt.messages)}
+        record: dict[str, Any] = {"id": self.id} | ({"category": self.category} if self.category else {})
+        record["messages"] = on_the_wire(self.prompt.messages)
         if self.prompt.tools:
             record["tools"] = list(self.prompt.tools)
         if self.prompt.chat_template_kwargs:

@@ -2,11 +2,11 @@
 
 A draft is judged by the target's own replies, so it should learn from those; the replies of ShareGPT are
 another model's. Results of tools stay where they were recorded, and the turns around them are said anew. The
-result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with tools and arguments of the chat
-template where there are any, in the order of the source, which the data reader takes as it is. A line is
-written as soon as its conversation and those before it are answered, so a run that was broken off goes on
-where it stopped. Every reply has a seed of its own, a hash of the run's seed and of all that was said before:
-a reply is the same in any batch, shard or session, with a draft and without.
+result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with category, tools and arguments
+of the chat template where there are any, in the order of the source, which the data reader takes as it is. A
+line is written as soon as its conversation and those before it are answered, so a run that was broken off
+goes on where it stopped. Every reply has a seed of its own, a hash of the run's seed and of all that was
+said before: a reply is the same in any batch, shard or session, with a draft and without.
 """
 
 import hashlib
@@ -328,7 +328,7 @@ def _new_dialogues(
         for sample in range(options.samples):
             drawn = draw_kwargs(options.chat_template_kwargs, options.sampling.seed or 0, f"{sample}\n{key}")
             prompt = ChatPrompt(system, conversation.tools, {**drawn, **conversation.chat_template_kwargs})
-            dialogue = Dialogue(conversation.id, prompt, list(blocks), sample)
+            dialogue = Dialogue(conversation.id, prompt, list(blocks), sample, conversation.category)
             if done[about := (dialogue.id, dialogue.first, sample)]:
                 done[about] -= 1
                 continue

@@ -92,6 +92,15 @@ def test_every_reply_is_the_targets_own_and_later_turns_see_it(tmp_path):
     assert (report.num_written, report.num_found, report.num_reply_tokens) == (2, 0, 7)
 
 
+def test_a_records_category_stays_with_its_replies(tmp_path):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    said = [{"role": "user", "content": "abc"}]
+    source.write_text(json.dumps({"id": "a", "category": "translation", "messages": said}) + "\n")
+    _run(Parrot(), str(source), out)
+    record = _records(out)[0]
+    assert record["category"] == "translation" == to_conversation(record, "").category
+
+
 def test_a_cut_reply_ends_its_conversation(tmp_path):
     out = tmp_path / "out.jsonl"
     _run(Parrot(), _source(tmp_path, [["long", "next"]]), out)

@@ -1,0 +1,217 @@
+"""Prompts of the tasks that chats are short of, made out of the text of chats.
+
+A head drafts badly what it has never learned, and public chats hold little translation, summarising,
+answering from passages and arithmetic, which is half of Spec-Bench (arXiv 2401.07851). The passages,
+sentences and questions are those of conversations; only the wording around them and the word problems are
+from here. Prompts are records of ``id``, ``category`` and ``messages``, which ``data regenerate`` answers
+and ``--tasks`` measures.
+"""
+
+import random
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_kit.data.chat.forms import Conversation
+
+SUMMARISE = (
+    "Summarize the following text in {count} sentences.\n\n{text}",
+    "Summarize: {text}",
+    "{text}\n\nWrite a short summary of the text above.",
+    "What are the main points of this text? Answer in at most {count} bullet points.\n\n{text}",
+)
+TRANSLATE = (
+    "Translate from {source} to {to}: {text}",
+    "Translate the following sentence into {to}.\n\n{text}",
+    'How do you say "{text}" in {to}?',
+)
+RETRIEVE = (
+    "Answer the question from the passages.\n\n{passages}\n\nQuestion: {question}\nAnswer:",
+    "{passages}\n\nUsing only the information above, answer: {question}",
+    "Context:\n{passages}\n\nQuestion: {question}",
+)
+EXTRACT = (
+    "List every name, place and organisation in this text, one per line.\n\n{text}",
+    "Extract the key facts of this text as a JSON list of strings.\n\n{text}",
+    "Give five keywords for the following text.\n\n{text}",
+)
+REWRITE = (
+    "Rewrite this paragraph in simple words.\n\n{text}",
+    "Make the following text more formal.\n\n{text}",
+    "Correct and shorten this text.\n\n{text}",
+)
+LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Dutch")
+STOP_WORDS = {
+    "English": "the and of to in is that for with as are this",
+    "German": "der die und das ist nicht mit ein eine auf für sich",
+    "French": "le les des est une dans pour que vous qui sur avec",
+    "Spanish": "el los las una por para con del que se es su",
+}
+LANGUAGE_SHARE = 0.15
+"""Least share of a language's stop words among the words of a text that is taken to be in it."""
+PASSAGE_WORDS, SENTENCE_WORDS, QUESTION_WORDS = (50, 220), (6, 30), (5, 25)
+PASSAGES = 3
+"""Of a prompt that is answered from passages: one of the conversation itself, the others of earlier ones."""
+SLACK = 3
+"""Prompts that one category may be ahead of the scarcest one."""
+
+NAMES = ("Anna", "Omar", "Lucia", "Tom", "Mei", "Jonas", "Priya", "Sam", "Clara", "Diego")
+THINGS = ("apples", "pencils", "stickers", "books", "marbles", "cookies", "postcards", "tickets")
+PROBLEMS: tuple[str, ...] = (
+    "{name} has {a} {thing} and buys {b} packs of {c} more. {other} takes {d} of them. How many are left?",
+    "A shop sells {thing} for ${c} each. {name} buys {b} of them with ${big}. How much is left?",
+    "{name} reads {a} pages on Monday and {b} times as many on Tuesday. How many pages is that?",
+    "A train goes {speed} miles per hour for {b} hours, then {a} miles more. How far does it go?",
+    "{name} earns ${c} an hour and works {a} hours a week. How much does {name} earn in {b} weeks?",
+    "There are {even} {thing}. {name} gets half of them, {other} gets {d} of the rest. How many remain?",
+    "{name} is {a} years old and {other} is {b} times as old. How old will {other} be in {d} years?",
+    "A rectangle is {a} cm long and {c} cm wide. What are its area and its perimeter?",
+    "A recipe needs {c} cups of flour for {b} cakes. How many cups are needed for {b} times as many cakes?",
+    "{name} saves ${c} every week. After {a} weeks {name} spends ${d}. How much money is left?",
+    "A class has {even} students. {percent}% of them play football. How many students do not play?",
+    "Solve for x: {c}x + {d} = {sum}. Show each step.",
+    "What is {a} * {c} - {d}? Explain each step.",
+    "{name} walks {b} miles a day and {other} walks {c} miles a day. How many miles is that in {a} days?",
+)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a conversation gives.
+
+    Attributes:
+        passages, sentences: of its replies, with their language.
+        question: of its first human turn, or empty.
+    """
+
+    passages: tuple[tuple[str, str], ...]
+    sentences: tuple[tuple[str, str], ...]
+    question: str
+
+
+def task_prompts(conversations: Iterable[Conversation], seed: int) -> Iterator[dict[str, Any]]:
+    """Make at most one prompt from each conversation, about as many of every category of :data:`CATEGORIES`.
+
+    Args:
+        conversations: whose texts are used; a conversation that gives nothing for the categories that are
+            behind is passed over.
+        seed: of wording, numbers and choices, hashed with the conversation's id.
+
+    Yields:
+        ``{"id", "category", "messages"}``.
+    """
+    made = Counter(dict.fromkeys(CATEGORIES, 0))
+    earlier: deque[str] = deque(maxlen=16)
+    for conversation in conversations:
+        rng = random.Random(f"{seed}:{conversation.id}")
+        material = _material(conversation)
+        ahead = min(made.values()) + SLACK
+        for category, count in sorted(made.items(), key=lambda item: item[1]):
+            text = CATEGORIES[category](material, earlier, rng) if count < ahead else ""
+            if text:
+                made[category] += 1
+                messages = [{"role": "user", "content": text}]
+                yield {"id": f"{category}-{conversation.id}", "category": category, "messages": messages}
+                break
+        earlier.extend(text for text, language in material.passages[:1] if language == "English")
+
+
+def _material(conversation: Conversation) -> Material:
+    passages, sentences = [], []
+    for message in conversation.messages:
+        if message["role"] != "assistant" or not isinstance(content := message.get("content"), str):
+            continue
+        for paragraph in re.split(r"\n\s*\n", content):
+            text = " ".join(paragraph.split())
+            language = _language(text)
+            if not language or not _is_prose(text):
+                continue
+            if _has_length(text, PASSAGE_WORDS):
+                passages.append((text, language))
+            found = (one.strip() for one in re.findall(r"[^.!?]+[.!?]", text))
+            sentences += [(one, language) for one in found if _has_length(one, SENTENCE_WORDS)]
+    human = next(message for message in conversation.messages if message["role"] == "user")
+    question = " ".join(str(human.get("content") or "").split())
+    is_one = question.endswith("?") and _has_length(question, QUESTION_WORDS) and _language(question)
+    return Material(tuple(passages), tuple(sentences), question if is_one else "")
+
+
+def _has_length(text: str, words: tuple[int, int]) -> bool:
+    return words[0] <= len(text.split()) <= words[1]
+
+
+def _is_prose(text: str) -> bool:
+    """True of text without markup, code, links or lists that ends as a sentence does."""
+    return text[-1:] in ".!?" and text[:1].isupper() and not re.search(r"[`|{}<>=*#\[\]\\_]|https?:", text)
+
+
+def _language(text: str) -> str:
+    """The language whose stop words are frequent in ``text``, or nothing."""
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    if not words:
+        return ""
+    shares = {
+        language: sum(word in stops.split() for word in words) / len(words)
+        for language, stops in STOP_WORDS.items()
+    }
+    best = max(shares, key=lambda language: shares[language])
+    return best if shares[best] >= LANGUAGE_SHARE else ""
+
+
+def _about_passage(wordings: tuple[str, ...]) -> Callable[[Material, deque[str], random.Random], str]:
+    """A maker of prompts of ``wordings`` about one English passage."""
+
+    def make(material: Material, earlier: deque[str], rng: random.Random) -> str:
+        texts = [text for text, language in material.passages if language == "English"]
+        if not texts:
+            return ""
+        return rng.choice(wordings).format(text=rng.choice(texts), count=rng.randint(1, 4))
+
+    return make
+
+
+def _translate(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    """A sentence of another language into English where there is one, else an English one into another."""
+    foreign = [one for one in material.sentences if one[1] != "English"]
+    if not material.sentences:
+        return ""
+    text, language = rng.choice(foreign or material.sentences)
+    to = "English" if foreign else rng.choice(LANGUAGES)
+    return rng.choice(TRANSLATE).format(source=language, to=to, text=text)
+
+
+def _retrieve(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    own = [text for text, language in material.passages if language == "English"]
+    if not own or not material.question or len(earlier) < PASSAGES - 1:
+        return ""
+    passages = [rng.choice(own), *rng.sample(list(earlier), PASSAGES - 1)]
+    rng.shuffle(passages)
+    numbered = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
+    return rng.choice(RETRIEVE).format(passages=numbered, question=material.question)
+
+
+def _question(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    return material.question
+
+
+def _problem(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    """A word problem whose answer is a whole number of zero or more."""
+    name, other = rng.sample(NAMES, 2)
+    a, b, c, d = rng.randint(12, 60), rng.randint(2, 6), rng.randint(3, 12), rng.randint(2, 11)
+    numbers = {"a": a, "b": b, "c": c, "d": d, "even": 4 * a, "big": 100, "speed": 5 * a}
+    numbers |= {"sum": c * rng.randint(2, 15) + d, "percent": 25 * rng.randint(1, 3)}
+    return rng.choice(PROBLEMS).format(name=name, other=other, thing=rng.choice(THINGS), **numbers)
+
+
+CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
+    "retrieval": _retrieve,
+    "translation": _translate,
+    "summarising": _about_passage(SUMMARISE),
+    "questions": _question,
+    "extraction": _about_passage(EXTRACT),
+    "rewriting": _about_passage(REWRITE),
+    "mathematics": _problem,
+}
+"""Makers of prompts: given material, earlier passages and a generator, a prompt or nothing."""
